@@ -440,7 +440,8 @@ class Pipeline:
     def adapt(self, on: bool = True, rule: Rule | None = None) -> None:
         """Lets layers move away from what became slow, and back, as `rule` says; or no longer.
 
-        `session.history` tells what moved and why. Of several processes all call it, before the same step.
+        The planner that made the plan is asked again, under the same limits, if it is jvpipe's own. `session.history`
+        tells what moved and why. Of several processes all call it, before the same step.
         """
         checked_flags(on=on)
         self.session.adapter.switch(on, checked_rule(rule))

@@ -37,7 +37,9 @@ from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.runtime.monitor import Measured, Monitor, Record
 from jvpipe.runtime.tensors import Limits
+from jvpipe.session.asking import Planned
 from jvpipe.session.compiled_plans import CompiledPlans
+from jvpipe.session.planning import planned_again
 from jvpipe.session.settings import agreed_rows
 from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
 
@@ -319,7 +321,8 @@ class Adapter:
 
     def _propose(self, judge: "_Judge", told: Sequence[Told], compiled: CompiledPlan) -> None:
         try:
-            judge.decide(told, compiled, self._compiled_plans.layer_s, self._link or INFINITE)
+            with beside_training():
+                judge.decide(told, compiled, self._compiled_plans, self._link or INFINITE)
         except Exception:
             _log.exception("what steps took could not be judged")
 
@@ -356,6 +359,8 @@ class _Judge:
         self._told: dict[int, list[Seen]] = {}
         self._trigger: Trigger | None = None
         self._replaced: Plan | None = None  # another one is proposed for it: not judged again
+        self._answer: Planned | None = None  # the planner's last one
+        self._asked: tuple[int, ...] = ()  # the cuts for which the plan that is proposed was found
 
     def news(self) -> Told:
         """Gives what there is to tell, and counts it as told."""
@@ -369,7 +374,7 @@ class _Judge:
         self,
         told: Sequence[Told],
         compiled: CompiledPlan,
-        layer_s: Sequence[float] | None,
+        compiled_plans: CompiledPlans,
         link: Link,
     ) -> None:
         """Asks the trigger about every step that all have told of by now.
@@ -377,7 +382,7 @@ class _Judge:
         Args:
             told: what each process has told.
             compiled: the plan in use.
-            layer_s: the seconds of its layers that it was made for, if it was made for any.
+            compiled_plans: those of the model.
             link: between the processes.
         """
         try:
@@ -387,7 +392,8 @@ class _Judge:
             for step in sorted(
                 step for step, parts in self._told.items() if len(parts) == len(told)
             ):
-                self._judge(self.plans[step], all_of(self._told[step]), compiled, layer_s, link)
+                took = all_of(self._told[step])
+                self._judge(self.plans[step], took, compiled, compiled_plans, link)
                 self._told = {later: parts for later, parts in self._told.items() if later > step}
                 self.plans = {later: plan for later, plan in self.plans.items() if later > step}
         except Exception:
@@ -397,6 +403,7 @@ class _Judge:
         """Asks no more for a plan that cannot be made."""
         if self._trigger is not None:
             self._trigger.refuse(plan.cuts)
+            self._trigger.refuse(self._asked)
         self._replaced = None
 
     def _judge(
@@ -404,11 +411,11 @@ class _Judge:
         plan: Plan,
         seen: Seen,
         compiled: CompiledPlan,
-        layer_s: Sequence[float] | None,
+        compiled_plans: CompiledPlans,
         link: Link,
     ) -> None:
         if self._trigger is None:
-            synchronous = compiled.schedule.synchronous
+            synchronous, layer_s = compiled.schedule.synchronous, compiled_plans.layer_s
             self._trigger = Trigger(
                 layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
@@ -418,7 +425,10 @@ class _Judge:
         replan = trigger.observe(plan, seen)
         if replan is None or plan != compiled.plan:
             return
-        new = plan_for(replan, trigger, compiled)
+        new = self._plan_for(replan, trigger.home, compiled, compiled_plans)
+        if new is None:
+            trigger.refuse(replan.cuts)
+            return
         moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
         if not replan.repays(moved_bytes, link, self.rule):
             _log.info(
@@ -429,19 +439,57 @@ class _Judge:
             )
             trigger.refuse(replan.cuts)
         else:
+            trigger.expect(new.cuts)
+            self._asked = replan.cuts
             self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
 
+    def _plan_for(
+        self, replan: Replan, home: Plan, compiled: CompiledPlan, compiled_plans: CompiledPlans
+    ) -> Plan | None:
+        """The plan at home; or the planner's for the devices as they are, None if it gains too little; or cuts alone.
 
-def plan_for(replan: Replan, trigger: Trigger, compiled: CompiledPlan) -> Plan:
-    """The plan with other cuts, on the devices and with the fates of the one at home.
+        Cuts alone change where no planner made the plan at home, or whoever did is not asked again.
+        """
+        planned, settings = compiled_plans.planned, compiled_plans.settings
+        if replan.cuts == home.cuts:
+            return home
+        graph = compiled.traced.graph
+        given = settings.fates or settings.checkpoint is not None
+        if planned is None or given or not _alike(planned.plan, home):
+            return recut(graph, home, replan.cuts)
 
-    Args:
-        replan: the cuts.
-        trigger: that asked for them.
-        compiled: has the layers.
-    """
-    home = trigger.home
-    return home if replan.cuts == home.cuts else recut(compiled.traced.graph, home, replan.cuts)
+        def placed(plan: Plan) -> Plan:
+            """With the optimizer's state where it lies at home."""
+            like_home = zip(plan.stages, recut(graph, home, plan.cuts).stages, strict=True)
+            stages = tuple(replace(s, state_fates=x.state_fates) for s, x in like_home)
+            return replace(plan, stages=stages, splits=home.splits)
+
+        def held_bytes(plan: Plan) -> list[int]:
+            peaks = compiled_plans.with_plan(placed(plan), compiled).peaks
+            return [max(peaks[d].bytes for d in stage.devices) for stage in plan.stages]
+
+        held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are not known here
+        answer = planned_again(planned, replan.slowness, held_bytes_of)
+        if answer is None:
+            return recut(graph, home, replan.cuts)
+        holds = next(
+            (x for x in (self._answer, planned) if x and _alike(x.plan, compiled.plan)), None
+        )
+        now = replace(answer, decision=holds.decision) if holds else None
+        if now is not None and answer.step_s > (1 - self.rule.gain) * now.step_s:
+            return None
+        self._answer = answer
+        return placed(answer.plan)
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans have the same layers on the same devices, with the same fates of what they leave."""
+    both = zip(one.stages, other.stages, strict=False)
+    same = all(
+        (s.layers, s.devices, dict(s.fates)) == (x.layers, x.devices, dict(x.fates))
+        for s, x in both
+    )
+    return same and len(one.stages) == len(other.stages)
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:

@@ -82,6 +82,49 @@ def decide(
     return planned
 
 
+def planned_again(
+    planned: Planned,
+    slowness: Sequence[tuple[float, ...]],
+    held_bytes_of: Callable[[Plan], Sequence[int]] | None,
+) -> Planned | None:
+    """The whole plan for devices that have become slower: cuts and fates, under the limits and over the links.
+
+    Args:
+        planned: what was planned for the devices as they were.
+        slowness: how many times longer than then the device of each stage takes for each layer.
+        held_bytes_of: what the device of each stage of a plan holds at most, if that is known.
+
+    Returns:
+        None where nothing keeps the limits; and where the planner is not asked again: it does as its paper says, or
+        has sought an order of tasks, or stages have several devices.
+    """
+    problem, planner = planned.problem, find_planner(planned.plan.planner)
+    if planner.as_paper or planned.ordered is not None or problem.replicated:
+        return None
+    first = [problem.places.index(place) for place in range(problem.devices)]
+    devices = [planned.plan.stages[s].devices[0] for s in first]
+    names = [group.name for group in problem.groups]
+    limits = [problem.limit_of(place) for place in range(problem.devices)]
+    known = [limit for limit in limits if limit is not None]
+    problem = problem.told_apart([slowness[s] for s in first], known, names, devices)
+    places = tuple(devices[place] for place in problem.places)
+    request = Request(
+        planner.name, problem.stages, problem.schedule, problem.microbatches, places, fixed=True
+    )
+    if not known or held_bytes_of is None:
+        try:
+            return ask(planner.name, problem, places, fixed=True)
+        except Infeasible:
+            return None
+    less = {group.devices: group.less_bytes for group in problem.groups}
+
+    def needed_of(plan: Plan) -> Sequence[int]:
+        held = zip(held_bytes_of(plan), plan.stages, strict=True)
+        return [size + less.get(stage.devices, 0) for size, stage in held]
+
+    return _within(request, problem, None, needed_of)
+
+
 class _Least(NamedTuple):
     """The plan that holds the least, and the order of devices that it is for."""
 

@@ -94,11 +94,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """Other cuts are worth it; they save `gain_s` per step by what was measured."""
+    """Other cuts are worth it; they save `gain_s` per step by what was measured.
+
+    `slowness` is how many times longer than it should the device of each stage takes for each layer.
+    """
 
     cuts: tuple[int, ...]
     why: str
     gain_s: float
+    slowness: tuple[tuple[float, ...], ...] = ()
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
         """True if moving takes fewer seconds than are saved within the horizon.
@@ -174,6 +178,10 @@ class Trigger:
         """These cuts cannot be, or do not repay the way to them; not to be asked for again under this plan."""
         self._refused.add(cuts)
 
+    def expect(self, cuts: tuple[int, ...]) -> None:
+        """The plan that comes, instead of the cuts that were asked for, has these: it is no new home."""
+        self._asked = cuts
+
     def _follow(self, plan: Plan) -> None:
         """A plan that was not asked for here is a new home."""
         if plan == self._plan:
@@ -191,7 +199,8 @@ class Trigger:
         slowness = self.slowness(plan, seen)
         by_layer = np.repeat(slowness, plan.cuts)
         own = np.array(seen.layer_s) / (expected * by_layer)
-        seconds = expected * np.where((own > rule.layer) | (own < 1 / rule.layer), own, 1.0)
+        own = np.where((own > rule.layer) | (own < 1 / rule.layer), own, 1.0)
+        seconds = expected * own
 
         def step_s(cuts: Sequence[int]) -> float:
             parts_s = np.add.reduceat(seconds, np.cumsum([0, *cuts[:-1]])) * slowness + np.array(
@@ -214,7 +223,8 @@ class Trigger:
         enough = gain_s > (rule.gain_home if at_home else rule.gain) * step_s(plan.cuts)
         if not enough or cuts == plan.cuts or cuts in self._refused:
             return None
-        return Replan(cuts, self._why(plan, seen, at_home), gain_s)
+        times = tuple(tuple((f * own).tolist()) for f in slowness)
+        return Replan(cuts, self._why(plan, seen, at_home), gain_s, times)
 
     def _step_s(self, slowest_s: float, all_s: float) -> float:
         """A step's seconds: (M - 1) slowest + all with a flush, else M slowest, of M micro-batches."""

@@ -5,14 +5,18 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jvpipe
+from jvpipe.cost import measure
+from jvpipe.ir.buffers import HOST
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.monitor import Measured
 from jvpipe.session import adapt
 from jvpipe.session.trigger import Seen
 from tests.end_to_end.test_exactness import batch_of
+from tests.grid import grid
 from tests.runtime.test_migrate import MICRO, assert_same, pipeline, started
 from tests.zoo import CASES, Case
 
@@ -132,6 +136,42 @@ def test_what_does_not_fit_is_said_and_left(
         "stage 1 takes 2.5 times what was planned, but cuts [4, 1] cannot be: "
     )
     assert f"the limit is {smallest:,}" in said[0]
+
+
+@pytest.mark.parametrize("schedule", grid(["1f1b", "zb-h1", "2bw"], "1f1b"))
+def test_the_planner_is_asked_for_fates_where_other_cuts_alone_do_not_fit(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
+    m, slowness = CASES["mlp"](), {0: 1.0, 1: 1.0}
+    batch = {name: np.repeat(x, 16, axis=0) for name, x in batch_of(m, MICRO).items()}
+
+    def seen(_: Measured, compiled: CompiledPlan) -> Seen:
+        layer_s = pipe.session.compiled_plans.layer_s
+        assert layer_s is not None
+        slow = [slowness[stage.devices[0]] for stage in compiled.plan.stages for _ in stage.layers]
+        return Seen([s * f for s, f in zip(layer_s, slow, strict=True)], [0.0, 0.0])
+
+    monkeypatch.setattr(adapt, "seen", seen)
+    found = []
+    for limit in (None, "peak"):
+        most = limit and max(peak.bytes for peak in pipe.session.compiled.peaks[:HOST])
+        pipe = jvpipe.Pipeline(m.loss_fn, optax.sgd(1e-2), 2, MICRO, schedule, memory_limit=most)
+        state, losses = pipe.init(m.params, batch, None), []
+        if limit:
+            pipe.adapt()
+        for step in range(12):
+            slowness[1] = 3.0 if step > 2 else 1.0
+            state, metrics = pipe.step(state, batch)
+            losses.append(float(metrics["loss"]))
+            pipe.session.adapter.wait()
+        found.append((losses, jax.tree.leaves(pipe.params(state))))
+    assert_same(*found)
+    assert max(pipe.ledger.peak[:HOST]) <= most
+    (change,) = pipe.session.history
+    assert change.new.cuts[0] > change.old.cuts[0]
+    assert change.new.stages[0].fates
+    assert not change.old.stages[0].fates
 
 
 def test_off_is_off_and_what_the_user_moves_stays(devices: Devices) -> None:
