@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing, Relaxation, Segment
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.segments import Cuts, Segments, sums
 
@@ -37,7 +38,7 @@ class Reach:
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
         for _ in range(rounds if pricing.limit_bytes < UNLIMITED else 0):
-            best = reach._best_prices(reach.even(reach.least_cap_s(PRICES_CAP_TOLERANCE)))
+            best = reach._best_prices(reach.even(reach.least_cap_s(CUTS.prices_tolerance)))
             prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
             reach = Reach(pricing, prices, reach.known)
         return reach
@@ -184,16 +185,10 @@ class Reach:
         return {}
 
 
-PRICES_CAP_TOLERANCE = 1e-2
-"""How near the least cap must be to find prices there."""
 BYTES_ALONE = (0.0, 1.0)
 """Prices of seconds and bytes that count bytes alone."""
 ROUNDING_BYTES = 0.5
 """Sums of bytes are rounded by less."""
-SPREAD_MEAN_STAGES = 8.0
-"""How many mean stages a bound may be away from its even share where links are slow."""
-MOST_CELLS = 2_000_000
-"""The most cells between windows that are looked at."""
 
 
 def area(windows: Sequence[Cuts]) -> int:
@@ -201,7 +196,7 @@ def area(windows: Sequence[Cuts]) -> int:
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 
-def bounded(windows: Sequence[Cuts], cells: int = MOST_CELLS) -> list[Cuts]:
+def bounded(windows: Sequence[Cuts], cells: int = CUTS.spread_cells) -> list[Cuts]:
     """Windows with fewer cuts, evenly spread, if there are too many cells between them."""
     thinned, most = list(windows), max(map(len, windows))
     while area(thinned) > cells and most > 2:
@@ -219,7 +214,7 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
     mean_s = float(total[-1]) / stages
     windows = []
     for s, cuts in enumerate(segments.windows):
-        near = cuts[np.abs(total[cuts] - s * mean_s) <= SPREAD_MEAN_STAGES * mean_s]
+        near = cuts[np.abs(total[cuts] - s * mean_s) <= CUTS.spread_stages * mean_s]
         windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
     thinned, most = windows, max(map(len, windows))
     while area(thinned) > cells and most > 2:

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
@@ -17,9 +18,6 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_bytes import StageBytes
 from jvpipe.planners.model.stage_cost import joint_bytes, stage_bytes, stage_cost
 from jvpipe.schedules.schedule import Holding
-
-STATES = 16
-"""States that stay beside each other."""
 
 Fates = tuple[int, ...]
 Moments = Sequence[Sequence[Holding]]
@@ -115,7 +113,7 @@ class DeviceFates:
             prices=self.prices.get(d),
         )
         self.prices[d] = search.prices
-        if fates := search.least_seconds(STATES).choices:
+        if fates := search.least_seconds(FATE.states).choices:
             return fates
         taken, fates = MinBytesSearch(self.pricing, lot).fewest(exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import factorial, prod
 from typing import TypeVar
 
+from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.planner import jvpipe
@@ -20,11 +21,6 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-
-MOST_ORDERS = 12
-"""Of devices that can stand in so many orders at most, all are looked at."""
-SEARCHED_ORDERS = 2
-"""Orders that are worth a whole search."""
 
 Asked = TypeVar("Asked")
 T = TypeVar("T")
@@ -63,7 +59,7 @@ def orders(problem: Problem) -> list[Problem]:
 def _all_orders(problem: Problem) -> bool:
     """Whether all orders are looked at."""
     counts = Counter(each.kind for each in problem.groups).values()
-    return factorial(len(problem.groups)) // prod(map(factorial, counts)) <= MOST_ORDERS
+    return factorial(len(problem.groups)) // prod(map(factorial, counts)) <= PLAN.device_orders
 
 
 def _distinct(problem: Problem) -> list[list[int]]:
@@ -86,9 +82,9 @@ def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
 def worth_searching(problem: Problem) -> list[Problem]:
     """The problem in the orders that promise most: those of the fastest plans, or else of the least limits."""
     every = orders(problem)
-    if len(every) <= SEARCHED_ORDERS:
+    if len(every) <= PLAN.searched_orders:
         return every
-    return sorted(every, key=_promise)[:SEARCHED_ORDERS]
+    return sorted(every, key=_promise)[: PLAN.searched_orders]
 
 
 def _promise(problem: Problem) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jvpipe.cost.costs import Costs
+from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
@@ -19,13 +20,6 @@ from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_bytes import StageBytes
 from jvpipe.planners.model.stage_cost import check, stage_bytes
-
-FEW_LAYERS = 16
-"""Of models of so many layers all cuts are begun with."""
-MOST_PLANS, MOST_PLANS_OF_FEW = 60, 600
-"""So many plans are looked at, and of models of few layers."""
-NEAR = 1.05
-"""How many times what a plan holds may be counted for one that holds less."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,8 @@ def floor(
         keeps: whether everything is to be kept.
     """
     problem = _untimed(problem)
-    few = len(problem.costs.layers) <= FEW_LAYERS
-    search = _Search(held_bytes, enough_bytes, MOST_PLANS_OF_FEW if few else MOST_PLANS)
+    few = len(problem.costs.layers) <= LIMIT.few_layers
+    search = _Search(held_bytes, enough_bytes, LIMIT.plans_of_few if few else LIMIT.plans)
     search.look(_beginnings(problem, keeps=keeps))
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
@@ -154,7 +148,7 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
     least = 0
     for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
         least = least or plan.peak_bytes
-        if plan.peak_bytes > NEAR * max(least, lowest_bytes()):
+        if plan.peak_bytes > LIMIT.near * max(least, lowest_bytes()):
             return
         yield Decision(plan.bounds, plan.choices)
 
@@ -180,7 +174,7 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
         (*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)
     ]
     own = counted(plan.decision)
-    most = own.static + NEAR * (own.peak - own.static)
+    most = own.static + LIMIT.near * (own.peak - own.static)
     counts = {
         decision: counted(decision).peak
         for decision in _valid(problem, [(bounds, x) for x in others])

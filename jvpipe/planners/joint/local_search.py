@@ -13,18 +13,12 @@ from itertools import chain
 import numpy as np
 
 from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.segment_table import Cell, Effort, Hints, Table, cells
 from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
-
-SIMULATED_PLACES = 24
-"""Other places of a bound that are simulated at most, where there are more bounds than one."""
-START_PLANS = 4
-"""Plans that are climbed from."""
-SINGLE_FATE_LAYERS = 64
-"""Layers of a model whose fates are changed one by one."""
 
 Rank = tuple[float, int, int, int]
 
@@ -51,7 +45,7 @@ class LocalSearch:
     def top(self, begin: Iterable[Decision]) -> Decision:
         """The best of what the best plans' better neighbours lead to."""
         ranked = {(x.bounds, x.choices): x for x in sorted(begin, key=self.rank)}
-        return min(map(self._climbed, list(ranked.values())[:START_PLANS]), key=self.rank)
+        return min(map(self._climbed, list(ranked.values())[: PLAN.starts]), key=self.rank)
 
     def _climbed(self, best: Decision) -> Decision:
         """From neighbour to better neighbour, until none is better."""
@@ -149,7 +143,7 @@ class LocalSearch:
             moves += zip(least_s.tolist(), range(len(places)), [way] * len(places), strict=True)
         best_s = self.rank(decision)[0]
         moves = sorted(move for move in moves if move[0] < best_s)
-        for least_s, place, way in moves if self.problem.stages == 2 else moves[:SIMULATED_PLACES]:
+        for least_s, place, way in moves if self.problem.stages == 2 else moves[: PLAN.places]:
             if least_s >= best_s:
                 break
             bound = int(places[place])
@@ -173,7 +167,7 @@ class LocalSearch:
             for way in range(len(self.pricings)):
                 yield from self._changed(decision, (cell,), way)
         choices = decision.choices
-        if self.problem.memory_limit_bytes is not None and len(choices) <= SINGLE_FATE_LAYERS:
+        if self.problem.memory_limit_bytes is not None and len(choices) <= PLAN.single_fate_layers:
             for at, layer in enumerate(self.problem.costs.layers):
                 if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
                     for other in range(len(layer.options)):

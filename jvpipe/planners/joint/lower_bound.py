@@ -6,8 +6,9 @@ from itertools import accumulate
 import numpy as np
 
 from jvpipe.cost.hardware import INFINITE
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.surrogate import pricing_of, solve
-from jvpipe.planners.joint.trips import CAP_TOLERANCE, Trips
+from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
@@ -82,7 +83,7 @@ def _of_any_order(problem: Problem) -> float:
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Round trips of stages beside each other, as many as end while the simulator times a stream."""
     links = [x.comm_s for _, x in stages], [x.traffic_s for _, x in stages]
-    period_s = (1 - CAP_TOLERANCE) * Trips([t for t, _ in stages], *links).least_cap_s()
+    period_s = (1 - CUTS.trip_tolerance) * Trips([t for t, _ in stages], *links).least_cap_s()
     return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
 
 

@@ -7,9 +7,7 @@ import numpy as np
 
 from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, Lot, Step, front
 from jvpipe.planners.joint.dual_bounds import Pricing
-
-FEW_STATES, MANY_STATES = 16, 2000
-"""How many states stay beside each other at first, and where it is to be exact."""
+from jvpipe.planners.joint.effort import FATE
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,15 @@ class MinBytesSearch:
         )  # working bytes of several stages do not follow each other
         for tier in self.pricing.tiers if single else (None,):
             growth = Growth(self.pricing, self.lot, tier, by_bytes=True)
-            fewest = self._fewest(growth, FEW_STATES, best.bytes)
+            fewest = self._fewest(growth, FATE.few_states, best.bytes)
             unsure.append((fewest.dropped, growth))
             best = min(best, fewest, key=attrgetter("bytes"))
         for dropped, growth in unsure:
             if exact and dropped < best.bytes:
                 best = min(
-                    best, self._fewest(growth, MANY_STATES, best.bytes), key=attrgetter("bytes")
+                    best,
+                    self._fewest(growth, FATE.many_states, best.bytes),
+                    key=attrgetter("bytes"),
                 )
         return best.bytes, best.choices
 

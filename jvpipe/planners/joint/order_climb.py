@@ -12,17 +12,9 @@ from itertools import islice
 from random import Random
 from typing import NamedTuple
 
+from jvpipe.planners.joint.effort import ORDER
 from jvpipe.planners.joint.order_course import SAME, Block, Course
 from jvpipe.planners.joint.order_loads import Loads, Order
-
-FARTHEST = 6
-"""Tasks that another one passes at most."""
-MOVES = 30
-"""Moves that are compared before one is made."""
-BLOCKED = 5
-"""Moves without a gain that a longest path without a move counts for."""
-REST = 8
-"""Moves for which a task that has moved rests, at least; at most it is twice as many."""
 
 
 class Move(NamedTuple):
@@ -69,13 +61,13 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int
         short_s = best_s * (1 - SAME)
         every = (one for one in _moves(course, draw) if one)
         free = (one for one in every if rest.get(one.moved, 0) <= turn or one.path_s < short_s)
-        moves = _together(sorted(islice(free, MOVES)), course.step_s)
+        moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
         if not moves:
-            stale += BLOCKED
+            stale += ORDER.blocked
             continue
         stale += 1
         for move in moves:
-            rest[move.moved] = turn + draw.randrange(REST, 2 * REST)
+            rest[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
             best, best_s, stale = course.copy(), course.step_s, 0
@@ -130,7 +122,7 @@ def _ahead(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
     """Yields moves of tasks before the first one of a block."""
     d, first, last = block
     steps = course.lists[d]
-    for at in range(first + 1, min(last, first + FARTHEST) + 1):
+    for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
         step, passed = steps[at], steps[first:at]
         if all(
             course.there[step] < course.ends[one] and not _bound(course, step, one)
@@ -143,7 +135,7 @@ def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]
     """Yields moves of tasks, or of second halves that are still part of the whole, behind the last one of a block."""
     d, first, last = block
     steps, cells, splits = course.lists[d], course.cells, course.loads.splits
-    for at in range(last, max(first, last - FARTHEST) - 1, -1):
+    for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
         step, passed = steps[at], steps[at + 1 : last + 1]
         if passed and all(
             course.there[one] < course.ends[step] and not _bound(course, step, one)
@@ -175,7 +167,7 @@ def _whole(course: Course, draw: Random, d: int, at: int, cell: int) -> Iterator
     """
     steps, weight = course.lists[d], 2 * course.cells + cell
     passed = steps[at + 1 : course.place[weight]]
-    if len(passed) <= FARTHEST and not any(_bound(course, weight, one) for one in passed):
+    if len(passed) <= ORDER.farthest and not any(_bound(course, weight, one) for one in passed):
         course.cut(cell, half=False)
         move = _move(course, draw, d, at, [steps[at], *passed], weight, cell, -1)
         course.cut(cell, half=True)

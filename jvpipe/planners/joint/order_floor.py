@@ -13,15 +13,13 @@ from itertools import combinations
 from math import comb
 
 from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.order_cuts import moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.schedule import Schedule
-
-MOST_CUTS, MOVED_CUTS = 1_000, 100
-"""Up to so many, all cuts of several stages per device are looked at; of more, so many."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,13 @@ class _Emptiest:
         if self.problem.schedule.chunks == 1:
             return Decision(least.bounds, least.choices)
         cuts, inner = self.fates.pricing.segments.cuts, self.problem.stages - 1
-        if comb(len(cuts) - 2, inner) <= MOST_CUTS:
+        if comb(len(cuts) - 2, inner) <= LIMIT.cuts:
             ends = int(cuts[0]), int(cuts[-1])
             every = (
                 (ends[0], *map(int, some), ends[1]) for some in combinations(cuts[1:-1], inner)
             )
             return min(map(self._of_cuts, every), key=self._fullness)
-        best, left = self._of_cuts(least.bounds), MOVED_CUTS
+        best, left = self._of_cuts(least.bounds), LIMIT.moved_cuts
         before = None
         while best is not before and left > 0:
             before = best

@@ -8,9 +8,10 @@ ones bounds and fates move too, for what the orders have in flight by then.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from jvpipe.planners.joint.effort import RULE
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.rule_search import FEW_LAYERS, MOVED_TASKS, Candidate, with_moved_bounds
+from jvpipe.planners.joint.rule_search import Candidate, with_moved_bounds
 
 CLIMBED = ", climbed"
 
@@ -69,7 +70,7 @@ def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:most]
-    few = all(len(one.decision.choices) <= FEW_LAYERS for one in near)
+    few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
     others = [one for one in near if one not in best] if few else []
     return [*best, *others[:most]]
 
@@ -95,7 +96,9 @@ def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
 def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with bounds moved, where that is faster."""
     return [
-        moved for one in candidates if (moved := with_moved_bounds(one, MOVED_TASKS)) is not one
+        moved
+        for one in candidates
+        if (moved := with_moved_bounds(one, RULE.moved_tasks)) is not one
     ]
 
 

@@ -23,6 +23,7 @@ from operator import sub
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.device_fates import DeviceFates, Moments
+from jvpipe.planners.joint.effort import ORDER, RULE
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
@@ -30,15 +31,7 @@ from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.planner import crowded, jvpipe
-from jvpipe.planners.joint.rule_search import (
-    FEW_LAYERS,
-    REFINED_LAYERS,
-    Candidate,
-    all_cuts,
-    first_cuts,
-    fitting,
-    ruled,
-)
+from jvpipe.planners.joint.rule_search import Candidate, all_cuts, first_cuts, fitting, ruled
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -50,19 +43,6 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
-IN_FLIGHT = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Micro-batches of a device's first stage that fates make room for, where list scheduling follows under a limit."""
-ALL_CUTS = 100
-"""Cuts of a placement up to which all are begun with."""
-CAPS = (1.5, 2.0, 3.0)
-"""Micro-batches in flight per device, over the number of devices, in list scheduling: those that leave room under a
-limit, and what room there is.
-"""
-PATIENCES = (0.0, 1.0)
-"""Of list scheduling."""
-SIMULATED, CROWDED = 3, 24
-"""Refined orders that are simulated; where transfers share links, of which the clock does not know, all are, and so
-many candidates."""
 DOUBT = 0.1
 """Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
 where devices share workers is more than any order saves there."""
@@ -151,11 +131,11 @@ def find_order(
     queued = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
     best = refined(candidates, seed)
     some = (
-        [*best, *first_of_families(candidates), *candidates[:CROWDED]]
+        [*best, *first_of_families(candidates), *candidates[: ORDER.crowded]]
         if queued
-        else best[:SIMULATED]
+        else best[: ORDER.simulated]
     )
-    some += [swapping for one in some[:SIMULATED] for swapping in _swapping(one)]
+    some += [swapping for one in some[: ORDER.simulated] for swapping in _swapping(one)]
     answers = [answer for one in some if (answer := _simulated(one))]
     answers += [
         answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))
@@ -206,10 +186,10 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
         most = comb(len(cuts) - 2, placed[0].stages - 1)
-        first = all_cuts(placed[0], cuts) if most <= ALL_CUTS else first_cuts(placed[0], cuts)
+        first = all_cuts(placed[0], cuts) if most <= ORDER.all_cuts else first_cuts(placed[0], cuts)
         for bounds in first:
             best_s = min((one.step_s for one in every), default=float("inf"))
-            few = most <= ALL_CUTS
+            few = most <= ORDER.all_cuts
             every += _of_cuts(placed, bounds, fates, best_s if few else float("inf"), few=few)
     return every
 
@@ -258,7 +238,9 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
     is whole where there is none.
     """
     limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
-    every = IN_FLIGHT if len(problem.costs.layers) <= FEW_LAYERS else IN_FLIGHT[::3]
+    every = (
+        ORDER.in_flight if len(problem.costs.layers) <= RULE.few_layers else ORDER.in_flight[::3]
+    )
     for first, falling in product((n for n in every if n <= limit), range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
@@ -304,10 +286,10 @@ def _listed(
     plain = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
-    capped = [[cap * D * one for one in unit] for cap in CAPS]
+    capped = [[cap * D * one for one in unit] for cap in ORDER.caps]
     rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0 and not most]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
-        for patience, eager in product(PATIENCES, (False, True)):
+        for patience, eager in product(ORDER.patiences, (False, True)):
             order = Listing(loads, caps, patience, eager=eager, most=most).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
@@ -355,7 +337,7 @@ def _planned(
 ) -> Iterator[tuple[Schedule, Decision]]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
-        refine = refine and len(problem.costs.layers) <= REFINED_LAYERS
+        refine = refine and len(problem.costs.layers) <= RULE.refined_layers
         yield rule, jvpipe(replace(problem, schedule=rule), refine)
 
 
@@ -383,7 +365,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
 
     Of many layers one stage per device holds as little as several do, or nearly so.
     """
-    few = len(problem.costs.layers) <= FEW_LAYERS
+    few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]
     return order_floors(problem, rules if few else rules[:1])
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.local_search import LocalSearch
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
@@ -21,24 +22,6 @@ from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import check, evaluate
-
-FATED_LAYERS = 256
-"""Of more layers, no fates are sought for the cuts that are the best without a limit."""
-HASTY_LAYERS = 256
-"""Models of more layers are planned in haste."""
-NEAR_LIMIT = 1.2
-"""How much more than the limit the surrogate's plan of no limit may take where the simulated one is asked for."""
-SIMULATED_PATHS, SIMULATED_STEPS, SIMULATED_TASKS = 6, 240, 30_000
-"""The surrogate's best paths that are simulated; how many steps are simulated in all, and of how many tasks."""
-NOTICED_LINK_SHARE = 0.02
-"""Where links take more than this share of the work's seconds, round trips are looked at."""
-SLOW_LINK_SHARE, SLOW_LINK_STEPS = 0.25, 4
-"""Where links take more than this share of the work's seconds, so many times more is simulated."""
-IMBALANCE_WORTH_SWAPS = 1.01
-"""How many times longer than its even share of the work the slowest stage takes where it is worth to look for more."""
-HOST_LINK_CROWDING = 3.0
-"""How many times slower the link to the host is taken to be. A link that is never idle keeps others waiting: what the
-surrogate takes for hidden costs up to half of a step, simulated."""
 
 
 def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()) -> Decision:
@@ -73,11 +56,11 @@ def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Dec
     Of many layers it may, if even cuts do.
     """
     limit = problem.memory_limit_bytes
-    many = len(problem.costs.layers) > HASTY_LAYERS
+    many = len(problem.costs.layers) > PLAN.hasty_layers
     if limit is None or (many and evaluate(problem, even(problem)).limit_bytes > limit):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
-    near = evaluate(problem, hasty).limit_bytes <= NEAR_LIMIT * limit
+    near = evaluate(problem, hasty).limit_bytes <= PLAN.near_limit * limit
     return jvpipe(problem.unlimited, refine, begin) if near else None
 
 
@@ -95,10 +78,10 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
     """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
-    if len(problem.costs.layers) <= HASTY_LAYERS or not plain.feasible:
+    if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
         return True
     slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.result.paths[0]))
-    return slowest_s > IMBALANCE_WORTH_SWAPS * plain.table.pricing.segments.share_s
+    return slowest_s > PLAN.imbalance * plain.table.pricing.segments.share_s
 
 
 def _simulated_best(
@@ -122,30 +105,27 @@ def _simulated_best(
         solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
     begin = list(others)
     begin += [
-        x.decision(path)
-        for x in solutions
-        if x.feasible
-        for path in x.result.paths[:SIMULATED_PATHS]
+        x.decision(path) for x in solutions if x.feasible for path in x.result.paths[: PLAN.paths]
     ]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     linked = _link_share(problem, begin[0])
-    steps = min(SIMULATED_STEPS, SIMULATED_TASKS // (problem.stages * problem.microbatches))
-    steps *= SLOW_LINK_STEPS if linked > SLOW_LINK_SHARE else 1
+    steps = min(PLAN.steps, PLAN.tasks // (problem.stages * problem.microbatches))
+    steps *= PLAN.slow_link_steps if linked > PLAN.slow_link else 1
     if steps < len(begin):  # a step has too many tasks
         return begin[0]
-    if linked > NOTICED_LINK_SHARE:
-        begin += trips(problem, plain, SIMULATED_PATHS)
+    if linked > PLAN.noticed_link:
+        begin += trips(problem, plain, PLAN.paths)
     effort = solutions[0].table.effort
     climb = LocalSearch(
         problem,
         tuple(pricings),
         tuple(x.table.best_prices() for x in solutions),
         replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
-        layers=8 * n if n <= HASTY_LAYERS else n // 2,
+        layers=8 * n if n <= PLAN.hasty_layers else n // 2,
         steps=steps,
     )
-    if n <= FATED_LAYERS:
+    if n <= PLAN.fated_layers:
         for bounds in _plain_cuts(problem, None if others else kept):
             begin += climb.with_best_fates(bounds)
     return climb.top(begin)
@@ -153,7 +133,7 @@ def _simulated_best(
 
 def crowded(problem: Problem) -> Problem:
     """Makes the link to the host slower, as others wait for one that is never idle."""
-    host = Link(problem.host.bytes_per_s / HOST_LINK_CROWDING, problem.host.latency_s)
+    host = Link(problem.host.bytes_per_s / PLAN.host_crowding, problem.host.latency_s)
     return replace(problem, host=host)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.effort import RULE
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_cuts import busiest_s, moved_bounds, shifted_bounds
 from jvpipe.planners.joint.order_loads import Known, Loads, Order, Step, lists_of, order_of
@@ -27,21 +28,6 @@ from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.planners.model.unfolded import on_devices
 from jvpipe.schedules.auto import given, lines_of
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-
-MOVED_TASKS, FATE_TASKS = 100_000, 3
-"""Tasks that are clocked while the bounds of a plan move; as many as each of them takes with it where fates are chosen
-again."""
-MOVED = 3
-"""Plans whose bounds are moved."""
-CLIMBED, MOST_PLACES, SIMULATED_TASKS = 3, 3, 300_000
-"""Plans whose bounds are moved where the simulator decides, places by which at most, and tasks that are simulated for
-each."""
-FATED_LAYERS = 64
-"""Layers of a model of whose fates so many tasks are worth; of n times as many, n times as many."""
-FEW_LAYERS = 96
-"""Layers of a model of which more is tried."""
-REFINED_LAYERS = 256
-"""Of models of more layers the plan of one stage per device is the surrogate's."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +64,22 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     fated = [each.fastest(problem, bounds) for bounds in first for each in ways]
     every = dict.fromkeys([*filter(None, fated), *_asked(problem)])
     step_s = cache(partial(_step_s, problem))
-    best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[:MOVED]
+    best = sorted((one for one in every if step_s(one) < np.inf), key=step_s)[: RULE.moved]
     if not best:
         emptier = (b for bounds in first for b in _emptier(problem, bounds, ways[-1]))
         fitting = (one for b in emptier for each in ways if (one := each.fastest(problem, b)))
-        best = sorted((one for one in fitting if step_s(one) < np.inf), key=step_s)[:MOVED]
+        best = sorted((one for one in fitting if step_s(one) < np.inf), key=step_s)[: RULE.moved]
     if not best:
         return on_devices(jvpipe)(problem)  # which says what would do
     moved = (
-        with_moved_bounds(one, MOVED_TASKS).decision
+        with_moved_bounds(one, RULE.moved_tasks).decision
         for decision in best
         for one in ruled(problem, decision, ways[0])
     )
     ranked = {one.bounds: one for one in sorted([*moved, *best], key=step_s, reverse=True)}
     climbed = (
-        with_simulated_moves(problem, one, SIMULATED_TASKS, ways)
-        for one in list(ranked.values())[-CLIMBED:]
+        with_simulated_moves(problem, one, RULE.simulated_tasks, ways)
+        for one in list(ranked.values())[-RULE.climbed :]
     )
     return min(climbed, key=step_s)
 
@@ -138,7 +124,7 @@ def with_simulated_moves(
 def _neighbours(problem: Problem, bounds: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
     """Yields bounds with one or two moved by a few places; then those that are shifted, one at a time."""
     cuts = Segments(problem).cuts
-    yield [one for run in (1, 2) for one in moved_bounds(bounds, cuts, run, MOST_PLACES)]
+    yield [one for run in (1, 2) for one in moved_bounds(bounds, cuts, run, RULE.places)]
     yield from ([one] for one in shifted_bounds(problem, bounds, cuts, layer_s(problem)))
 
 
@@ -178,14 +164,14 @@ def _emptier(
 
     while before != bounds:
         before = bounds
-        bounds = min([before, *moved_bounds(before, cuts, most=MOST_PLACES)], key=held_bytes)
+        bounds = min([before, *moved_bounds(before, cuts, most=RULE.places)], key=held_bytes)
         yield bounds
 
 
 def _asked(problem: Problem) -> Iterator[Decision]:
     """Yields the plan of a device for every stage, where everything may be kept."""
     if problem.memory_limit_bytes is None:
-        refine = len(problem.costs.layers) <= REFINED_LAYERS
+        refine = len(problem.costs.layers) <= RULE.refined_layers
         yield on_devices(partial(jvpipe, refine=refine))(problem)
 
 
@@ -252,7 +238,7 @@ def with_moved_bounds(best: Candidate, tasks: int) -> Candidate:
     cuts = Segments(replace(best.problem, schedule=ONE_F_ONE_B, stages=1, groups=())).cuts
     tries = tasks // sum(map(len, best.order))
     if best.problem.memory_limit_bytes is not None:
-        tries //= FATE_TASKS * max(1, len(best.decision.choices) // FATED_LAYERS)
+        tries //= RULE.fate_tasks * max(1, len(best.decision.choices) // RULE.fated_layers)
     own = replace(best.problem, schedule=given(lines_of(lists_of(best.order))))
     before, ways, clock = None, [best.fates], _Clock(best)
     for moved in _refitted(own, best.decision, best.decision.bounds, ways):

@@ -10,6 +10,7 @@ import numpy as np
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
+from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.working_tiers import spread_max
 from jvpipe.planners.model.chain_dp import least_max, least_sum
@@ -17,18 +18,6 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Block, Cuts, Grid
 from jvpipe.planners.model.stage_bytes import on_device_bytes
-
-EXACT_LAYERS = 128
-"""For models of more layers the limit is one that would do, near the smallest."""
-ROUNDS_WITH_PLAN, ROUNDS_WITHOUT_PLAN = 3, 60
-"""After so many rounds the best of such a model is taken, and after so many none is looked for."""
-LIMIT_TOLERANCE = 1e-3
-ALL_CUTS_CELLS = 1_000_000
-"""Up to so many, the cells of all cuts are looked at."""
-MOST_CUTS = 1_000
-"""Up to so many, each of them is looked at."""
-BYTE_TIERS = 10
-"""How many tiers there are for runs of layers computed again."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +33,9 @@ class MinBytesPlan:
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
     segments = pricing.segments
-    pricing = Pricing.of(segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
+    pricing = Pricing.of(segments, pricing.limit_bytes, pricing.swaps, LIMIT.byte_tiers)
     cuts = segments.windows
-    if area(cuts) <= ALL_CUTS_CELLS:
+    if area(cuts) <= LIMIT.all_cells:
         plan = _min_bytes_plan(pricing, cuts)
         assert plan is not None, "without a limit there is a plan"
         return plan
@@ -59,7 +48,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         ),
     )
     high += max(map(segments.problem.less_bytes, range(segments.problem.stages)))
-    while high - low > LIMIT_TOLERANCE * high:  # the least limit under which the end can be reached
+    while high - low > LIMIT.tolerance * high:  # the least limit under which the end can be reached
         middle = (low + high) / 2
         reach = Reach(replace(pricing, limit_bytes=middle), ((),) * segments.problem.stages)
         low, high = (low, middle) if reach.left(np.inf)[-1] == segments.n else (middle, high)
@@ -74,11 +63,11 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `MOST_CUTS`, none."""
-    pricing = Pricing.of(pricing.segments, pricing.limit_bytes, pricing.swaps, BYTE_TIERS)
+    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `LIMIT.cuts`, none."""
+    pricing = Pricing.of(pricing.segments, pricing.limit_bytes, pricing.swaps, LIMIT.byte_tiers)
     cuts = pricing.segments.windows
     places = range(1, len(pricing.segments.cuts) - 1)
-    if comb(len(places), len(cuts) - 2) > MOST_CUTS:
+    if comb(len(places), len(cuts) - 2) > LIMIT.cuts:
         return
     peaks, plans = Peaks(pricing, cuts), list[MinBytesPlan]()
     for inner in combinations(places, len(cuts) - 2):
@@ -93,7 +82,7 @@ class Peaks:
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
-        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= EXACT_LAYERS
+        self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= LIMIT.exact_layers
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
         least = [
             spread_max(pricing.at(block.s).choices.least_working_bytes, block)
@@ -153,9 +142,12 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
         if taken < below:
             best = peaks.plan(places)
-        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + LIMIT_TOLERANCE):
+        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + LIMIT.tolerance):
             return best
-        if rounds > (ROUNDS_WITH_PLAN if best else ROUNDS_WITHOUT_PLAN) and not peaks.exact:
+        if (
+            rounds > (LIMIT.rounds_with_plan if best else LIMIT.rounds_without_plan)
+            and not peaks.exact
+        ):
             return best
 
 

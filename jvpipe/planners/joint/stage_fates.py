@@ -24,12 +24,9 @@ from jvpipe.planners.joint.dominance import (
     to_come,
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
+from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.joint.working_tiers import Tier
 
-OVERRUN_PRICE = 5
-"""How much dearer than its price a byte is that a state will probably be over."""
-NEAR_BEST_SHARE = 0.01
-"""How near a choice must be to the best to be expected too, relative to an even share of a layer."""
 BELOW_FACTOR = 1 - 1e-12
 """A bound must be below the best known by more than rounding."""
 
@@ -114,7 +111,7 @@ class FateSearch:
         )
         least_s = max(1e-12 * float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0)), 1e-300)
         near = np.exp(
-            (cost.min(1)[:, None] - cost) / max(NEAR_BEST_SHARE * bound_s / len(cost), least_s)
+            (cost.min(1)[:, None] - cost) / max(FATE.near_best * bound_s / len(cost), least_s)
         )
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
@@ -188,7 +185,7 @@ class FateSearch:
         compute_s = self.query.compute_s + states[EXTRA] + extra_s
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
-        dear_s = OVERRUN_PRICE * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
+        dear_s = FATE.overrun_price * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
         taken = states[self.growth.fixed_rows + self.moment]

@@ -12,21 +12,12 @@ import numpy as np
 from jvpipe.planners.joint.cap_search import SearchResult, search
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
 from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
-
-CAP_SLACKS = (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.0)
-"""By how much the slowest stage may be above the least that is possible: the first that leaves few enough cells."""
-ALL_CUTS_CELLS, WINDOW_CELLS = 700_000, 120_000
-"""The most cells of all cuts for these to be looked at, and of those that matter else."""
-
-TRIP_CELLS = 300_000
-"""The most cells between cuts of which round trips are counted."""
-TRANSFER_FACTORS = (1.0, 1.5)
-"""How many times longer a transfer is taken to be, for it waits for others."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +79,13 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         table = Table(pricing, cuts, effort(pricing.segments.n), most_swapped_bytes)
         return Solution(search(problem, table), table)
 
-    if area(everything) <= ALL_CUTS_CELLS:
+    if area(everything) <= CUTS.all_cells:
         return between(everything)
     reach = Reach.of(pricing)
     least_s = reach.least_cap_s()
-    small = (x for x in CAP_SLACKS if area(reach.windows(least_s * (1 + x))) <= WINDOW_CELLS)
+    small = (
+        x for x in CUTS.cap_slacks if area(reach.windows(least_s * (1 + x))) <= CUTS.window_cells
+    )
     for slack in (next(small, 0.0), 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
@@ -109,11 +102,11 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
         pricing: its choices, priced.
         paths: how many plans at most.
     """
-    table = Table(pricing, spread(pricing.segments, TRIP_CELLS), effort(pricing.segments.n))
+    table = Table(pricing, spread(pricing.segments, CUTS.trip_cells), effort(pricing.segments.n))
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in TRANSFER_FACTORS)
+    every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in CUTS.transfer_factors)
     known = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
     if not known:
         return []

@@ -17,14 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.chain_dp import Matrix
-
-CAP_FACTORS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7)
-"""Over the least cap; the last ones are for steps of few micro-batches."""
-SPARE_WEIGHTS = (0.0, 0.5, 2.0)
-"""What a second that a group could still take is worth, in seconds of the sum."""
-CAP_TOLERANCE = 1e-3
-"""How near the least cap is found."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,8 @@ class Trips:
         """Yields the places of cuts worth a look; each path once."""
         least_s = self.least_cap_s()
         known = set()
-        for cap in CAP_FACTORS if np.isfinite(least_s) else ():
-            for share in SPARE_WEIGHTS:
+        for cap in CUTS.trip_caps if np.isfinite(least_s) else ():
+            for share in CUTS.trip_weights:
                 places = self.path(cap * least_s, share)
                 if places and places not in known:
                     known.add(places)
@@ -56,7 +50,7 @@ class Trips:
         low, high = 0.0, sum(most) + 1e-300
         if self.path(high) is None:
             return np.inf
-        while high - low > CAP_TOLERANCE * high:
+        while high - low > CUTS.trip_tolerance * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.path(middle) is not None else (middle, high)
         return high

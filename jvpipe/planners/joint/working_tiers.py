@@ -18,12 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerLayer
+from jvpipe.planners.joint.effort import FATE
 from jvpipe.planners.model.segments import Block, Grid, sums
-
-RUN_TIERS = 3
-"""How many tiers there are beyond what one layer works with, for runs, where seconds count."""
-ENUMERATED_RUN_LAYERS = 8
-"""Runs up to so many layers are looked at one by one to find the least bytes of a tier."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +42,7 @@ class Tier:
         return (self, replace(self, by_low=True)) if self.low > 0 else (self,)
 
 
-def tiers(choices: Choices, limit_bytes: float, runs: int = RUN_TIERS) -> tuple[Tier, ...]:
+def tiers(choices: Choices, limit_bytes: float, runs: int = FATE.run_tiers) -> tuple[Tier, ...]:
     """Makes the tiers of a model's choices under a limit, at most so many for runs.
 
     Args:
@@ -72,7 +68,7 @@ def _next(choices: Choices, above: float) -> float:
     least = np.minimum(choices.residual_bytes, choices.recompute_peak_bytes)
     before = np.zeros(n)  # of the layers before the run's last, with the inputs between
     for length in range(1, n + 1):
-        if length > ENUMERATED_RUN_LAYERS:
+        if length > FATE.enumerated_layers:
             return above + 1
         if length > 1:
             before = (

@@ -1,5 +1,6 @@
 """The surrogate's optimum against enumeration of all cuts and all choices, runs of several layers included."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of, solve
@@ -188,8 +190,8 @@ def test_what_is_found_between_windows_is_what_is_found_between_all_cuts(
 ) -> None:
     problem = chain(schedule, 60, 4, 3, 0.6)
     everywhere = evaluate(problem, jvpipe(problem, refine=False)).step_s
-    monkeypatch.setattr("jvpipe.planners.joint.surrogate.ALL_CUTS_CELLS", 0)
-    monkeypatch.setattr("jvpipe.planners.joint.surrogate.WINDOW_CELLS", 1000)
+    effort = replace(CUTS, all_cells=0, window_cells=1000)
+    monkeypatch.setattr("jvpipe.planners.joint.surrogate.CUTS", effort)
     between = solve(problem, pricing_of(problem))
     assert max(map(len, between.table.cuts)) < 57
     assert between.result.step_s == pytest.approx(everywhere, rel=5e-3)
