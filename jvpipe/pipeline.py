@@ -27,11 +27,13 @@ from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
 from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
+    USUAL_MICROBATCHES,
     check_arrays,
     check_chooser,
     check_functions,
     check_key,
     check_loss,
+    check_predicted,
     checked_fates,
     checked_moment,
     checked_name,
@@ -51,6 +53,7 @@ from jvpipe.session.evaluation import evaluate
 from jvpipe.session.inner_axes import inner_axes
 from jvpipe.session.measuring import checked_speeds, device_limits
 from jvpipe.session.model_switch import switch_model
+from jvpipe.session.prediction import predict
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
@@ -140,7 +143,7 @@ class Pipeline:
         loss_fn: Callable[..., Any],
         optimizer: Optimizer,
         stages: int | Plan | None = None,
-        microbatches: int = 4,
+        microbatches: int = USUAL_MICROBATCHES,
         schedule: str | Schedule = "1f1b",
         planner: str = "jvpipe",
         memory_limit: int | str | Sequence[int | str] | None = None,
@@ -370,6 +373,22 @@ class Pipeline:
         check_arrays(params, "parameter")
         leaves = () if params is None else self.session.trees.split_params(params)
         return evaluate(self.session, state, batch, leaves)
+
+    def predict(self, state: State, batch: Tree, function: Callable[..., Any]) -> Tree:
+        """Computes any function of the parameters and a batch, each part where its parameters lie; nothing changes.
+
+        Args:
+            state: its newest parameters are read, with its model state.
+            batch: of any size; it need not be like that of `init`.
+            function: of `(params, batch)`, or with `has_state` of `(params, model_state, batch)`; it gives a pytree of
+                arrays, such as logits. What is compiled is kept while this very object is asked for.
+
+        Raises:
+            ValueError: the function reads no parameter.
+            MemoryLimitExceeded: it does not keep the limit beside what the state holds.
+        """
+        check_predicted(function, has_state=self.session.settings.has_state)
+        return predict(self.session, state, batch, function)
 
     # What a state holds
 

@@ -531,7 +531,7 @@ def test_a_stage_that_raises_is_named() -> None:
 # What it is made of
 
 CONTRACT = (
-    "init step evaluate run params plan explain migrate needs update_model save restore ledger "
+    "init step evaluate predict run params plan explain migrate needs update_model save restore ledger "
     "model_state optimizer_state with_optimizer_state drain adapt precompile wait session"
 )
 ROOT = Path(__file__).parents[1]

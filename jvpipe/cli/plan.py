@@ -18,7 +18,8 @@ from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
-from jvpipe.session.forecasts import MICROBATCHES, STAGES, Forecast, asked, plan_for
+from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES
+from jvpipe.session.forecasts import Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness
 
 
@@ -77,7 +78,10 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     """What planners answer for a profile of a model, under its limit and over its links unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
-    stages, microbatches = options.stages or STAGES, options.microbatches or MICROBATCHES
+    stages, microbatches = (
+        options.stages or USUAL_STAGES,
+        options.microbatches or USUAL_MICROBATCHES,
+    )
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
     problem = Problem(

@@ -11,8 +11,8 @@ from jvpipe.exports.registry import find_format
 from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import check_chooser
-from jvpipe.session.forecasts import MICROBATCHES, STAGES, planner_names
+from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
+from jvpipe.session.forecasts import planner_names
 from jvpipe.session.question import check_shape_planner
 
 MOST = {
@@ -42,7 +42,7 @@ class Options:
     graph: str | None = None
     """In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning."""
     stages: int | None = None
-    """Over how many devices; 4 if left out. With --devices or --replicas how many stages, decided if left out."""
+    """Over how many devices; 2 if left out. With --devices or --replicas how many stages, decided if left out."""
     devices: int | None = None
     """How many devices stages share that may have several each; as many as --replicas take, or all of --hardware."""
     replicas: str | None = None
@@ -60,7 +60,7 @@ class Options:
     compare: str | None = None
     """Several planners side by side: `all`, or names with commas between."""
     microbatches: int | None = None
-    """Into how many parts a batch is split; 8 if left out, or decided with --devices or --replicas."""
+    """Into how many parts a batch is split; 4 if left out, or decided with --devices or --replicas."""
     stacked: str | None = None
     """What the optimizer sees of layers that the model scans over: with per_layer each alone, else
     their arrays."""
@@ -123,8 +123,8 @@ def check(options: Options) -> list[str]:
     if options.shared:
         check_shape_planner(names, schedule)
     else:
-        stages = options.stages or STAGES
-        schedule.check(stages, options.microbatches or MICROBATCHES)
+        stages = options.stages or USUAL_STAGES
+        schedule.check(stages, options.microbatches or USUAL_MICROBATCHES)
         limits_of_each(parse_limits(options.memory_limit), stages)
     outputs = {"--json": options.json, "--timeline": options.timeline, "--figure": options.figure}
     outputs["--export"], imported = _files(options)

@@ -18,7 +18,7 @@ from jvpipe.ir.brief import brief
 from jvpipe.ir.names import did_you_mean
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
 from jvpipe.report.trackers import check_tracker
-from jvpipe.session.arguments import USUAL_STAGES, whole_numbers
+from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, whole_numbers
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -81,7 +81,7 @@ class Options:
     """How many devices each stage has, such as 2,1; auto to have that decided, and the number of stages."""
     devices: int | None = None
     """How many devices --replicas auto shares out; all that there are if left out, one per core if they are CPUs."""
-    microbatches: int = 4
+    microbatches: int = USUAL_MICROBATCHES
     """Into how many parts a batch is split."""
     schedule: str = "1f1b"
     """In which order the micro-batches run."""

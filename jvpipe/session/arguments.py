@@ -26,8 +26,8 @@ from jvpipe.trace.leaves import Role, path_name
 Tree = Any
 PER_LAYER = "per_layer"
 """The optimizer sees each layer of those that a scan stacks alone."""
-USUAL_STAGES = 2
-"""How many there are unless that is said."""
+USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
+"""How many there are unless that is said, in training and in planning alike."""
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -186,6 +186,13 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
             f"the loss {_called(loss_fn)}{signature} is called with ({called}), has_state={has_state}: {error}; "
             f"wrap it, lambda {called}: ..."
         ) from error
+
+
+def check_predicted(function: Any, *, has_state: bool) -> None:
+    """Raises ValueError for what `predict` cannot call."""
+    if not callable(function) or isinstance(function, type):
+        given = "params, model_state, batch" if has_state else "params, batch"
+        raise ValueError(f"function must be a function of ({given}), not {brief(function)}")
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:

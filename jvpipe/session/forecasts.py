@@ -38,7 +38,14 @@ from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.report.shapes import shape_reasons
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
-from jvpipe.session.arguments import check_chooser, checked_name, checked_schedule, whole_number
+from jvpipe.session.arguments import (
+    USUAL_MICROBATCHES,
+    USUAL_STAGES,
+    check_chooser,
+    checked_name,
+    checked_schedule,
+    whole_number,
+)
 from jvpipe.session.asking import Planned, ask, ask_shapes
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
@@ -46,8 +53,6 @@ from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 
 Tree = Any
-STAGES, MICROBATCHES = 4, 8
-"""How many there are unless that is said, or left to be decided."""
 
 
 @dataclass(frozen=True)
@@ -254,8 +259,8 @@ def plan_for(
     rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
     if devices is None and replicas is None and cuts is None:
         counts = (
-            _count("stages", stages, STAGES),
-            _count("microbatches", microbatches, MICROBATCHES),
+            _count("stages", stages, USUAL_STAGES),
+            _count("microbatches", microbatches, USUAL_MICROBATCHES),
         )
         return _straight(
             Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest),

@@ -1,6 +1,6 @@
 """The session of a pipeline: its compiled plans and its controller, and the loop that runs one step after another."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -86,6 +86,9 @@ class Session:
             self.compiled_plans, self.migrations.queue, self.limits, settings.hosts
         )
         self.model_history: list[ModelChange] = []
+        self.predictions: dict[
+            Hashable, CompiledPlan
+        ] = {}  # of functions, the last that was asked for
         self._told_peaks: tuple[Plan | None, Sequence[Peak]] = (
             None,
             (),

@@ -44,6 +44,7 @@ def trace_model(
     model_state: Tree = None,
     present: Traced | None = None,
     *,
+    stacks: Stacks | None = None,
     has_aux: bool = False,
     has_state: bool = False,
     sharding: Sharding | None = None,
@@ -58,6 +59,7 @@ def trace_model(
         rng: a key, or None.
         model_state: with `has_state`.
         present: the model at the shapes of another batch, whose layers it is to have; None: it is cut anew.
+        stacks: which parameters are split into layers; None: those that are stacked for a scan.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
         sharding: how parameters lie over the devices of a place, if there are several.
@@ -68,11 +70,14 @@ def trace_model(
     """
     specs = {} if sharding is None else _specs(sharding, params)
     returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
-    loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
-    stacks = find_stacks(loss, params)
+    loss = None
+    if stacks is None:
+        loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
+        stacks = find_stacks(loss, params)
     if stacks:  # layers stacked for a scan become layers of their own
-        params, sliced = stacks.split(params), stacks.of_slices(loss_fn)
-        loss = trace_loss(sliced, params, micro_batch, rng, model_state, **returns)
+        params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
+    if loss is None:
+        loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
     if sharding is not None:
         slices = (
             _of_slices(path, spec, n)

@@ -49,7 +49,7 @@ def test_a_graph_file_is_planned(
     assert [stage["layers"] for stage in found["stages"]] == [[1, 2, 3], [4]]  # the file's node ids
     assert (found["planner"], found["schedule"], found["feasible"]) == ("jvpipe", "pipedream", True)
     assert found["bottleneck_s"] == pytest.approx(6e-3)
-    assert found["step_s"] == pytest.approx(8 * 6e-3)
+    assert found["step_s"] == pytest.approx(4 * 6e-3)
     assert found["lower_bound_s"] <= found["step_s"] * (1 + 1e-9)
     assert 0 <= found["bubble_fraction"] < 0.1
     assert found["planning_s"] > 0
@@ -373,7 +373,7 @@ def test_a_full_disk_is_one_line(
         (
             "forward_compute_time=1.0",
             "forward_compute_time=4e15",
-            "the layers compute for 6.4e+13 s in 8 micro",
+            "the layers compute for 3.2e+13 s in 4 micro",
         ),
     ],
 )
@@ -393,7 +393,7 @@ def test_links_that_never_end_are_refused(
     links = "\n".join(f"[{name}]\nbytes_per_s = 1e-320" for name in ("host", "peer"))
     (tmp_path / "slow.toml").write_text(f'devices_per_machine = 4\ndevice = "a100-40gb"\n{links}')
     assert main(["--graph", graph, "--stages", "2", "--hardware", str(tmp_path / "slow.toml")]) == 2
-    assert "links between stages are busy for inf s in 8 micro-batches" in capsys.readouterr().err
+    assert "links between stages are busy for inf s in 4 micro-batches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -23,7 +23,7 @@ from jvpipe.papers.registry import PLANNERS
         ({"model": "bert", "stages": 10**6}, "--stages 1000000: there must be 1 to 100000"),
         (
             {"model": "bert", "schedule": "2bw", "microbatches": 1},
-            "2bw on 4 stages needs at least 4 micro-batches",
+            "2bw on 2 stages needs at least 2 micro-batches",
         ),
         ({"model": "bert", "compare": "even,none"}, "none"),
         ({"model": "bert", "figure": "x.exe"}, "exe"),

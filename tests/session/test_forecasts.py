@@ -152,7 +152,7 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
     [
         (
             {"memory_limit": ["1GiB"] * 3},
-            r"3 memory limits \(1.00 GiB, 1.00 GiB, 1.00 GiB\) for 4 devices: give one",
+            r"3 memory limits \(1.00 GiB, 1.00 GiB, 1.00 GiB\) for 2 devices: give one",
         ),
         ({"hardware": "h10"}, "h100"),
         ({"stages": 0}, "stages must be a whole number of at least 1"),
