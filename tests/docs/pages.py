@@ -11,7 +11,8 @@ from experiments.faults.runs import page as page_of_prose
 from jvpipe.models import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.is_symlink())
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS)
 PAGES = {path.name: path for path in FILES}
 WHY = r"(?:<!-- not run: (?P<why>.*?) -->\n)?"
 BLOCK = re.compile(rf"^{WHY}```(?P<language>.*?)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
