@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from jvpipe.ir.extras import extra
+
 
 def check_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
@@ -34,6 +36,14 @@ def check_outputs(
                 f"{option} {path}: this is the file of {taken[file]}: give another path"
             )
         taken[file] = option
+
+
+def check_figure(path: str) -> None:
+    """Raises ValueError unless a picture can be drawn at the path of `--figure`, or MissingExtraError."""
+    with extra("figures"):
+        from jvpipe.report.figures import check_format
+    check_outputs({"--figure": path})
+    check_format(path)
 
 
 @contextmanager

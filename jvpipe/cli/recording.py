@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 from jvpipe.cli.job import Job
+from jvpipe.cli.outputs import writing
 from jvpipe.cli.sharing import shared_picture
+from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 
 
@@ -84,3 +86,17 @@ class Recording:
         )
         if self._job.hosts.process == 0:
             timeline.write(self._job.run.timeline, picture)
+            if self._job.options.figure is not None:
+                self._draw(self._job.options.figure, picture)
+
+    def _draw(self, path: str, picture: Picture) -> None:
+        """Draws steps to a file, with the limits that the devices have."""
+        from jvpipe.report.figures import timeline_figure
+
+        session = self._job.pipe.session
+        settings, monitor = session.settings, session.controller.monitor
+        assert monitor is not None
+        title = f"{self._job.workload.title}, {settings.schedule.name}, measured"
+        with writing("--figure", path):
+            limits = dict(zip(monitor.memories, settings.limits, strict=False))
+            timeline_figure(picture, path, limits, title)

@@ -12,6 +12,7 @@ import tyro
 from jvpipe.cli import export
 from jvpipe.cli.config_file import as_type, is_type, read_options
 from jvpipe.cli.named import parsed
+from jvpipe.cli.outputs import check_figure
 from jvpipe.cli.rundir import KEPT_CHECKPOINTS, RunDir
 from jvpipe.cli.trust import check_made_here
 from jvpipe.ir.brief import brief
@@ -50,6 +51,7 @@ NOT_KEPT = (
     "remeasure",
     "profile",
     "tokenizer",
+    "figure",
     "export",
     "export_weights",
     *OF_PROCESSES,
@@ -159,6 +161,8 @@ class Options:
     """How many steps timeline.json shows: the last ones."""
     profile: int | None = None
     """Profiles so many steps, from the second on, with jax.profiler; timeline.json shows these."""
+    figure: str | None = None
+    """Draws the steps of timeline.json to this .png, .svg or .pdf."""
     export: str | None = None
     """Writes the trained parameters to this .safetensors file."""
     coordinator: str | None = None
@@ -246,6 +250,8 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         if not options.shares and options.devices == saved.get("devices"):
             options = replace(options, devices=None)
     _check(options)
+    if options.figure is not None and writes:
+        check_figure(options.figure)
     if options.export and writes:
         export.check_writable(Path(options.export))
     if options.export_weights and writes:

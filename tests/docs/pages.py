@@ -9,6 +9,7 @@ from pathlib import Path
 
 from experiments.faults.runs import page as page_of_prose
 from jvpipe.models import NAMES
+from jvpipe.schedules import find_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.is_symlink())
@@ -103,6 +104,8 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
         options.pop("--size", None)
     if int(options.get("--stages") or 0) > 4:
         options["--stages"] = "4"  # small models have few layers
+    if find_schedule(options.get("--schedule") or "1f1b").chunks > 1:
+        options["--stages"] = "2"
     if module == "jvpipe.train":
         options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(
             EVERY & options.keys(), "1"

@@ -106,5 +106,9 @@ def test_all_pages_examples_and_schedules_are_told() -> None:
     examples = (DOCS / "examples.md").read_text()
     files = [path for path in (ROOT / "examples").rglob("*.*") if path.suffix != ".pyc"]
     assert [path.name for path in files if f"/{path.name}\n" not in examples] == []
+    gallery = (DOCS / "gallery.md").read_text()
+    drawn = set(re.findall(r"--figure (\S+)", gallery))
+    assert drawn == {Path(name).name for name in re.findall(r"!\[[^]]*\]\((.*)\)", gallery)}
+    assert drawn - {"plan.png"} == {path.name for path in (DOCS / "gallery").iterdir()}
     api = (DOCS / "api.md").read_text()
     assert [name for name in SCHEDULES if f'`"{name}"`' not in api] == []
