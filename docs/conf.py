@@ -1,7 +1,8 @@
 """How Sphinx builds these pages: `make docs`.
 
 They are copied first, for `examples`, `experiments`, `changes.md` and `contributing.md` are links to what lies at the
-root of the project, and a link's own links would lead from there.
+root of the project, and a link's own links would lead from there. The tutorials are kept without outputs: they are run
+when the pages are built.
 """
 
 import re
@@ -12,7 +13,7 @@ import jvpipe
 project = "jvpipe"
 version = release = jvpipe.__version__
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -23,6 +24,8 @@ html_title = "jvpipe"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 myst_heading_anchors = 3
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
 suppress_warnings = ["toc.not_included"]  # experiments are listed by the table of theirs
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -62,12 +62,12 @@ def dead(site: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it."""
-    pytest.importorskip(
-        "sphinx_copybutton", reason="make docs installs what the pages are built with"
-    )
+    for package in ("sphinx_copybutton", "myst_nb"):
+        pytest.importorskip(package, reason="make installs what the pages are built with")
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "pages")
     build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+    build += ["-D", "nb_execution_mode=off"]  # tests/docs/test_tutorials.py runs them
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [*build, str(folder / "pages"), str(folder / "html")],
@@ -103,6 +103,9 @@ def test_the_api_has_types_and_sources(site: Path) -> None:
 def test_all_pages_examples_and_schedules_are_told() -> None:
     told = (DOCS / "index.md").read_text().split("\n")
     assert {path.stem for path in DOCS.glob("*.md")} - set(told) == {"index"}
+    tutorials = {f"tutorials/{path.stem}" for path in (DOCS / "tutorials").glob("*.ipynb")}
+    assert len(tutorials) == 5
+    assert tutorials <= set(told)
     examples = (DOCS / "examples.md").read_text()
     files = [path for path in (ROOT / "examples").rglob("*.*") if path.suffix != ".pyc"]
     assert [path.name for path in files if f"/{path.name}\n" not in examples] == []
