@@ -106,6 +106,8 @@ class Pipeline:
             held for their training, they may be of any type (int8, int4), and the optimizer finds
             `optax.MaskedNode()` in their place. What the optimizer itself leaves alone (`optax.set_to_zero`), and of
             which it reads no gradient, costs as little.
+        state_fates: of the optimizer's state by the paths of parameters, such as `{"*": "swap"}`: "keep", or "swap",
+            which leaves it on the host between updates. Unless given, the planner decides under a limit.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
@@ -155,6 +157,7 @@ class Pipeline:
         *,
         stacked: str | None = None,
         frozen: Sequence[str] | None = None,
+        state_fates: Mapping[str, str] | None = None,
         has_aux: bool = False,
         has_state: bool = False,
         aux_reduce: Mapping[str, str] | None = None,
@@ -190,6 +193,9 @@ class Pipeline:
                 limits=device_limits(parse_limits(memory_limit), used, planned, hosts),
                 host_limit_bytes=parse_bytes(host_memory_limit),
                 fates=checked_fates(fates),
+                state_fates=checked_fates(
+                    state_fates, "state_fates", "parameters, such as {'*': 'swap'}"
+                ),
                 checkpoint=None
                 if checkpoint is None
                 else checked_name("checkpoint", checkpoint, "always"),

@@ -46,13 +46,14 @@ class Question:
     schedule: str
     planner: str
     rng: random.Random
+    optimizer: optax.GradientTransformation = field(default_factory=lambda: optax.adam(1e-2))
     smallest: set[int] = field(default_factory=set)
 
     def held_bytes(self, limit: int | None, factor: float = 1.0) -> int | None:
         """What the fullest device holds under the plan for a limit, None if it is refused."""
         pipe = jvpipe.Pipeline(
             self.case.loss_fn,
-            optax.adam(1e-2),
+            self.optimizer,
             self.stages,
             MICROBATCHES,
             self.schedule,

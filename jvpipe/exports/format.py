@@ -175,6 +175,8 @@ def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
         count = sum(map(len, fates))
         how = sorted({str(fate) for each in fates for fate in each.values()})
         yield f"fates of {count} values ({', '.join(how) or 'all are kept'})"
+    if count := sum(len(stage.state_fates) for stage in plan.stages):
+        yield f"fates of the optimizer's state of {count} parameters"
 
 
 def _same(back: Plan, microbatches: int) -> TaskLists | None:

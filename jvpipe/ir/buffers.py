@@ -22,13 +22,14 @@ class Copy(StrEnum):
     RECOMPUTED = "recomputed"  # yielded by a forward that was recomputed
     HOST = "host"  # swapped out: in the host's memory
     FETCHED = "fetched"  # back from the host
+    AWAY = "away"  # on the host between the rows that read the value there, each of which has it fetched
     STALE = "stale"  # left behind by what has moved
 
     @property
     def is_read(self) -> bool:
         """Tells whether a program that reads the value there reads this copy, unless it is redirected."""
         match self:
-            case Copy.OWN | Copy.RECOMPUTED:
+            case Copy.OWN | Copy.RECOMPUTED | Copy.AWAY:
                 return True
             case Copy.UNUSED | Copy.HOST | Copy.FETCHED | Copy.STALE:
                 return False
@@ -41,10 +42,15 @@ class Copy(StrEnum):
         match self:
             case Copy.HOST | Copy.FETCHED:
                 return True
-            case Copy.OWN | Copy.UNUSED | Copy.RECOMPUTED | Copy.STALE:
+            case Copy.OWN | Copy.UNUSED | Copy.RECOMPUTED | Copy.STALE | Copy.AWAY:
                 return False
             case _:
                 assert_never(self)
+
+    @property
+    def on_host(self) -> bool:
+        """Tells whether it lies in the host's memory."""
+        return self in (Copy.HOST, Copy.AWAY)
 
 
 class Spot(NamedTuple):
@@ -83,7 +89,7 @@ class Buffer:
     @property
     def memory(self) -> int:
         """The memory that it takes: that of its place, or the host's."""
-        return HOST if self.copy is Copy.HOST else self.place
+        return HOST if self.copy.on_host else self.place
 
     @property
     def owner(self) -> Owner:

@@ -1,4 +1,4 @@
-"""The fates of the values that a forward leaves for its backward, resolved from a plan's names."""
+"""The fates of what forwards leave for backwards, and updates for updates, resolved from a plan's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,6 +7,8 @@ from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
 
+UPDATES_HELD = 2
+"""The updates that a place has room for the state of, if it lies on the host: one runs, others come or leave."""
 Edge = tuple[int, int]
 """A stage, and a tensor that it makes or reads."""
 
@@ -81,6 +83,29 @@ def left_by(
     return frozenset(
         name for name in names if column(FATES[fates.get(f"{label}/{name}", Fate.KEEP)])
     )
+
+
+def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
+    """The parameters whose optimizer state lies on the host between updates.
+
+    Raises:
+        ValueError: a state fate for what is no parameter of a layer of its stage.
+
+    >>> from jvpipe.ir.layers import Array, Layer, Parameter
+    >>> from jvpipe.ir.plan import Fate, Stage
+    >>> graph = LayerGraph((Layer(0, "a", (), ()),), (), (Parameter(Array("w", (), "float32", 4), (0,)),))
+    >>> states_away(graph, Plan((Stage((0,), (0,), state_fates={"w": Fate.SWAP}),)))
+    frozenset({0})
+    """
+    away: set[int] = set()
+    for s, stage in enumerate(plan.stages):
+        own = {graph.parameters[p].array.name: p for i in stage.layers for p in graph.owned(i)}
+        for name, fate in stage.state_fates.items():
+            if name not in own:
+                raise ValueError(did_you_mean(f"parameter of stage {s}", name, list(own)))
+            if FATES[Fate(fate)].away:
+                away.add(own[name])
+    return frozenset(away)
 
 
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:

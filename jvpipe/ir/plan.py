@@ -41,6 +41,8 @@ FATES: dict[Fate, FateInfo] = {
     Fate.RECOMPUTE: FateInfo(saved=False, away=False, again=True),
 }
 """The one table of fates."""
+STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
+"""Those of the optimizer's state, which no forward makes again."""
 MOST_LAYERS = 1_000_000
 """Far more than a model has."""
 
@@ -50,12 +52,14 @@ class Stage:
     """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
     `devices` are indices into the pipeline's devices; with several, each of them is a replica of the stage.
-    `fates` names what is not kept.
+    `fates` names what is not kept; `state_fates` are those of the optimizer's state between updates, by the path of
+    the parameter that it belongs to.
     """
 
     layers: tuple[int, ...]
     devices: tuple[int, ...]
     fates: Mapping[str, Fate] = field(default_factory=dict)
+    state_fates: Mapping[str, Fate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class Plan:
         return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
-        """The same placement with everything kept."""
+        """The same placement with everything kept between forwards and backwards."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
@@ -207,10 +211,8 @@ class Plan:
                 raise ValueError(
                     f"stage {s} is on device {missing[0]}, there are {devices} devices"
                 )
-            if unknown := [fate for fate in stage.fates.values() if fate not in list(FATES)]:
-                raise ValueError(
-                    f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}"
-                )
+            _check_fates(f"stage {s}", stage.fates, list(FATES))
+            _check_fates(f"the optimizer's state of stage {s}", stage.state_fates, STATE_FATES)
         if self.replicated:
             self._check_disjoint()
 
@@ -305,12 +307,25 @@ def _stage(s: int, data: Any) -> Stage:
     layers, devices = (
         whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices")
     )
-    fates = told.get("fates", {})
-    if not isinstance(fates, Mapping) or not all(isinstance(name, str) for name in fates):
-        raise ValueError(f"fates of stage {s} must map names of tensors, not {brief(fates)}")
-    if unknown := [fate for fate in fates.values() if fate not in list(FATES)]:
-        raise ValueError(f"stage {s} has unknown fates {unknown}: there are {', '.join(FATES)}")
-    return Stage(layers, devices, {name: Fate(fate) for name, fate in fates.items()})
+    fates, state_fates = (
+        _fates(f"{name} of stage {s}", told.get(name, {}), known)
+        for name, known in (("fates", list(FATES)), ("state_fates", STATE_FATES))
+    )
+    return Stage(layers, devices, fates, state_fates)
+
+
+def _fates(what: str, data: Any, known: Sequence[Fate]) -> dict[str, Fate]:
+    """Fates by name, of what `to_json` gave."""
+    if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+        raise ValueError(f"{what} must map names of tensors, not {brief(data)}")
+    _check_fates(what, data, known)
+    return {name: Fate(fate) for name, fate in data.items()}
+
+
+def _check_fates(what: str, fates: Mapping[str, Any], known: Sequence[Fate]) -> None:
+    """Raises ValueError where fates are none of those that are known."""
+    if unknown := [fate for fate in fates.values() if fate not in known]:
+        raise ValueError(f"{what} has unknown fates {unknown}: there are {', '.join(known)}")
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ This is the one pass that knows places. A value is sent where a copy of it is wa
 changed places is moved when it is read there, and what it leaves behind is stale.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jvpipe.ir.buffers import Buffer, Copy, Spot
@@ -67,7 +67,7 @@ class Placer:
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
         for buffer in self.where.lasting(optimizer):
-            self.buffer(buffer.value, buffer.place, buffer.bytes)
+            self.buffer(buffer.value, buffer.place, buffer.bytes, buffer.copy)
         self.persistent = len(self.buffers)
 
     # Plans
@@ -105,6 +105,18 @@ class Placer:
         if copy.is_read:
             self.current[value, place] = self.ids[spot]
         return self.ids[spot]
+
+    def fresh(self, value: Value, place: int, size: int, copy: Copy) -> int:
+        """The id of a new copy of a value at a place, which takes the name of an older one.
+
+        Args:
+            value: that it is a copy of.
+            place: where it lies.
+            size: in bytes.
+            copy: which of the copies there.
+        """
+        self.ids.pop(Spot(value, place, copy), None)
+        return self.buffer(value, place, size, copy)
 
     def row(
         self,
@@ -190,26 +202,61 @@ class Placer:
             layer: that the row concerns.
             m: the micro-batch, or NONE.
         """
-        if (value, target) in self.current:
-            return self.current[value, target]
-        source = self.holder(value)
+        copy = self.where.resting(value, self.optimizer)
+        b = self.current.get((value, target))
+        if b is not None and (copy is Copy.AWAY) == (self.spots[b].copy is Copy.AWAY):
+            return b
+        source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        info = VALUES[value.kind]
+        info, size = VALUES[value.kind], self.buffers[b].bytes
         if info.alone and not self._replicated:
-            self.rename(b, Spot(value, source, Copy.STALE))
-        size = self.buffers[b].bytes
-        new = self.buffer(value, target, size)
+            self._leave(b)
+        new = self.fresh(value, target, size, copy)
         if self.by_host:
-            host = self.buffer(value, target, size, Copy.HOST)
-            self.row(Kind.OUT, source, layer, m, [b], [host])
+            host = b
+            if self.spots[b].copy is not Copy.AWAY:
+                host = self.buffer(value, target, size, Copy.HOST)
+                self.row(Kind.OUT, source, layer, m, [b], [host])
             self.moved.append((b, host))
             self._arriving.append((host, new))
-        else:
-            self.row(Kind.MOVE, source, layer, m, [b], [new])
-            if info.follows:
-                self.moved.append((b, new))
+            return new
+        there = self._copied(b, source, target, layer, m, new)
+        if there != new:
+            self.row(Kind.OUT, target, layer, m, [there], [new])
+            if there != b:
+                self.row(Kind.FREE, target, layer, m, [there, new], [])
+        if info.follows:
+            self.moved.append((b, new))
         return new
+
+    def _copied(self, b: int, source: int, target: int, layer: int, m: int, new: int) -> int:
+        """What lies at a place, or on its host, on another device: `new` where that is the copy to be there."""
+        value = self.spots[b].value
+        size, is_away = self.buffers[b].bytes, self.spots[new].copy is Copy.AWAY
+        here = b
+        if self.buffers[b].copy is Copy.AWAY:
+            if source == target:
+                self.row(Kind.IN, source, layer, m, [b], [new])
+                return new
+            here = self.fresh(value, source, size, Copy.FETCHED)
+            self.row(Kind.IN, source, layer, m, [b], [here])
+        elif source == target:
+            return b
+        there = self.fresh(value, target, size, Copy.FETCHED) if is_away else new
+        self.row(Kind.MOVE, source, layer, m, [here], [there])
+        if here != b:
+            self.row(Kind.FREE, source, layer, m, [here, there], [])
+        return there
+
+    def _leave(self, b: int) -> None:
+        """What is left of a value that has moved: nobody reads it there."""
+        spot = self.spots[b]
+        if spot.copy is not Copy.AWAY:
+            self.rename(b, spot._replace(copy=Copy.STALE))
+            return
+        self.ids.pop(spot, None)
+        self.current.pop((spot.value, spot.place), None)
 
     # Operations
 
@@ -224,8 +271,11 @@ class Placer:
         here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]
+        fetched = self._fetched(op, [*reads, *writes], reads)
+        reads, writes = ([fetched.get(b, b) for b in ids] for ids in (reads, writes))
         run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
         self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
+        self._returned(op, {away: b for away, b in fetched.items() if b in writes})
         for value, layers, examples in op.delivers:
             for target in dict.fromkeys(
                 self.where.of(layer, e) for layer in layers for e in examples
@@ -239,6 +289,8 @@ class Placer:
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
         """The buffer that an operation reads; what is not there is fed, sent or moved first."""
+        if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
+            return self.bring(value, here, op.layer, op.microbatch)
         if (value, here) in self.current:
             return self.current[value, here]
         if VALUES[value.kind].fed:
@@ -250,6 +302,26 @@ class Placer:
         ):  # all else that it reads belongs to its layer
             return self.send(value, self._teller(value), here, value.layer, op.microbatch)
         return self.bring(value, here, op.layer, op.microbatch)
+
+    def _fetched(
+        self, op: Operation, touched: Sequence[int], read: Sequence[int]
+    ) -> dict[int, int]:
+        """What an operation works on in place of buffers that are away, fetched where it reads them: by those."""
+        fetched: dict[int, int] = {}
+        for b in dict.fromkeys(touched):
+            (value, place, copy), size = self.spots[b], self.buffers[b].bytes
+            if copy is Copy.AWAY:
+                fetched[b] = self.fresh(value, place, size, Copy.FETCHED)
+                if b in read:
+                    self.row(Kind.IN, place, op.layer, op.microbatch, [b], [fetched[b]])
+        return fetched
+
+    def _returned(self, op: Operation, written: Mapping[int, int]) -> None:
+        """What an operation has written of buffers that are away goes there again, in place of them."""
+        for away, b in written.items():
+            (value, place, _), size = self.spots[away], self.buffers[away].bytes
+            new = self.fresh(value, place, size, Copy.AWAY)
+            self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
     def _teller(self, value: Value) -> int:
         """The place that tells others a value: that of its layer, or of whichever replica has it."""
@@ -329,11 +401,23 @@ class Placer:
                 for b in range(self.persistent)
                 if b not in staying and self.buffers[b].place == place
             ]
-            if gone:
-                self.row(Kind.DROP, place, NONE, NONE, gone, [])
+            for away in (False, True):
+                if ids := [b for b in gone if self.buffers[b].copy.on_host is away]:
+                    self.row(Kind.DROP, place, NONE, NONE, ids, [])
         for host, new in self._arriving:
-            self.row(Kind.IN, self.buffers[new].place, NONE, NONE, [host], [new])
+            self._arrive(host, new)
         self.moved, self._arriving = [], []
+
+    def _arrive(self, host: int, new: int) -> None:
+        """What waits on the host comes to its place, or to the host of that."""
+        (value, place, copy), size = self.spots[new], self.buffers[new].bytes
+        if copy is not Copy.AWAY:
+            self.row(Kind.IN, place, NONE, NONE, [host], [new])
+            return
+        there = self.fresh(value, place, size, Copy.FETCHED)
+        self.row(Kind.IN, place, NONE, NONE, [host], [there])
+        self.row(Kind.OUT, place, NONE, NONE, [there], [new])
+        self.row(Kind.FREE, place, NONE, NONE, [there, new], [])
 
     def bring_state(self) -> None:
         """The model state as it is now, wherever the plan has it."""

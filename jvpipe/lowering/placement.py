@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.examples import Examples, divided
+from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import NEVER, NONE, Value, ValueKind
@@ -78,10 +79,20 @@ class Placement:
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
         return self._of_all(reading or writing or [0])
 
+    @cached_property
+    def _away(self) -> frozenset[int]:
+        return states_away(self.graph, self.plan)
+
+    def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
+        """The copy of a value that lies at its place, or on the host of that, between updates."""
+        is_state = value.kind is ValueKind.OPTIMIZER
+        swapped = is_state and optimizer.state[value.index].parameter in self._away
+        return Copy.AWAY if swapped else Copy.OWN
+
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
-        state (at the replica that updates the layer), model state, constants. Optimizer state of no parameter (step
-        counts) has a copy per layer, so that layers can move.
+        state (at the replica that updates the layer, or on its host), model state, constants. Optimizer state of no
+        parameter (step counts) has a copy per layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -93,13 +104,9 @@ class Placement:
         for j, layer in sorted(
             (j, NONE if layer is None else layer) for j, layer in optimizer.holders
         ):
-            buffers.append(
-                Buffer(
-                    Value(ValueKind.OPTIMIZER, j, layer),
-                    places[layer],
-                    optimizer.state[j].array.bytes,
-                )
-            )
+            value, size = Value(ValueKind.OPTIMIZER, j, layer), optimizer.state[j].array.bytes
+            copy = self.resting(value, optimizer)
+            buffers.append(Buffer(value, places[layer], size, copy))
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)

@@ -1,6 +1,6 @@
 """A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
 
-order -> expand -> slice, where stages are replicated -> place -> swap -> liveness
+order -> expand -> slice, where stages are replicated -> place -> swap -> prefetch -> liveness
 """
 
 from collections import Counter
@@ -10,18 +10,19 @@ from itertools import chain
 
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.examples import Batching
-from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
-from jvpipe.ir.values import Value, ValueKind
+from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import Waits, order, sums_from
 from jvpipe.lowering.place import Placer
+from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
@@ -83,7 +84,8 @@ def lower_step(
     if plans[-1] is not plans[0]:
         placer.commit()
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
-    rows = list(chain(*swap(placer.blocks, placer.buffers, lists, left.__getitem__)))
+    swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
+    rows = list(chain(*prefetched(swapped, placer.buffers)))
     metrics = [
         value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made
     ]
@@ -118,11 +120,18 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
         move: from place to place.
     """
     rows = [replace(row, frees=()) for row in move.rows]
-    copies, drops = ([row for row in rows if row.kind is kind] for kind in (Kind.MOVE, Kind.DROP))
+    copies = [row for row in rows if KINDS[row.kind].link]
+    drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))
     ended = {b for row in drops for b in row.reads}
     assert ended.isdisjoint(move.final), "what stays is not dropped"
-    assert ended.union(move.final).issuperset(everything), "what does not stay is dropped"
+    assert ended.union(move.final).issuperset(range(move.persistent)), "what does not stay is"
+    passing: dict[int, list[int]] = {}  # what was at a place on its way alone
+    for b in sorted({*everything} - ended - {*move.final}):
+        passing.setdefault(move.buffers[b].place, []).append(b)
+    drops += [
+        Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()) for place, ids in passing.items()
+    ]
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.names import did_you_mean, nearest
-from jvpipe.ir.plan import FATES, Fate, Plan, Stage
+from jvpipe.ir.plan import FATES, STATE_FATES, Fate, Plan, Stage
 
 MODES = ("always", "except_last", "never")
 _log = logging.getLogger("jvpipe")
@@ -70,6 +70,37 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     )
 
 
+def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
+    """Changes the fates of the optimizer's state by the paths of parameters: `{"*": "swap"}`; later patterns win.
+
+    Args:
+        graph: the model's layers.
+        plan: that has other fates.
+        patterns: fates by pattern.
+
+    Raises:
+        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is trained.
+    """
+    if unknown := set(patterns.values()) - set(STATE_FATES):
+        raise ValueError(
+            f"unknown fates {sorted(unknown)} in state_fates: there are {', '.join(STATE_FATES)}"
+        )
+    names = [_trained(graph, stage) for stage in plan.stages]
+    fates = [dict(stage.state_fates) for stage in plan.stages]
+    for pattern, fate in patterns.items():
+        matches = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
+        if not any(matches):
+            every = [name for known in names for name in known]
+            raise ValueError(
+                f"unknown parameter '{pattern}' in state_fates: no path matches, the nearest are "
+                f"{', '.join(nearest(pattern, every)) or 'none'}"
+            )
+        for each, matched in zip(fates, matches, strict=True):
+            each.update(dict.fromkeys(matched, Fate(fate)))
+    both = zip(plan.stages, fates, strict=True)
+    return replace(plan, stages=tuple(replace(stage, state_fates=f) for stage, f in both))
+
+
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     """Gives a plan other numbers of layers per stage, on the same devices; values keep their fates where they can.
 
@@ -78,15 +109,24 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
         plan: that is cut otherwise.
         cuts: layers per stage.
     """
-    fates = {name: fate for stage in plan.stages for name, fate in stage.fates.items()}
+    fates, state_fates = (
+        {name: fate for each in of_stages for name, fate in each.items()}
+        for of_stages in (
+            [stage.fates for stage in plan.stages],
+            [stage.state_fates for stage in plan.stages],
+        )
+    )
     stages = []
     for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
+        held = [name for name in _trained(graph, stage) if name in state_fates]
         known = {fate: set(_names(graph, stage, fate)) for fate in FATES}
         wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
         stages.append(
             replace(
-                stage, fates={name: fate for name, fate in wanted.items() if name in known[fate]}
+                stage,
+                fates={name: fate for name, fate in wanted.items() if name in known[fate]},
+                state_fates={name: state_fates[name] for name in held},
             )
         )
     return replace(plan, stages=tuple(stages))
@@ -114,6 +154,12 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
         if (read and made) or (read and not FATES[fate].again):
             names.append(tensor.array.name)
     return names
+
+
+def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
+    """The paths of the parameters that a stage updates."""
+    own = (p for layer in stage.layers for p in graph.trained(graph.owned(layer)))
+    return [graph.parameters[p].array.name for p in own]
 
 
 def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:

@@ -1,6 +1,6 @@
 """A plan in words: what runs where, what it holds, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
@@ -48,9 +48,7 @@ def explain(
             f"{'; '.join(dict.fromkeys(_peak(peaks[d]) for d in stage.devices))}"
         )
         for layer in stage.layers:
-            lines.append(
-                f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage.fates)}"
-            )
+            lines.append(f"  {_layer_line(graph, layer, layer_s)}{_fates(graph, layer, stage)}")
     lines += ["", *reasons] if reasons else []
     for parameter in graph.tied():
         lines.append(
@@ -123,12 +121,16 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
     return f"layer {i:>3} {graph.label(layer):<36} {sizes}{seconds}"
 
 
-def _fates(graph: LayerGraph, i: int, fates: Mapping[str, Fate]) -> str:
+def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     """What of a layer is swapped or computed again; edges count to the layer that makes them."""
     layer = graph.layers[i]
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
-    by_fate = {
-        fate: [n for n in names if fates.get(n) == fate] for fate in Fate if fate is not Fate.KEEP
-    }
-    return "".join(f"; {fate} {', '.join(chosen)}" for fate, chosen in by_fate.items() if chosen)
+    states = [graph.parameters[p].array.name for p in graph.owned(i)]
+    told = [("", names, stage.fates), ("optimizer state of ", states, stage.state_fates)]
+    return "".join(
+        f"; {fate} {what}{', '.join(chosen)}"
+        for what, those, fates in told
+        for fate in Fate
+        if fate is not Fate.KEEP and (chosen := [n for n in those if fates.get(n) == fate])
+    )

@@ -138,7 +138,7 @@ def bind(
                 watched=calls_host(row),
                 row=row,
                 mark=mark_of(buffers[row.writes[0]])
-                if row.kind is Kind.MOVE and row.writes
+                if row.kind in (Kind.MOVE, Kind.IN) and row.writes
                 else None,
             )
         )

@@ -22,7 +22,7 @@ from jvpipe.runtime.checkpoints.checkpoint import to_host
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.failures import HostLost, StageError
 from jvpipe.runtime.hosts import ALONE, Carried, Hosts
-from jvpipe.runtime.state import name_of
+from jvpipe.runtime.state import key_of, name_of
 from jvpipe.runtime.tensors import Away, Identity, Ledger, Limits, MemoryLimitExceeded, parked_bytes
 
 _CLOSING_S = 1.0
@@ -149,9 +149,9 @@ class ModelSwitch:
     def sources(self) -> tuple[Source, ...]:
         """Of each persistent buffer of the new compiled."""
         owners, before = _parameters_of_state(self.new), frozenset(self._before)
-        pool: dict[tuple[Identity, int], list[int]] = {}  # what can stay, by device
+        pool: dict[tuple[Identity, int, int], list[int]] = {}  # what can stay, by place and memory
         for i, (identity, buffer) in enumerate(zip(self._before, self.old.persistent, strict=True)):
-            pool.setdefault((identity, buffer.memory), []).append(i)
+            pool.setdefault((identity, buffer.place, buffer.memory), []).append(i)
         anywhere = {identity: i for i, identity in reversed(list(enumerate(self._before)))}
 
         def source(identity: Identity, buffer: Buffer) -> Source:
@@ -162,7 +162,7 @@ class ModelSwitch:
             if kind == "constant":
                 return Source("make")
             if identity in before and (owner is None or owner in before):
-                here = pool.get((identity, buffer.memory))
+                here = pool.get((identity, buffer.place, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
             back = identity in self.parked and (
                 owner is None or (owner in self.parked and owner not in before)
@@ -202,11 +202,11 @@ class ModelSwitch:
 
     def _had(self, index: int) -> bool:
         """Tells whether a buffer of the old model lies with this process."""
-        return _jax.is_own(self.old.devices[self.old.persistent[index].memory])
+        return _jax.is_own(self.old.devices[self.old.persistent[index].place])
 
     def _process_of(self, index: int) -> int:
         """The process that holds a buffer of the old model."""
-        return self.old.devices[self.old.persistent[index].memory].process_index
+        return self.old.devices[self.old.persistent[index].place].process_index
 
     def change(self, step: int) -> ModelChange:
         """The entry of the history for this switch, made before a step."""
@@ -226,7 +226,7 @@ class ModelSwitch:
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host beside what is parked, on the way."""
         devices = range(len(self.new.devices))
-        before, gone, arriving = ([0] * len(devices) for _ in range(3))
+        before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # last the host's
         for i, buffer in enumerate(self.old.persistent):
             before[buffer.memory] += buffer.bytes
             gone[buffer.memory] += buffer.bytes if self.by_host and i in self.leaving else 0
@@ -238,7 +238,7 @@ class ModelSwitch:
             if (on_its_way := self._home(identity, buffer, source)) is not None:
                 arriving[on_its_way] += buffer.bytes
             if source.how != "make" or buffer.owner is not Owner.OPTIMIZER:
-                held.add(buffer.spot)
+                held.add(key_of(buffer))
         spare = self.new.placing.spare_bytes(held)
         most = [max(before[d], before[d] - gone[d] + arriving[d] + spare[d]) for d in devices]
         holders = [
@@ -259,7 +259,7 @@ class ModelSwitch:
         """The place over which what one process has parked goes to another one: the first there."""
         parked, devices = self.parked.get(identity), self.new.devices
         process = parked.process if isinstance(parked, Away) else self._hosts.process
-        if source.how != "return" or devices[buffer.memory].process_index == process:
+        if source.how != "return" or devices[buffer.place].process_index == process:
             return None
         return next(d for d, device in enumerate(devices) if device.process_index == process)
 
@@ -308,7 +308,7 @@ class ModelSwitch:
         for identity in self.parked.keys() - self.parked_after.keys():
             del self.parked[identity]
         self.parked.update(leaves)
-        return tuple(made.get(buffer.spot) for buffer in self.new.persistent)  # pyright: ignore[reportReturnType]
+        return tuple(made.get(key_of(buffer)) for buffer in self.new.persistent)  # pyright: ignore[reportReturnType]
 
     def _arrive(
         self, before: Mapping[int, Any], made: dict[Any, jax.Array], ledger: Ledger
@@ -361,7 +361,7 @@ class ModelSwitch:
         for identity, buffer, source in zip(
             self._after, self.new.persistent, self.sources, strict=True
         ):
-            device, own = devices[buffer.memory], _jax.is_own(devices[buffer.memory])
+            device, own = devices[buffer.place], _jax.is_own(devices[buffer.place])
             process, value = self._value(identity, buffer, source, before)
             if own and source.how != "stay":
                 ledger.hold(buffer.memory, buffer.bytes)
@@ -374,11 +374,13 @@ class ModelSwitch:
                     )
                     sent.append((home, value))
                 like = self.new.lying(buffer.value, buffer.place)
-                crossing.append((buffer.spot, Carried(process, device.process_index, like), value))
+                crossing.append(
+                    (key_of(buffer), Carried(process, device.process_index, like), value)
+                )
             elif own and source.how == "stay":
-                made[buffer.spot] = value
+                made[key_of(buffer)] = value
             elif own and value is not None:
-                made[buffer.spot] = self.new.placing.put(value, buffer, may_alias=False)
+                made[key_of(buffer)] = self.new.placing.put(value, buffer, may_alias=False)
         return crossing
 
     def _value(
@@ -387,7 +389,7 @@ class ModelSwitch:
         """The process that has an array of the new model, and the array if that is this one; None if it is yet to be
         made there.
         """
-        here, kind = self.new.devices[buffer.memory].process_index, identity[0]
+        here, kind = self.new.devices[buffer.place].process_index, identity[0]
         match source.how:
             case "stay" | "copy":
                 return self._process_of(source.index), before[source.index]

@@ -1,5 +1,6 @@
 """The state of a training run: every array that outlives a step, and how it gets to its device and back."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,7 +12,7 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.brief import brief
-from jvpipe.ir.buffers import Buffer, Peak, Spot
+from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.columns import columns
 from jvpipe.ir.given import is_whole
 from jvpipe.ir.layers import LayerGraph, Spec
@@ -195,6 +196,11 @@ def name_of(buffer: Buffer) -> Name:
     return buffer.value.kind, buffer.value.index
 
 
+def key_of(buffer: Buffer) -> Spot:
+    """The name of a persistent array while a state is made, whether it will lie on its device or on the host."""
+    return Spot(buffer.value, buffer.place)
+
+
 @dataclass(frozen=True)
 class Placing:
     """Puts a run's arrays where the buffer table says, and finds them again.
@@ -211,7 +217,7 @@ class Placing:
         """Compiles what makes arrays, side by side; else each would be when it is asked for."""
         made = ((leaves.get(name_of(b)), b) for b in self.buffers if self._is_own(b))
         if wanted := [
-            (leaf.program.laid((), [self._spec(b.value)]), self.devices[b.memory])
+            (leaf.program.laid((), [self._spec(b.value)]), self.devices[b.place])
             for leaf, b in made
             if leaf and leaf.program
         ]:
@@ -220,27 +226,28 @@ class Placing:
 
     def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while the arrays are placed in their order."""
-        live, most = [0] * len(self.devices), [0] * len(self.devices)
+        memories = (*range(len(self.devices)), HOST)
+        live, most = [0] * len(memories), [0] * len(memories)
         for buffer in self.buffers:
-            d, leaf = buffer.memory, leaves.get(name_of(buffer))
-            live[d] += buffer.bytes
+            d, leaf = buffer.place, leaves.get(name_of(buffer))
+            live[buffer.memory] += buffer.bytes
             making = (
                 leaf.needs(self.devices[d], self._spec(buffer.value))
                 if leaf and self._is_own(buffer)
                 else 0
             )
             most[d] = max(most[d], live[d] + making)
+        for d, passing in enumerate(self._passing_bytes):
+            most[d] = max(most[d], live[d] + passing)
+        most[HOST] = live[HOST]
         holders = [
             tuple(
                 (owner, sum(b.bytes for b in self.buffers if (b.owner, b.memory) == (owner, d)))
                 for owner in _LASTING
             )
-            for d in range(len(self.devices))
+            for d in memories
         ]
-        return (
-            *(Peak(most[d], None, holders[d]) for d in range(len(self.devices))),
-            Peak(0, None, ()),
-        )
+        return tuple(Peak(most[d], None, holders[d]) for d in memories)
 
     def place(
         self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
@@ -260,19 +267,43 @@ class Placing:
         for buffer in own:
             name = name_of(buffer)
             if name in leaves:
-                device, spec = self.devices[buffer.memory], self._spec(buffer.value)
-                ledger.hold(buffer.memory, buffer.bytes, leaves[name].needs(device, spec))
+                device, spec = self.devices[buffer.place], self._spec(buffer.value)
+                ledger.hold(buffer.memory, buffer.bytes)
+                ledger.hold(buffer.place, 0, leaves[name].needs(device, spec))
                 if buffer.owner is Owner.PARAMETER and name in first:
-                    table[buffer.spot] = self.put(table[first[name]], buffer)
+                    made = self.put(table[first[name]], buffer)
                 else:
-                    table[buffer.spot] = leaves[name].make(device, spec)
-                first.setdefault(name, buffer.spot)
-        fresh = [buffer for buffer in own if buffer.spot not in table]
+                    made = self._resting(leaves[name].make(device, spec), buffer)
+                table[key_of(buffer)] = made
+                first.setdefault(name, key_of(buffer))
+        fresh = [buffer for buffer in own if key_of(buffer) not in table]
         for buffer in fresh:
             ledger.hold(buffer.memory, buffer.bytes)
+        for d, passing in enumerate(self._passing_bytes):
+            ledger.hold(d, 0, passing)
         if fresh:
             self.initialise_optimizer(table, store)
-        return tuple(table.get(buffer.spot) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
+        return tuple(table.get(key_of(buffer)) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def _passing_bytes(self) -> list[int]:
+        """The most bytes of one layer, by device, that are made there and then lie on the host."""
+        passing = Counter[tuple[int, int]]()
+        for buffer in self.buffers:
+            if buffer.copy.on_host:
+                passing[buffer.place, buffer.value.layer] += buffer.bytes
+        return [
+            max((size for (place, _), size in passing.items() if place == d), default=0)
+            for d in range(len(self.devices))
+        ]
+
+    def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
+        """An array that was made on a device where it lies between steps; what goes to the host has arrived there."""
+        if not buffer.copy.on_host:
+            return array
+        away = _jax.swapper(self.devices[buffer.place], "pinned_host")(array).block_until_ready()
+        array.delete()
+        return away
 
     def put(self, value: Any, buffer: Buffer, *, may_alias: bool | None = None) -> jax.Array:
         """Puts an array where a buffer lies.
@@ -283,13 +314,13 @@ class Placing:
             may_alias: whether the two may share memory; as JAX has it unless given.
         """
         sharding = _jax.sharding_on(self.devices[buffer.place], self._spec(buffer.value))
-        return jax.device_put(value, sharding, may_alias=may_alias)
+        return self._resting(jax.device_put(value, sharding, may_alias=may_alias), buffer)
 
     def _spec(self, value: Value) -> Spec:
         return value_spec(self.graph, self.optimizer, value)
 
     def _is_own(self, buffer: Buffer) -> bool:
-        return _jax.is_own(self.devices[buffer.memory])
+        return _jax.is_own(self.devices[buffer.place])
 
     def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
         """One array for each name that this process has any of."""
@@ -302,6 +333,7 @@ class Placing:
     def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
         """Makes the optimizer's state that the table lacks from parameters, each piece where its layer lies."""
         pieces, lacking = self._initialising(table)
+        away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
         keys = [self._piece_keys(piece) for piece in pieces]
         executables = store.compile(
             [
@@ -317,7 +349,11 @@ class Placing:
                     for key, place in zip(reads, places, strict=True)
                 )
             )
-            table |= {key: x for key, x in zip(writes, out, strict=False) if key in lacking}
+            table |= {
+                key: self._resting(x, away[key]) if key in away else x
+                for key, x in zip(writes, out, strict=False)
+                if key in lacking
+            }
 
     def initial_program(self, piece: Piece) -> Program:
         """A piece of what makes the optimizer's state, as something to compile."""
@@ -331,7 +367,7 @@ class Placing:
     def spare_bytes(self, table: Collection[Key]) -> list[int]:
         """The most bytes at once, by device, that `initialise_optimizer` makes of what the table has already."""
         pieces, lacking = self._initialising(table)
-        size: dict[Key, int] = {buffer.spot: buffer.bytes for buffer in self.buffers}
+        size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
         most = [0] * len(self.devices)
         for piece in pieces:
             d, _, writes = self._piece_keys(piece)
@@ -341,7 +377,7 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """The pieces that make what the table lacks, and what that is: state, and what goes between pieces."""
         own = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
-        lacking: set[Key] = {b.spot for b in own if b.spot not in table}
+        lacking: set[Key] = {key_of(b) for b in own if key_of(b) not in table}
         making = []
         for piece in reversed(self.optimizer.init):
             _, reads, writes = self._piece_keys(piece)
@@ -371,7 +407,7 @@ class Placing:
     @cached_property
     def _places(self) -> dict[int, int]:
         """Where the optimizer's state of each layer is."""
-        return {b.value.layer: b.memory for b in self.buffers if b.owner is Owner.OPTIMIZER}
+        return {b.value.layer: b.place for b in self.buffers if b.owner is Owner.OPTIMIZER}
 
 
 def _named(graph: LayerGraph, slot: Slot, layer: int, d: int) -> Key:

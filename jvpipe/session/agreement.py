@@ -49,6 +49,7 @@ def option_parts(settings: Settings) -> Parts:
         "memory_limit": settings.limits,
         "host_memory_limit": settings.host_limit_bytes,
         "fates": sorted(settings.fates.items()),
+        "state_fates": sorted(settings.state_fates.items()),
         "checkpoint": settings.checkpoint,
         "speeds": settings.speeds,
         "sharding": settings.sharding,

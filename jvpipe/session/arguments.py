@@ -79,16 +79,22 @@ def checked_schedule(schedule: Any) -> Schedule:
     )
 
 
-def checked_fates(fates: Any) -> dict[str, str]:
-    """Fates by patterns."""
+def checked_fates(
+    fates: Any, name: str = "fates", of: str = "tensors, such as {'*/attention/*': 'swap'}"
+) -> dict[str, str]:
+    """Fates by patterns.
+
+    Args:
+        fates: what was given.
+        name: of the option.
+        of: what the patterns are for, with an example.
+    """
     if fates is None:
         return {}
     if not isinstance(fates, Mapping) or not all(
         isinstance(text, str) for text in (*fates, *fates.values())
     ):
-        raise ValueError(
-            f"fates must map names of tensors, such as {{'*/attention/*': 'swap'}}, not {brief(fates)}"
-        )
+        raise ValueError(f"{name} must map names of {of}, not {brief(fates)}")
     return dict(fates)
 
 

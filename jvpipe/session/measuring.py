@@ -1,7 +1,7 @@
 """A plan is asked for: what planners want to know of a traced model and of the devices is measured."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,11 +15,15 @@ from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.cost.presets import accelerator_of
+from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.examples import Examples
+from jvpipe.ir.fates import states_away
+from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
 from jvpipe.planners.model.shapes import Shape, Shapes
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
@@ -37,6 +41,7 @@ class Request:
 
     `limits` are what each device may hold (none: there is no limit), `speeds` how fast each is beside the others (none:
     what is measured tells). Unlike devices get stages in another order if that is better, unless they are `fixed`.
+    `state_fates` are the user's, by patterns of paths.
     """
 
     planner: str
@@ -49,6 +54,7 @@ class Request:
     speeds: tuple[float, ...] = ()
     fixed: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
+    state_fates: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chooses(self) -> bool:
@@ -112,7 +118,15 @@ class Measurement:
         return self.costs_of(self.traced)
 
     def costs_of(self, traced: Traced) -> Costs:
-        """The costs of the model, or of slices of it."""
+        """The costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
+        costs = self._costs_of(traced)
+        if not self.request.state_fates:
+            return costs
+        whole = Plan.from_cuts([len(traced.graph.layers)])
+        plan = with_state_fates(traced.graph, whole, self.request.state_fates)
+        return with_state_away(costs, self.optimizer, states_away(traced.graph, plan))
+
+    def _costs_of(self, traced: Traced) -> Costs:
         request = self.request
         if not self.asks_seconds:
             signatures = [programs.signature for programs in layer_programs(self.store, traced)]

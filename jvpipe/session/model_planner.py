@@ -11,8 +11,8 @@ from jvpipe.cost.measure import Runs
 from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.plan import Plan
-from jvpipe.papers.registry import find_planner
-from jvpipe.planners.user_fates import checkpointed, with_fates
+from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
@@ -29,6 +29,7 @@ from jvpipe.session.planning import decide
 from jvpipe.session.settings import Settings
 from jvpipe.session.shapes import ChosenShape, ShapeSearch
 from jvpipe.session.splitting import ROUNDS, CutCandidate, Splitter
+from jvpipe.session.state_fates import ALL_AWAY, away_s, brought_back, room_left, state_bytes
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -70,6 +71,9 @@ class ModelPlanner:
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
         """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
 
+        Under a limit the optimizer's state goes to the host where else nothing fits, or where its way there takes less
+        than what is computed again to make room for it.
+
         Args:
             traced: the model, in whole layers.
             finer: also try layers cut in two.
@@ -78,6 +82,66 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
+        sizes = self._may_leave(traced)
+        try:
+            kept = self._planned(traced, finer=finer)
+        except MemoryLimitExceeded:
+            if not sizes:
+                raise
+            kept = None
+        if kept is not None and not (sizes and _computes_again(kept)):
+            return kept
+        try:
+            away = self._state_away(traced, sizes, finer=finer)
+        except MemoryLimitExceeded:
+            if kept is None:
+                raise
+            return kept
+        if kept is None or self._step_s(away) < self._step_s(kept):
+            return away
+        return kept
+
+    def _may_leave(self, traced: Traced) -> dict[str, int]:
+        """The bytes of state of each parameter, where the planner may say that it goes to the host; else nothing."""
+        settings = self.settings
+        given = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
+        chooses = find_planner(settings.planner).fate_rule is FateRule.CHOOSES
+        if given or not chooses or not settings.limits or settings.checkpoint is not None:
+            return {}
+        sizes = state_bytes(traced.graph, self.cut(traced))
+        host = settings.host_limit_bytes
+        return sizes if host is None or sum(sizes.values()) < host else {}
+
+    def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
+        """The plan with the optimizer's state on the host, but for what the devices then have room for."""
+        host = self.settings.host_limit_bytes
+        rest = None if host is None else host - sum(sizes.values())
+        settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
+        chosen = replace(self, settings=settings)._planned(traced, finer=finer)
+        traced, optimizer, limits = (
+            chosen.compiled.traced,
+            chosen.compiled.optimizer,
+            settings.limits,
+        )
+        held = self._held_bytes(traced, optimizer, chosen.compiled.plan)
+        room = room_left(chosen.compiled.plan, held, limits)
+        plan = brought_back(chosen.compiled.plan, state_bytes(traced.graph, optimizer), room)
+        fits = room_left(plan, self._held_bytes(traced, optimizer, plan), limits)
+        if min(fits.values()) < 0:
+            return chosen
+        return chosen._replace(compiled=_to_run(self._check(traced, plan, optimizer)))
+
+    def _step_s(self, chosen: Chosen) -> float:
+        """The seconds of a step, with those of state that comes from the host and goes back, which nothing hides."""
+        assert chosen.planned is not None
+        settings, compiled = self.settings, chosen.compiled
+        sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
+        times = 1 if settings.schedule.synchronous else settings.microbatches
+        once_s = away_s(compiled.plan, sizes, chosen.planned.problem.host)
+        return chosen.planned.step_s + times * once_s
+
+    def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
+        """The plan with the optimizer's state where the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
@@ -137,7 +201,7 @@ class ModelPlanner:
             for s in range(schedule.stages_on(n))
         )
         alone = replace(settings, stages=n, places=tuple(places), shares=False)
-        return replace(self, settings=alone).plan(traced, finer=finer)._replace(shape=shape)
+        return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
         """The optimizer in pieces for a model in these layers."""
@@ -154,7 +218,7 @@ class ModelPlanner:
             settings.replicas,
             settings.schedule.name,
         )
-        limits = settings.limits, settings.host_limit_bytes, settings.speeds
+        limits = settings.limits, settings.host_limit_bytes, settings.speeds, settings.state_fates
         assert isinstance(settings.stages, int)
         tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
         every = (
@@ -206,6 +270,7 @@ class ModelPlanner:
             settings.speeds,
             fixed=settings.hosts is not None,
             groups=settings.replicas,
+            state_fates=settings.state_fates,
         )
 
     def _measurement(
@@ -266,7 +331,13 @@ class ModelPlanner:
     def _with_user_fates(self, traced: Traced, plan: Plan) -> Plan:
         if self.settings.checkpoint is not None:
             plan = checkpointed(traced.graph, plan, self.settings.checkpoint)
-        return with_fates(traced.graph, plan, self.settings.fates)
+        plan = with_fates(traced.graph, plan, self.settings.fates)
+        return with_state_fates(traced.graph, plan, self.settings.state_fates)
+
+
+def _computes_again(chosen: Chosen) -> bool:
+    """Tells whether a plan computes anything again, or leaves anything to the host."""
+    return any(stage.fates for stage in chosen.compiled.plan.stages)
 
 
 def _to_run(checked: CompiledPlan) -> CompiledPlan:

@@ -28,6 +28,7 @@ class Settings:
         limits: in bytes, what each device may hold; none: there is no limit.
         host_limit_bytes: for swapped and parked values on the host.
         fates: of tensors, by patterns of their names.
+        state_fates: of the optimizer's state, by patterns of the paths of parameters.
         checkpoint: torchgpipe's mode.
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
@@ -68,6 +69,7 @@ class Settings:
     sharding: Sharding | None = None
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
+    state_fates: Mapping[str, str] = field(default_factory=dict)
     reductions: Reductions = field(default_factory=Reductions)
 
     def __str__(self) -> str:

@@ -235,7 +235,7 @@ def test_limits_that_need_swaps_change_no_bit(schedule: str, speeds: list[int] |
             losses.append(metrics["loss"])
         return (pipe.params(state), losses), pipe
 
-    given: dict[str, Any] = {"replicas": (2, 1), "speeds": speeds}
+    given: dict[str, Any] = {"replicas": (2, 1), "speeds": speeds, "state_fates": {"*": "keep"}}
     with pytest.raises(jvpipe.MemoryLimitExceeded) as refused:
         trained_within(2, 1, **given)
     limit = refused.value.smallest_limit_bytes

@@ -70,7 +70,9 @@ def trained(
     there = bool(path) and Path(path).exists()
     plan = jvpipe.checkpoint_plan(path) if there else None
     placed = {"stages": plan, "devices": jax.devices()[:STAGES]} if plan else {}
-    pipe = pipeline(m, schedule, planner=planner, fates={} if plan else {"*": Fate(fate)}, **placed)
+    fates = {} if plan else {"*": Fate(fate)}
+    placed |= {"state_fates": fates} if fate == Fate.SWAP else {}  # the optimizer's state goes too
+    pipe = pipeline(m, schedule, planner=planner, fates=fates, **placed)
     batches = batches_of(m)
     first = batches[0]
     state = pipe.restore(path) if there else pipe.init(m.params, first, m.rng, m.state)

@@ -53,8 +53,10 @@ def test_round_trips_through_json(tmp_path: Path) -> None:
         "gpipe",
         "torchgpipe",
     )
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
+    stages = (replace(plan.stages[0], state_fates={"w": Fate.SWAP, "b": Fate.KEEP}), plan.stages[1])
+    for each in (plan, replace(plan, stages=stages)):
+        each.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == each
 
 
 def test_the_file_can_be_read_and_written_by_hand(tmp_path: Path) -> None:
@@ -131,6 +133,10 @@ GOOD = Plan.from_cuts([2, 2])
         (
             Plan((replace(GOOD.stages[0], fates={"0:0": "drop"}), GOOD.stages[1])),
             r"stage 0 has unknown fates \['drop'\]: there are keep, swap, recompute",
+        ),
+        (
+            Plan((replace(GOOD.stages[0], state_fates={"w": "recompute"}), GOOD.stages[1])),
+            r"state of stage 0 has unknown fates \['recompute'\]: there are keep, swap",
         ),
     ],
 )

@@ -61,5 +61,6 @@ def test_only_layers_own_what_follows_them_and_only_updates_are_told() -> None:
 
 
 def test_programs_read_what_is_there_and_swaps_make_the_others() -> None:
-    assert [copy for copy in Copy if copy.is_read] == [Copy.OWN, Copy.RECOMPUTED]
+    assert [copy for copy in Copy if copy.is_read] == [Copy.OWN, Copy.RECOMPUTED, Copy.AWAY]
     assert [copy for copy in Copy if copy.is_swap] == [Copy.HOST, Copy.FETCHED]
+    assert [copy for copy in Copy if copy.on_host] == [Copy.HOST, Copy.AWAY]

@@ -2,14 +2,15 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
-from jvpipe.ir.fates import Fates
-from jvpipe.ir.layers import Array, Layer, LayerGraph, Ref, Tensor
+from jvpipe.ir.fates import Fates, states_away
+from jvpipe.ir.layers import Array, Layer, LayerGraph, Parameter, Ref, Tensor
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.ir.values import ValueKind
-from jvpipe.planners.user_fates import checkpointed, recut, with_fates
+from jvpipe.planners.user_fates import checkpointed, recut, with_fates, with_state_fates
 
 A = Array("", (2,), "float32", 8)
 
@@ -130,3 +131,23 @@ def test_other_cuts_keep_the_fates_that_can_be() -> None:
     assert (0, 0) in fates.dropped
     assert (0, 1) in fates.away
     assert recut(chain(), plan, PLAN.cuts) == plan
+
+
+def test_state_has_fates_by_the_paths_of_parameters_and_follows_them() -> None:
+    graph = chain()
+    parameters = tuple(
+        Parameter(Array(f"{layer.name}/{i}", (2,), "float32", 8), (i,), frozen=i == 0)
+        for i, layer in enumerate(graph.layers)
+    )
+    graph = replace(graph, parameters=parameters)
+    plan = with_state_fates(graph, PLAN, {"*": "swap", "*/mlp/2": "keep"})
+    assert [dict(stage.state_fates) for stage in plan.stages] == [
+        {"blocks/0/attention/1": Fate.SWAP},  # nothing updates what is frozen
+        {"blocks/0/mlp/2": Fate.KEEP, "blocks/0/mlp/3": Fate.SWAP},
+    ]
+    assert states_away(graph, plan) == {1, 3}
+    assert states_away(graph, recut(graph, plan, (3, 1))) == {1, 3}
+    assert recut(graph, recut(graph, plan, (1, 3)), PLAN.cuts) == plan
+    wrong = replace(plan.stages[0], state_fates=plan.stages[1].state_fates)
+    with pytest.raises(ValueError, match="unknown parameter of stage 0 'blocks/0/mlp/2'"):
+        states_away(graph, replace(plan, stages=(wrong, plan.stages[1])))

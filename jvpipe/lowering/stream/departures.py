@@ -45,17 +45,25 @@ class Departures:
         self._waiting: deque[tuple[int, int, int]] = deque()
 
     def note(self, task: int) -> None:
-        """Takes over what a task has moved."""
-        self._waiting.extend((task, old, new) for old, new in self._placer.moved)
-        self._placer.moved = []
+        """Takes over what a task has moved; what lies on the host is waited for at once, for its names are fleeting."""
+        placer = self._placer
+        for old, new in placer.moved:
+            if any(placer.buffers[b].copy.on_host for b in (old, new)):
+                self._free(old, new)
+            else:
+                self._waiting.append((task, old, new))
+        placer.moved = []
 
     def free(self, task: int) -> None:
         """Frees what was moved a few tasks ago, once it has arrived."""
-        placer, stages = self._placer, len(self._placer.where.plan.stages)
+        stages = len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0][0] + _WINDOW * stages < task:
-            _, old, new = self._waiting.popleft()
-            placer.row(Kind.FREE, placer.buffers[old].place, NONE, NONE, [old, new], [])
-            placer.row(Kind.DROP, placer.buffers[new].place, NONE, NONE, [new], [])
+            self._free(*self._waiting.popleft()[1:])
+
+    def _free(self, old: int, new: int) -> None:
+        placer = self._placer
+        placer.row(Kind.FREE, placer.buffers[old].place, NONE, NONE, [old, new], [])
+        placer.row(Kind.DROP, placer.buffers[new].place, NONE, NONE, [new], [])
 
 
 def settle(placer: Placer, plan: Plan) -> None:

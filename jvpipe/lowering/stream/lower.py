@@ -1,6 +1,6 @@
 """A stream lowered: the steps of an asynchronous schedule as rows, with every version of the weights a buffer.
 
-    order -> expand -> place -> swap -> period
+    order -> expand -> place -> swap -> prefetch -> period
 
 The first steps of a stream fill the pipeline; from some step on, each is the one before with all numbers moved on. So
 a stream is lowered once, up to there, and cut into its steps.
@@ -9,7 +9,7 @@ a stream is lowered once, up to there, and cut into its steps.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from jvpipe.ir.buffers import Spot
 from jvpipe.ir.kinds import Kind
@@ -22,6 +22,7 @@ from jvpipe.lowering.expand import Expander, metrics_of
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import order
 from jvpipe.lowering.place import Placer
+from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.step import swapped_by
 from jvpipe.lowering.stream.departures import Departures, LastReads, refresh, settle
 from jvpipe.lowering.stream.period import Step, Unrolled, dropping
@@ -164,9 +165,14 @@ class _Unrolling:
             blocks.append(len(placer.blocks))
             spots.append(self._spots())
         placer.enter(timeline.spans[-1].layout.plan)
-        groups = list(
+        swapped = list(
             swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__)
         )
+        groups = [  # what is fetched for an update comes in the step that it is of
+            rows
+            for start, end in pairwise([*blocks, len(swapped)])
+            for rows in prefetched(swapped[start:end], placer.buffers)
+        ]
         bounds = [0, *accumulate(map(len, groups))]
         return Unrolled(
             placer.graph,

@@ -147,9 +147,14 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
 
 
 def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
-    """The plans that hold the least by the planners' count, of cuts each, as long as they may hold less."""
+    """The plans that hold the least by the planners' count, of cuts each, as long as they may hold less.
+
+    As much more as is counted for all of them, state that comes and goes say, tells none from the others.
+    """
+    least = 0
     for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
-        if plan.peak_bytes > NEAR * lowest_bytes():
+        least = least or plan.peak_bytes
+        if plan.peak_bytes > NEAR * max(least, lowest_bytes()):
             return
         yield Decision(plan.bounds, plan.choices)
 

@@ -128,7 +128,7 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     """The newest version of everything that lies on the devices between steps: where it is among the names."""
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
-        if VALUES[spot.value.kind].lasts and spot.copy is Copy.OWN:
+        if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
             holder, number = _holder(spot), max(spot.value.version, spot.value.microbatch)
             if holder not in newest or number > newest[holder][0]:
                 newest[holder] = number, at
@@ -178,9 +178,7 @@ def restore_in_flight(
         array = jax.device_put(
             value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False
         )
-        arrays.append(
-            _jax.swapper(device, "pinned_host")(array) if buffer.copy is Copy.HOST else array
-        )
+        arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy.on_host else array)
     return tuple(arrays)
 
 

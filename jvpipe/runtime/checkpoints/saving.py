@@ -152,6 +152,7 @@ class Saving:
     def _binding(self) -> list[Any]:
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
+        states = [dict(stage.state_fates) for stage in plan.stages]
         turns = [list(plan.replicas)] if plan.replicated else []
         return [
             self.schedule.options,
@@ -160,6 +161,7 @@ class Saving:
             fates,
             self.microbatches,
             *turns,
+            *([states] if any(states) else []),
         ]
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
