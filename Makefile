@@ -42,8 +42,10 @@ peers:
 		build/peers/megatron/bin/python -m pip install torch==2.13.0 numpy
 	-test -n "$(JAXPP)" && $(PYTHON) -m venv build/peers/jaxpp && build/peers/jaxpp/bin/python -m pip install "$(JAXPP)"
 
+# What is a link in docs is a file in build/pages.
 docs: $(DEVELOPS)
-	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going docs build/docs
+	rm -rf build/pages && mkdir -p build && cp -RL docs build/pages
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --fail-on-warning --keep-going build/pages build/docs
 
 wheel: $(DEVELOPS)
 	$(BIN)/python -m build --outdir dist .

@@ -61,7 +61,7 @@ CHECKING = (
     "jvpipe.session.checkpoints",
     "jvpipe.session.inner_axes",
     "jvpipe.session.question",
-    "jvpipe.session.unlike",
+    "jvpipe.session.measuring",
     "jvpipe.runtime.checkpoints.checkpoint",
     "jvpipe.ir.plan",
     "jvpipe.ir.sizes",

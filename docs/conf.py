@@ -1,4 +1,9 @@
-"""How Sphinx builds these pages: `make docs`."""
+"""How Sphinx builds these pages: `make docs`.
+
+They are copied first, for `examples`, `experiments`, `changes.md` and `contributing.md` are links to what lies at the
+root of the project, and a link's own links would lead from there. The tutorials are kept without outputs: they are run
+when the pages are built.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,12 +12,26 @@ import jvpipe
 
 project = "jvpipe"
 version = release = jvpipe.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 html_theme = "furo"
 html_title = "jvpipe"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 myst_heading_anchors = 3
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+suppress_warnings = ["toc.not_included"]  # experiments are listed by the table of theirs
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 90
 
 
 def as_sphinx_reads(lines: Sequence[str]) -> Iterator[str]:

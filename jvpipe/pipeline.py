@@ -71,8 +71,9 @@ class Pipeline:
         optimizer: any optax transformation that its jaxpr lets cut.
         stages: their number, 2 unless given, or a `Plan`; with `replicas="auto"` as many as are best unless given.
         microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
-        schedule: by name, such as "1f1b", or "2bw" without a flush: `python -m jvpipe` lists them all; or one with
-            options, such as `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
+        schedule: by name: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto"; without a flush
+            "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe"; or one with options, such as
+            `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
         planner: "jvpipe" (cuts and fates chosen jointly, for the step's seconds under the memory limit), or another
             by name, such as "even" or one after a paper: `python -m jvpipe` lists them all.
         memory_limit: bytes or a text such as "16GiB" for all devices, or a sequence with one for each; by default what
@@ -341,10 +342,7 @@ class Pipeline:
         self.session.check_losses(state, wait=bool(state.stream_steps))
 
     def needs(self) -> list[str]:
-        """The names of the batch leaves that this process reads; of the others shapes are enough (`ShapeDtypeStruct`).
-
-        In one process that is every leaf that the loss reads.
-        """
+        """The names of the batch leaves that this process reads, alone all; of others a `ShapeDtypeStruct` is enough."""
         return self.session.needs()
 
     def drain(self, state: State) -> State:

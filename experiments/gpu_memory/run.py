@@ -59,7 +59,7 @@ def main() -> None:
                 ("an equal batch", dict.fromkeys(WAYS, equal)),
                 ("each one's largest batch", most),
             ):
-                print(f"\n### {model}, at {title}\n")
+                print(f"\n## {model}, at {title}\n")
                 print(
                     "| way | micro-batch | examples/s | ledger MiB | device MiB | ledger over device | host MiB |"
                 )

@@ -455,6 +455,7 @@ def resume_command(job: Job) -> str:
     """The command line that goes on with a run."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
     for flag, path in {
+        "--figure": job.options.figure,
         "--export": job.options.export,
         "--export-weights": job.options.export_weights,
     }.items():

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 
+from jvpipe.ir.extras import extra
 from jvpipe.runtime.checkpoints import array_file
 from jvpipe.trace.leaves import path_names
 
@@ -44,6 +45,14 @@ def check_outputs(
                 f"{option} {path}: this is the file of {taken[file]}: give another path"
             )
         taken[file] = option
+
+
+def check_figure(path: str) -> None:
+    """Raises ValueError unless a picture can be drawn at the path of `--figure`, or MissingExtraError."""
+    with extra("figures"):
+        from jvpipe.report.figures import check_format
+    check_outputs({"--figure": path})
+    check_format(path)
 
 
 @contextmanager

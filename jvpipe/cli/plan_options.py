@@ -6,9 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from jvpipe.cli.outputs import check_outputs
+from jvpipe.cli.outputs import check_figure, check_outputs
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.extras import extra
 from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
@@ -131,9 +130,7 @@ def check(options: Options) -> list[str]:
     inputs = {"--graph": options.graph, "--hardware": options.hardware, "--import": imported}
     check_outputs(outputs, inputs)
     if options.figure is not None:
-        with extra("figures"):
-            from jvpipe.report.figures import check_format
-        check_format(options.figure)
+        check_figure(options.figure)
     return names
 
 

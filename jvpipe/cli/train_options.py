@@ -52,6 +52,7 @@ NOT_KEPT = (
     "remeasure",
     "profile",
     "tokenizer",
+    "figure",
     "export",
     "export_weights",
     *OF_PROCESSES,
@@ -161,6 +162,8 @@ class Options:
     """How many steps timeline.json shows: the last ones."""
     profile: int | None = None
     """Profiles so many steps, from the second on, with jax.profiler; timeline.json shows these."""
+    figure: str | None = None
+    """Draws the steps of timeline.json to this .png, .svg or .pdf."""
     export: str | None = None
     """Writes the trained parameters to this .safetensors file."""
     coordinator: str | None = None
@@ -248,6 +251,8 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
         if not options.shares and options.devices == saved.get("devices"):
             options = replace(options, devices=None)
     _check(options)
+    if options.figure is not None and writes:
+        outputs.check_figure(options.figure)
     if options.export and writes:
         outputs.check_writable(Path(options.export))
     if options.export_weights and writes:

@@ -13,11 +13,13 @@ import numpy as np
 
 from jvpipe.cli.job import Job
 from jvpipe.cli.keeping import Keeper, evaluations_before, held_out_loss, tidy
+from jvpipe.cli.outputs import writing
 from jvpipe.cli.processes import Watch, shared, shared_picture
 from jvpipe.cli.shell import StopRequest
 from jvpipe.cli.speech import Speech, places
 from jvpipe.cli.train_options import kept_options
 from jvpipe.cost.utilisation import ideal_s
+from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog, StepMetrics
 from jvpipe.report.trackers import TRACKERS, TrackedRun, Tracker
@@ -191,6 +193,20 @@ class Recording:
         )
         if self._job.hosts.process == 0:
             timeline.write(self._job.run.timeline, picture)
+            if self._job.options.figure is not None:
+                self._draw(self._job.options.figure, picture)
+
+    def _draw(self, path: str, picture: Picture) -> None:
+        """Draws steps to a file, with the limits that the devices have."""
+        from jvpipe.report.figures import timeline_figure
+
+        session = self._job.pipe.session
+        settings, monitor = session.settings, session.controller.monitor
+        assert monitor is not None
+        title = f"{self._job.workload.title}, {settings.schedule.name}, measured"
+        with writing("--figure", path):
+            limits = dict(zip(monitor.memories, settings.limits, strict=False))
+            timeline_figure(picture, path, limits, title)
 
 
 # The training of a job: its steps, each logged, and its checkpoints.

@@ -42,12 +42,16 @@ class Answer:
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one."""
+    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
+
+    Of equals, give or take a rounding, the one that is given first comes first.
+    """
 
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        return not answer.fits(problem), simulated_step_s(problem, answer.evaluation.stages)
+        step_s = simulated_step_s(problem, answer.evaluation.stages)
+        return not answer.fits(problem), float(f"{step_s:.9g}")
 
     return sorted(answers, key=rank)
 

@@ -1,7 +1,9 @@
 """Pictures of timelines: who does what when, and under it who holds how much meanwhile."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,15 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.ir.span import Span
+from jvpipe.ir.span import Level, Picture, Span
 from jvpipe.report.timeline import COMPUTE, in_order
-from jvpipe.simulate.timeline import Curve, Timeline
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
 """Boxes up to the first width have no white edge, and none is narrower than the second: it would vanish."""
+_MOST_ROOM = 3.0
+"""Limits up to so many times the most bytes are lines; the axis of a larger one would show nothing else."""
+_HOST = "host"
 _Corners = list[tuple[float, float]]
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
 
@@ -42,39 +46,57 @@ def check_format(path: str | Path) -> None:
 
 
 def timeline_figure(
-    timeline: Timeline | Sequence[Span],
-    path: str | Path,
-    limits: Sequence[int] = (),
-    title: str = "",
+    picture: Picture, path: str | Path, limits: Mapping[str, int] | None = None, title: str = ""
 ) -> None:
-    """Draws a timeline to `path` (the suffix says the format: png, svg, pdf).
+    """Draws steps, simulated or measured, to `path` (the suffix says the format: png, svg, pdf).
 
     A row for each device, and a thinner one for each link with traffic; a box for each task, with the number of its
-    micro-batch where it fits. Under it, if the timeline knows them, bytes over time per device, and their `limits`.
+    micro-batch where it fits. Under it, where anything is held, bytes over time per device, and their `limits`.
 
     Args:
-        timeline: simulated, or measured spans.
+        picture: what ran when, and who held how much.
         path: of the picture; its suffix says the format: png, svg, pdf.
-        limits: lines in the curves of bytes.
+        limits: what places may hold: lines in the curves of bytes, or words beside them where they are far above.
         title: of the picture.
     """
-    spans = list(timeline.spans() if isinstance(timeline, Timeline) else timeline)
-    curves = timeline.curves if isinstance(timeline, Timeline) else ()
+    picture = _from_zero(picture)
+    spans, curves = picture.spans, _curves(picture.levels)
     working = {span.device for span in spans if span.kind in COMPUTE}
     rows = {row: 0.36 if row in working else 0.2 for row in in_order(span.device for span in spans)}
     parts = [0.2 + sum(rows.values()), *([2.0] if curves else [])]
     figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=parts)[:, 0]
-    start_s = min((span.start_s for span in spans), default=0.0)
     end_s = max((span.end_s for span in spans), default=1.0)
-    _draw_rows(axes[0], spans, rows, (end_s - start_s) or 1.0)
+    _draw_rows(axes[0], spans, rows, end_s or 1.0)
     if curves:
-        _draw_curves(axes[1], curves, end_s, limits)
-    axes[-1].set_xlim(start_s, end_s)
+        _draw_curves(axes[1], curves, end_s, limits or {})
+    axes[-1].set_xlim(0.0, end_s)
     axes[-1].xaxis.set_major_formatter(EngFormatter(unit="s"))
     axes[0].set_title(title, loc="left", fontsize=10)
     figure.savefig(path)
+
+
+def _from_zero(picture: Picture) -> Picture:
+    """The picture with times since its first start, as a measured one has them since some other moment."""
+    start_s = min((span.start_s for span in picture.spans), default=0.0)
+    spans = (
+        replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
+        for span in picture.spans
+    )
+    levels = (level._replace(at_s=max(0.0, level.at_s - start_s)) for level in picture.levels)
+    return Picture(tuple(spans), tuple(levels))
+
+
+def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
+    """When each place begins to hold how many bytes; nothing of places that never hold any. The host is the last."""
+    found: dict[str, tuple[list[float], list[int]]] = {}
+    for place, at_s, held in levels:
+        times_s, sizes = found.setdefault(place, ([], []))
+        times_s.append(at_s)
+        sizes.append(held)
+    places = sorted(found, key=lambda place: place == _HOST)
+    return {place: found[place] for place in places if max(found[place][1])}
 
 
 def _draw_rows(
@@ -88,17 +110,12 @@ def _draw_rows(
         corners = [(span.start_s, low), (span.start_s, high), (span.end_s, high), (span.end_s, low)]
         width_pt = (span.end_s - span.start_s) / total_s * _WIDTH * 72 * 0.9
         by_look.setdefault(KINDS[span.kind].look, []).append((corners, width_pt))
-        label = str(span.args.get("microbatch", ""))
-        size = 7.5 if rows[span.device] > 0.3 else 5.5
-        if not label.startswith("-") and width_pt > size * (0.6 * len(label) + 0.3):
-            axes.text(
-                (span.start_s + span.end_s) / 2,
-                (low + high) / 2,
-                label,
-                ha="center",
-                va="center_baseline",
-                size=size,
-            )
+    for device, label, start_s, end_s in _labels(spans):
+        size = 7.5 if rows[device] > 0.3 else 5.5
+        width_pt = (end_s - start_s) / total_s * _WIDTH * 72 * 0.9
+        if width_pt > size * (0.6 * len(label) + 0.3):
+            middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
+            axes.text(*middle, label, ha="center", va="center_baseline", size=size)
     for (_, colour), boxes in by_look.items():
         _draw_boxes(axes, colour, boxes)
     axes.set_ylim(min(bottoms.values(), default=-1.0), 0.0)
@@ -111,6 +128,22 @@ def _draw_rows(
         look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
     ]
     _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
+
+
+def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
+    """Each micro-batch's number and where it belongs: row, start and end of boxes of one kind that follow each other.
+
+    Measured boxes are of single layers, and simulated ones of whole stages.
+    """
+    order = sorted(spans, key=lambda span: (span.device, span.start_s))
+
+    def task(span: Span) -> tuple[str, str, str]:
+        return span.device, span.kind, str(span.args.get("microbatch", ""))
+
+    for (device, _, label), boxes in groupby(order, task):
+        first, *others = boxes
+        if not label.startswith("-"):
+            yield device, label, first.start_s, max(box.end_s for box in (first, *others))
 
 
 def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]) -> None:
@@ -130,23 +163,34 @@ def _draw_boxes(axes: Axes, colour: str, boxes: Sequence[tuple[_Corners, float]]
     )
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Curve], end_s: float, limits: Sequence[int]) -> None:
-    """Bytes as steps; what lies on the host is dotted."""
-    for i, curve in enumerate(curves):
-        if curve.space == "device" or curve.most_bytes:
-            axes.step(
-                np.append(curve.t_s, end_s),
-                np.append(curve.bytes, curve.bytes[-1]),
-                where="post",
-                color=LINES[i % len(LINES)] if curve.space == "device" else "#777777",
-                linestyle="-" if curve.space == "device" else ":",
-                linewidth=1.3,
-                label=f"{curve.place}: {format_bytes(curve.most_bytes)}",
-            )
-    for limit in sorted(set(limits), reverse=True):
-        axes.axhline(
-            limit, color="black", linestyle="--", linewidth=1, label=f"limit: {format_bytes(limit)}"
+def _draw_curves(
+    axes: Axes,
+    curves: Mapping[str, tuple[list[float], list[int]]],
+    end_s: float,
+    limits: Mapping[str, int],
+) -> None:
+    """Bytes as steps; what lies on the host is dotted. A limit that all share is black, others are as their places."""
+    colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
+    colours |= {_HOST: "#777777"}
+    for place, (times_s, sizes) in curves.items():
+        axes.step(
+            [*times_s, end_s],
+            [*sizes, sizes[-1]],
+            where="post",
+            color=colours[place],
+            linestyle=":" if place == _HOST else "-",
+            linewidth=1.3,
+            label=f"{place}: {format_bytes(max(sizes))}",
         )
+    most = max(max(sizes) for _, sizes in curves.values())
+    alike = len(set(limits.values())) == 1
+    for place, limit in list(limits.items())[: 1 if alike else None]:
+        told = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"
+        if limit > _MOST_ROOM * most:
+            axes.plot([], [], " ", label=f"{told}, above")
+        else:
+            colour = "black" if alike else colours.get(place, "black")
+            axes.axhline(limit, color=colour, linestyle="--", linewidth=1, label=told)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(

@@ -72,7 +72,9 @@ def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
 
 def printed(show: Callable[[Console], None]) -> str:
     """What `show` prints, as text without colours."""
-    console = Console(width=160, color_system=None)
+    console = Console(
+        width=160, color_system=None, force_jupyter=False
+    )  # it would show a cell of its own
     with console.capture() as captured:
         show(console)
     return captured.get()

@@ -242,7 +242,7 @@ class Monitor:
                 held.discard(row.place)
             free[place] = end_s
             name = f"{row.stage}{row.kind}{max(row.microbatch, 0)}"
-            args: dict[str, int] = {"layer": row.layer}
+            args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}
             if row.kind in WATCHED:
                 args["bytes"] = sum(buffers[b].bytes for b in row.writes)
             spans.append(

@@ -159,7 +159,13 @@ class Forecast:
         title = ", ".join(
             filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner))
         )
-        timeline_figure(self.simulation, Path(path), self.problem.limits, title)
+        found = self.simulation
+        limits = {
+            name: self.problem.limit_of(d)
+            for d, name in enumerate(found.resources[: found.devices])
+        }
+        told = {name: limit for name, limit in limits.items() if limit is not None}
+        timeline_figure(found.picture(), Path(path), told, title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""
@@ -363,7 +369,8 @@ def asked(
     check_sums(problem)
     for name in names:
         check_chooser(problem.schedule, name)
-    given_by = {name: _answered(problem, name) for name in names}
+    own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
+    given_by = {name: _answered(problem, name) for name in own_first}
     answers = best_first(problem, [given for _, given in given_by.values()])
     return Forecast(given_by[answers[0].planner][0], tuple(answers), title, question)
 

@@ -176,7 +176,8 @@ class StageWork:
         machines = (self.work.resources - 4 * len(devices) + 1) // 2
         networks = (f"network of machine {k}, {way}" for k in range(machines) for way in WAYS)
         what = "stage" if self.stages == len(devices) else "device"
-        links = (f"{what} {d} to {d + step}" for step in (1, -1) for d in devices)
+        loop = len(devices) if len(devices) > 2 else 4  # of two, both neighbours are the other one
+        links = (f"{what} {d} to {(d + step) % loop}" for step in (1, -1) for d in devices)
         hosts = (f"{what} {d} host" for d in devices)
         return (*(f"{what} {d}" for d in devices), *hosts, *links, *networks)
 

@@ -123,6 +123,9 @@ def test_planners_are_compared_and_the_best_is_shown(
         "and are as fast or faster for it"
     )
     assert f"1f1b, {fit[0]['planner']}" in picture.read_text()
+    equal = [found["planner"] for found in fit if found["step_s"] == fit[0]["step_s"]]
+    assert equal[0] == "jvpipe", "of equals its own plan is told"
+    assert len(equal) > 1
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(
         1e6 * fit[0]["step_s"]

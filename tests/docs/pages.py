@@ -9,9 +9,11 @@ from pathlib import Path
 
 from experiments.faults.runs import page as page_of_prose
 from jvpipe.models import NAMES
+from jvpipe.schedules import find_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if not path.is_symlink())
+FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS)
 PAGES = {path.name: path for path in FILES}
 WHY = r"(?:<!-- not run: (?P<why>.*?) -->\n)?"
 BLOCK = re.compile(rf"^{WHY}```(?P<language>.*?)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -102,6 +104,8 @@ def _small(module: str, given: Sequence[str]) -> list[str]:
         options.pop("--size", None)
     if int(options.get("--stages") or 0) > 4:
         options["--stages"] = "4"  # small models have few layers
+    if find_schedule(options.get("--schedule") or "1f1b").chunks > 1:
+        options["--stages"] = "2"
     if module == "jvpipe.train":
         options |= {"--steps": "2", "--batch-size": "8"} | dict.fromkeys(
             EVERY & options.keys(), "1"

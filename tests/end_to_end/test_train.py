@@ -24,6 +24,7 @@ from jvpipe import models
 from jvpipe.cli import run_folder
 from jvpipe.cli.keeping import Keeper
 from jvpipe.cli.train_options import parse
+from jvpipe.ir.sizes import format_bytes
 from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
 from tests.commands import ended, finished, running
 from tests.forks import LIMIT_S, environment
@@ -128,10 +129,9 @@ def test_the_run_directory_holds_what_is_promised(whole: Path) -> None:
 def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(
     text: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    done = train(
-        text, run, "--steps", "5", "--stages", "2", "--microbatches", "4", "--profile", "2"
-    )
+    run, picture = tmp_path / "run", tmp_path / "run.svg"
+    wanted = ("--profile", "2", "--figure", str(picture))
+    done = train(text, run, "--steps", "5", "--stages", "2", "--microbatches", "4", *wanted)
     assert done.returncode == 0, done.stderr
     stages = json.loads((run / "plan.json").read_text())["stages"]
     layers = [(s, layer) for s, stage in enumerate(stages) for layer in stage["layers"]]
@@ -168,6 +168,10 @@ def test_a_profile_and_its_timeline_tell_tasks_by_name_bytes_and_copies(
         for p in ("cpu:0", "cpu:1")
     }
     assert most == json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["peak_bytes"]
+    drawn = picture.read_text()
+    for place, held in most.items():
+        assert f"<!-- {place}: {format_bytes(held)} -->" in drawn
+    assert drawn.count("<!-- 3 -->") >= 2  # a forward and a backward of the last micro-batch
 
 
 def test_the_export_is_readable_without_jvpipe(whole: Path) -> None:
