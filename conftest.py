@@ -55,7 +55,6 @@ def shaped_modules() -> list[str]:
 CHECKING = (
     "jvpipe.pipeline",
     "jvpipe.session.forecasts",
-    "jvpipe.session.question",
     "jvpipe.session.arguments",
     "jvpipe.session.session",
     "jvpipe.session.checkpoints",

@@ -342,7 +342,7 @@ class Pipeline:
         self.session.check_losses(state, wait=bool(state.stream_steps))
 
     def needs(self) -> list[str]:
-        """The names of the batch leaves that this process reads, alone all; of others a `ShapeDtypeStruct` is enough."""
+        """The names of the batch leaves that this process reads; of others a `ShapeDtypeStruct` is enough."""
         return self.session.needs()
 
     def drain(self, state: State) -> State:
