@@ -13,6 +13,7 @@ from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
@@ -33,6 +34,8 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
 ALL_AWAY = {"*": Fate.SWAP.value}
+_NOTICED = 0.01
+"""By how much longer steps are than with everything kept, from which on a plan is asked for whose state leaves."""
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
@@ -164,7 +167,7 @@ class ModelPlanner:
             if not sizes:
                 raise
             kept = None
-        if kept is not None and not (sizes and _computes_again(kept)):
+        if kept is not None and not (sizes and _pays_for_room(kept)):
             return kept
         try:
             away = self._state_away(traced, sizes, finer=finer)
@@ -410,9 +413,13 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _computes_again(chosen: Chosen) -> bool:
-    """Tells whether a plan computes anything again, or leaves anything to the host."""
-    return any(stage.fates for stage in chosen.compiled.plan.stages)
+def _pays_for_room(chosen: Chosen) -> bool:
+    """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
+    planned = chosen.planned
+    if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
+        return False
+    kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
+    return planned.step_s > (1 + _NOTICED) * kept.step_s
 
 
 def _to_run(checked: CompiledPlan) -> CompiledPlan:

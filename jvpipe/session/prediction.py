@@ -146,6 +146,11 @@ def _arrays(
         if array is None and _jax.is_own(compiled.devices[buffer.place]):
             constants = compiled.traced.loss.constants
             value = constants[buffer.value.index] if constant else anywhere[name]
+            if value is None:
+                raise ValueError(
+                    f"the function reads {name[1]} after parameters of later stages, and another process has it: "
+                    "read parameters in the order in which the loss does"
+                )
             array = compiled.placing.put(value, buffer)
             put[buffer.place] += buffer.bytes
         arrays.append(array)

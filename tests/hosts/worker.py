@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -264,10 +265,20 @@ def in_meshes(path: str) -> dict[str, Any]:
     }
 
 
+def squares(params: Any, *_: Any) -> jax.Array:
+    """A sum over the parameters of all stages."""
+    leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves), jnp.zeros(()))
+
+
 def looked_at(pipe: jvpipe.Pipeline, state: jvpipe.State, batch: Any) -> dict[str, Any]:
     """What a state holds; the first process alone has its trees."""
     trees = {"parameters": pipe.params(state), "model state": pipe.model_state(state)}
-    return {"evaluated": float(pipe.evaluate(state, batch)["loss"]).hex()} | {
+    told = {
+        "evaluated": float(pipe.evaluate(state, batch)["loss"]).hex(),
+        "predicted": float(pipe.predict(state, batch, squares)).hex(),
+    }
+    return told | {
         name: None if trees["parameters"] is None else digest(tree) for name, tree in trees.items()
     }
 
