@@ -100,6 +100,17 @@ def test_only_the_command_lines_know_the_models() -> None:
     assert knowing <= {"cli"}
 
 
+def test_the_report_knows_plain_data_alone() -> None:
+    rooms = {
+        name.split(".")[1]
+        for path, names in imports().items()
+        if path.parent.name == "report"
+        for name in names
+        if "." in name
+    }
+    assert rooms <= {"ir", "report", "_jax"}
+
+
 def test_no_imports_go_in_a_circle() -> None:
     arrows = {module_of(path): names for path, names in imports().items()}
     assert len(list(TopologicalSorter(arrows).static_order())) >= len(FILES)
