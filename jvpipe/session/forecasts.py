@@ -63,7 +63,7 @@ class Forecast:
     ...         batch = jnp.tanh(batch @ w)
     ...     return jnp.mean(batch**2)
     >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
+    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", microbatches=8)
     >>> forecast.plan.cuts, forecast.plan.planner
     ((2, 2, 2, 2), 'jvpipe')
     """
