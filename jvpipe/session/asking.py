@@ -34,7 +34,7 @@ from jvpipe.planners.order_reasons import order_reasons, search_reasons
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.runtime.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, GivenLists
-from jvpipe.session.measuring import Measurement
+from jvpipe.session.measuring import LIMITS, Measurement
 from jvpipe.trace.spread import CoupledError
 
 
@@ -227,8 +227,6 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
 
 # How many devices each stage of a pipeline is to have: layers are measured on slices, and the planner asked.
 
-_ATTEMPTS = 4
-
 
 @dataclass(frozen=True)
 class ChosenShape:
@@ -268,7 +266,7 @@ class ShapeSearch:
         shapes = self.measurement.shapes(local, Pins(self.stages, size=examples, least_slice=least))
         limit = shapes.model.memory_limit_bytes
         asked = shapes
-        for _ in range(_ATTEMPTS):
+        for _ in range(LIMITS.attempts):
             try:
                 planned = ask_shapes(request.planner, asked)
             except Infeasible:
