@@ -79,6 +79,13 @@ def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    root = Path(__file__).parents[2]
+    named = re.findall(r"`(tests/[\w/]+\.py)`", PAGES[page].read_text())
+    assert [name for name in named if not (root / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
     text = PAGES[page].read_text()
     outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
