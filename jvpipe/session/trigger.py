@@ -26,8 +26,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
 
-_EQUAL = 1 + 1e-9  # sums of floats are not exact
-_LEAST_S = 1e-9  # no layer takes nothing
+_ROUNDING = 1e-9  # of sums of floats, as a share; and the seconds that a layer takes at least
 
 
 def cuts_at_speeds(
@@ -52,7 +51,7 @@ def cuts_at_speeds(
     run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
-    slowest_s = least_path(stages, np.maximum)[0] * _EQUAL
+    slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
     assert bounds is not None, "there are as many layers as stages need"
@@ -88,6 +87,17 @@ class Seen:
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
+
+
+def all_of(parts: Sequence[Seen]) -> Seen:
+    """Joins the seconds of a step of which each process has seen its own layers and stages.
+
+    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
+    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
+    """
+    layer_s = [sum(each) for each in zip(*(part.layer_s for part in parts), strict=True)]
+    exposed_s = [sum(each) for each in zip(*(part.exposed_s for part in parts), strict=True)]
+    return Seen(layer_s, exposed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,7 @@ class Trigger:
             rule: how much evidence is enough.
         """
         self.rule = rule
-        self._expected = None if expected_s is None else np.maximum(expected_s, _LEAST_S)
+        self._expected = None if expected_s is None else np.maximum(expected_s, _ROUNDING)
         self._microbatches, self._synchronous = microbatches, synchronous
         self._skip = rule.skip_steps
         self._learned: list[Sequence[float]] = []
@@ -166,7 +176,7 @@ class Trigger:
         if self._expected is None:
             self._learned.append(seen.layer_s)
             if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.maximum(np.median(self._learned, axis=0), _LEAST_S)
+                self._expected = np.maximum(np.median(self._learned, axis=0), _ROUNDING)
             return None
         if self._better(plan, seen) is None:
             self._window.clear()
