@@ -5,40 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jvpipe.ir.plan import Plan, Stage
+
 
 def _with_lists(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns fields by name, tuples as the lists that JSON knows."""
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
-
-
-@dataclass(frozen=True)
-class AnsweredStage:
-    """What a stage takes per micro-batch, and what each of its devices holds at most.
-
-    `name` says which of several unlike devices it runs on; it is empty where they are alike.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    devices: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    swap_s: float
-    comm_s: float
-    reduce_s: float
-    input_s: float
-    weight_s: float
-    in_flight: int
-    peak_bytes: int
-    host_bytes: int
-    fates: Mapping[str, str]
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the stage in the form of `--json`."""
-        fields = asdict(self, dict_factory=_with_lists)
-        del fields["name"], fields["host_bytes"]
-        return fields | {"replicas": len(self.devices)}
 
 
 @dataclass(frozen=True)
@@ -54,25 +26,39 @@ class AnsweredShape:
 
 @dataclass(frozen=True)
 class AnsweredPlan:
-    """A planner's answer as plain numbers; without stages no plan fits, and `reason` says why.
+    """A planner's answer as plain numbers; without a plan none fits, and `reason` says why.
 
-    `shape` says how many devices the stages have and `shapes` are the others that were looked at,
-    where that was decided too; `devices` is how many there were, `batch` how many examples.
+    Attributes:
+        planner: who answers.
+        schedule: the rule of the order of tasks.
+        planning_s: seconds that the answer took.
+        feasible: whether there is a plan that keeps the limit.
+        plan: the best that was found.
+        names: of the devices of each stage; empty where all devices are alike.
+        costs: what each stage takes per micro-batch and holds at most, by the names of `--json`.
+        microbatches: of a step.
+        bottleneck_s: seconds of the slowest stage.
+        step_s: seconds of a simulated step.
+        lower_bound_s: seconds that no plan under the limit is below.
+        bubble_fraction: the idle share of the devices.
+        peak_bytes: the most that any device holds.
+        shape: how many devices the stages have, in words, where that was decided too; then `shapes` are
+            the others that were looked at, `devices` says how many there were, `batch` how many examples.
     """
 
     planner: str
     schedule: str
     planning_s: float
     feasible: bool
-    stages: tuple[AnsweredStage, ...] = ()
+    plan: Plan | None = None
+    names: tuple[str, ...] = ()
+    costs: tuple[Mapping[str, float], ...] = ()
     microbatches: int = 0
     bottleneck_s: float = math.inf
-    peak_bytes: int = 0
     step_s: float = math.inf
     lower_bound_s: float = math.inf
     bubble_fraction: float = 0.0
-    splits: tuple[int, ...] = ()
-    tasks: tuple[str, ...] = ()
+    peak_bytes: int = 0
     shape: str = ""
     shapes: tuple[AnsweredShape, ...] = ()
     devices: int = 0
@@ -83,22 +69,23 @@ class AnsweredPlan:
     def as_json(self) -> dict[str, Any]:
         """Returns the answer in the form of `--json`."""
         head = {"planner": self.planner, "schedule": self.schedule, "feasible": self.feasible}
-        if not self.stages:
+        if self.plan is None:
             return head | {
                 "reason": self.reason,
                 "smallest_limit_bytes": self.smallest_limit_bytes,
                 "stages": [],
                 "planning_s": self.planning_s,
             }
+        stages = zip(self.plan.stages, self.costs, strict=True)
         found = head | {
-            "stages": [stage.as_json() for stage in self.stages],
+            "stages": [_stage_json(stage, costs) for stage, costs in stages],
             "bottleneck_s": self.bottleneck_s,
             "step_s": self.step_s,
             "lower_bound_s": self.lower_bound_s if math.isfinite(self.lower_bound_s) else None,
             "bubble_fraction": self.bubble_fraction,
             "planning_s": self.planning_s,
-            "splits": list(self.splits),
-            "tasks": list(self.tasks),
+            "splits": list(self.plan.splits),
+            "tasks": list(self.plan.tasks),
         }
         if self.shape:
             found["devices"] = self.devices
@@ -110,15 +97,23 @@ class AnsweredPlan:
         """Says how long a step is, how slow the slowest stage and how idle the devices."""
         shape = f"on {self.devices} devices {self.shape}, " if self.shape else ""
         size = f" of {self.batch // self.microbatches}" if self.shape else ""
-        reduce_s = max(stage.reduce_s for stage in self.stages)
+        reduce_s = max(costs["reduce_s"] for costs in self.costs)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
         bound = "no plan keeps the limit"
         if math.isfinite(self.lower_bound_s):
             bound = f"no plan is under {1e3 * self.lower_bound_s:.2f}"
-        split = f"; {len(self.splits)} layers are cut in two" if self.splits else ""
+        splits = self.plan.splits if self.plan else ()
+        split = f"; {len(splits)} layers are cut in two" if splits else ""
         return (
             f"planner {self.planner}, schedule {self.schedule}, {shape}{self.microbatches} "
             f"micro-batches{size}: step {1e3 * self.step_s:.2f} ms simulated ({bound}), "
             f"slowest stage {1e3 * self.bottleneck_s:.2f} ms, {reduced}"
             f"{self.bubble_fraction:.1%} idle, planned in {self.planning_s:.2f} s{split}"
         )
+
+
+def _stage_json(stage: Stage, costs: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a stage in the form of `--json`."""
+    where = {"layers": list(stage.layers), "devices": list(stage.devices)}
+    numbers = {name: number for name, number in costs.items() if name != "host_bytes"}
+    return where | {"replicas": len(stage.devices)} | numbers | {"fates": dict(stage.fates)}

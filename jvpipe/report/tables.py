@@ -6,36 +6,41 @@ from rich.console import Console
 from rich.table import Table
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.report.answers import AnsweredPlan, AnsweredStage
+from jvpipe.report.answers import AnsweredPlan
 from jvpipe.report.console import in_runs
 
 
-def stage_table(plan: AnsweredPlan) -> Table:
+def stage_table(answer: AnsweredPlan) -> Table:
     """Makes a row for each stage of a plan."""
-    shared = any(len(stage.devices) > 1 for stage in plan.stages)
-    names = ["stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms"]
-    names += ["reduce ms"] if shared else []
-    table = Table(*names, "in flight", "peak", "host")
-    for s, stage in enumerate(plan.stages):
-        layers = stage.layers
-        seconds = [stage.forward_s, stage.backward_s, stage.recompute_s, stage.swap_s, stage.comm_s]
-        seconds += [stage.reduce_s] if shared else []
+    assert answer.plan is not None
+    stages = answer.plan.stages
+    shared = any(len(stage.devices) > 1 for stage in stages)
+    seconds = {
+        "F": "forward",
+        "B": "backward",
+        "again": "recompute",
+        "swap": "swap",
+        "comm": "comm",
+    }
+    seconds |= {"reduce": "reduce"} if shared else {}
+    table = Table(
+        "stage", "layers", *(f"{name} ms" for name in seconds), "in flight", "peak", "host"
+    )
+    for s, (stage, costs) in enumerate(zip(stages, answer.costs, strict=True)):
+        place = str(s)
+        if shared:
+            place += f", on {len(stage.devices)}: {in_runs(stage.devices)}"
+        elif answer.names:
+            place += f", {answer.names[s]}"
         table.add_row(
-            _place(s, stage, shared),
-            f"{layers[0]} to {layers[-1]} ({len(layers)})",
-            *(f"{1e3 * x:.2f}" for x in seconds),
-            str(stage.in_flight),
-            format_bytes(stage.peak_bytes),
-            format_bytes(stage.host_bytes),
+            place,
+            f"{stage.layers[0]} to {stage.layers[-1]} ({len(stage.layers)})",
+            *(f"{1e3 * costs[f'{name}_s']:.2f}" for name in seconds.values()),
+            str(costs["in_flight"]),
+            format_bytes(int(costs["peak_bytes"])),
+            format_bytes(int(costs["host_bytes"])),
         )
     return table
-
-
-def _place(s: int, stage: AnsweredStage, shared: bool) -> str:
-    """Names a stage, and its devices where some stage has several or they are unlike."""
-    if shared:
-        return f"{s}, on {len(stage.devices)}: {in_runs(stage.devices)}"
-    return f"{s}, {stage.name}" if stage.name else str(s)
 
 
 def comparison(answers: Sequence[AnsweredPlan]) -> Table:
@@ -45,13 +50,13 @@ def comparison(answers: Sequence[AnsweredPlan]) -> Table:
     )
     for answer in answers:
         planning = f"{answer.planning_s:.2f}"
-        if not answer.stages:
+        if answer.plan is None:
             table.add_row(answer.planner, "no plan fits", "", "", "", "", planning)
             continue
         over = "" if answer.feasible else " (over the limit)"
         table.add_row(
             answer.planner,
-            " ".join(str(len(stage.layers)) for stage in answer.stages),
+            " ".join(map(str, answer.plan.cuts)),
             f"{1e3 * answer.bottleneck_s:.2f}",
             f"{1e3 * answer.step_s:.2f}",
             f"{answer.bubble_fraction:.1%}",

@@ -26,11 +26,11 @@ from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import StageCost, evaluate
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.report import timeline
-from jvpipe.report.answers import AnsweredPlan, AnsweredShape, AnsweredStage
+from jvpipe.report.answers import AnsweredPlan, AnsweredShape
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
 from jvpipe.schedules.auto import GivenLists
@@ -304,20 +304,22 @@ def _answered_plan(
             smallest_limit_bytes=answer.infeasible.smallest_limit_bytes,
         )
     stages = answer.evaluation.stages
+    plan = answer.plan or answer.decision.plan(problem, answer.planner)
+    tasks = lists.lines if isinstance(lists, GivenLists) else ()
     return AnsweredPlan(
         answer.planner,
         schedule,
         answer.planning_s,
         feasible=answer.fits(problem),
-        stages=_answered_stages(problem, answer),
+        plan=replace(plan, splits=answer.splits, tasks=tasks),
+        names=tuple(map(problem.name_of, range(len(stages)))) if problem.groups else (),
+        costs=tuple(map(_numbers, stages)),
         microbatches=problem.microbatches,
         bottleneck_s=answer.evaluation.bottleneck_s,
         peak_bytes=answer.evaluation.peak_bytes,
         step_s=simulated_step_s(problem, stages),
         lower_bound_s=bound_s,
         bubble_fraction=bubble_fraction(problem, stages, shapes and shapes.devices),
-        splits=answer.splits,
-        tasks=lists.lines if isinstance(lists, GivenLists) else (),
         shape=shape_words(problem) if shapes else "",
         shapes=_answered_shapes(answer) if shapes else (),
         devices=shapes.devices if shapes else 0,
@@ -325,37 +327,22 @@ def _answered_plan(
     )
 
 
-def _answered_stages(problem: Problem, answer: Answer) -> tuple[AnsweredStage, ...]:
-    """Returns what each stage of an answer with a plan takes and holds."""
-    assert answer.decision is not None
-    assert answer.evaluation is not None
-    costs = problem.costs
-    ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.plan or answer.decision.plan(problem, answer.planner)
-    stages = []
-    for s, (i, j) in enumerate(pairwise(answer.decision.bounds)):
-        cost = answer.evaluation.stages[s]
-        input_s, weight_s = cost.halves_s
-        stages.append(
-            AnsweredStage(
-                name=problem.name_of(s) if problem.groups else "",
-                layers=tuple(ids[i:j]),
-                devices=plan.stages[s].devices,
-                forward_s=cost.forward_s,
-                backward_s=cost.backward_s,
-                recompute_s=cost.recompute_s,
-                swap_s=cost.swap_s,
-                comm_s=cost.comm_s,
-                reduce_s=cost.reduce_s,
-                input_s=input_s,
-                weight_s=weight_s,
-                in_flight=cost.in_flight,
-                peak_bytes=cost.peak_bytes,
-                host_bytes=cost.host_bytes,
-                fates=dict(plan.stages[s].fates),
-            )
-        )
-    return tuple(stages)
+def _numbers(cost: StageCost) -> dict[str, float]:
+    """Returns what a stage takes and holds, by the names of `--json`."""
+    input_s, weight_s = cost.halves_s
+    return {
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "recompute_s": cost.recompute_s,
+        "swap_s": cost.swap_s,
+        "comm_s": cost.comm_s,
+        "peak_bytes": cost.peak_bytes,
+        "in_flight": cost.in_flight,
+        "input_s": input_s,
+        "weight_s": weight_s,
+        "reduce_s": cost.reduce_s,
+        "host_bytes": cost.host_bytes,
+    }
 
 
 def _answered_shapes(answer: Answer) -> tuple[AnsweredShape, ...]:
