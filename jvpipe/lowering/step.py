@@ -16,7 +16,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.values import NONE, Value, ValueKind
-from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
+from jvpipe.lowering.expand import Expander, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
@@ -26,6 +26,7 @@ from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
+from jvpipe.lowering.weight_rule import OneVersion
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.shares import updating
 
@@ -87,7 +88,7 @@ def lower_step(
     swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
     rows = list(chain(*prefetched(swapped, placer.buffers)))
     metrics = [
-        value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made
+        value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.existing
     ]
     return _lowered(placer, rows, metrics)
 
