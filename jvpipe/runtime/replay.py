@@ -187,7 +187,7 @@ class Replay:
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
         sums = [layer.reads[i].index for i in signature.gradients]
-        program = self._compiled.backward_program(self._programs(layer))
+        program = self._compiled.row_programs.backward_program(self._programs(layer))
         turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
         turn = self._done.get(layer.id, 0) % turns
         self._done[layer.id] = self._done.get(layer.id, 0) + 1

@@ -186,7 +186,7 @@ def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None
     """The shape and type of an array in flight; None where only programs of an earlier plan know."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
-        return compiled.known_shape(value)
+        return compiled.row_programs.known_shape(value)
     if compiled.previous or compiled.replicas:
         return None
     return shape(compiled.programs[0][value.layer].signature.residuals[value.index])
