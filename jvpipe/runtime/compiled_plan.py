@@ -42,9 +42,9 @@ from jvpipe.runtime.binding import Bound, bind
 from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.inner_layout import laid_graph, laid_programs
 from jvpipe.runtime.phases import phase
+from jvpipe.runtime.placing import Placing
 from jvpipe.runtime.replicas import Replicas, check_replicas
 from jvpipe.runtime.row_programs import RowPrograms, arrival
-from jvpipe.runtime.state import Placing
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced

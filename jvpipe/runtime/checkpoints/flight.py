@@ -15,7 +15,8 @@ from jvpipe.ir.buffers import Buffer, Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Carried
-from jvpipe.runtime.state import Name, State, name_of
+from jvpipe.runtime.placing import name_of
+from jvpipe.runtime.state import Name, State
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.runtime.value_shapes import shape
 
