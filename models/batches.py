@@ -13,7 +13,7 @@ Transform = Callable[[np.ndarray, np.random.Generator], Batch]
 
 
 def train_batches(
-    records: Int32[np.ndarray, "N T"],
+    records: Int32[np.ndarray, "N ..."],
     transform: Transform,
     seed: int,
     batch_size: int,
@@ -39,7 +39,7 @@ def train_batches(
 
 
 def fixed_batches(
-    records: Int32[np.ndarray, "N T"], transform: Transform, batch_size: int
+    records: Int32[np.ndarray, "N ..."], transform: Transform, batch_size: int
 ) -> tuple[Batch, ...]:
     """Whole batches of the records in order, each record under a generator of its own that no seed changes.
 
