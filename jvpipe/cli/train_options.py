@@ -113,15 +113,15 @@ class Options:
     warmup: int | None = None
     """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
-    """A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the English
-    prose that comes with Python. For models of images a folder with a folder for each class; by default the digits of
+    """A text file or a folder of them, .jsonl and .parquet files with a field "text" or "messages" among them, or
+    OWNER/NAME of a hub; by default the English prose that comes with Python. For models of images a folder with a folder for each class; by default the digits of
     scikit-learn. For models that translate a folder with files such as train.en and train.de; by default the message
     catalogues of Django."""
     tokenizer: str | None = None
     """Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text."""
     init_from: str | None = None
     """Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and
-    model.safetensors or its parts, as transformers writes it. The model is as config.json tells, and so is the
+    model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model is as config.json tells, and so is the
     tokenizer, if there is a tokenizer.json."""
     lora: int | None = None
     """Trains adapters of this rank alone; all other parameters stay as they are."""

@@ -14,6 +14,7 @@ from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, r
 
 NOT_RUN = {
     "a GPU",
+    "needs a network",
     "several hosts",
     "installs packages",
     "the whole suite",
@@ -22,7 +23,7 @@ NOT_RUN = {
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
-LANGUAGES = {"python", "diff", "sh", "toml", "yaml"}
+LANGUAGES = {"python", "diff", "sh", "toml", "yaml", "json"}
 DIRECTIVE = re.compile(r"\{(?:toctree|eval-rst|literalinclude)\}.*")
 COLUMNS = 100
 """What a box of the site has room for: docs/_static/wide.css."""
