@@ -44,7 +44,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     ("folder", "extras"),
     [
         ("jvpipe", ["cli", "figures", "tensorboard", "wandb", "models"]),
-        ("models", ["models", "parquet", "images", "translation"]),
+        ("models", ["models", "parquet", "hf", "images", "translation"]),
     ],
 )
 def test_what_is_imported_is_of_the_core_or_of_an_extra(folder: str, extras: list[str]) -> None:
