@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 IMPORTED_AS = {
+    "huggingface-hub": "huggingface_hub",
     "jax": "jaxlib",
     "pillow": "PIL",
     "pyyaml": "yaml",
