@@ -121,7 +121,7 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))
 
-    def update(gradients: Tree, state: ScaledState, params: Tree) -> tuple[Tree, ScaledState]:
+    def update(gradients: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaledState]:
         scale = params["scale"]
         gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), gradients["params"])
         finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]))
