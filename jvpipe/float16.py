@@ -121,17 +121,17 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))
 
-    def update(gradients: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaledState]:
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaledState]:
         scale = params["scale"]
-        gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), gradients["params"])
+        gradient = jax.tree.map(lambda g: g / scale.astype(g.dtype), updates["params"])
         finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]))
-        updates, inner = optimizer.update(gradient, state.inner, params["params"])
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+        moves, inner = optimizer.update(gradient, state.inner, params["params"])
+        moves = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), moves)
         inner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner, state.inner)
         count = jnp.where(finite, state.updates + 1, 0)
         grows = count >= growth_updates
         wanted = jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0))
-        return {"params": updates, "scale": wanted - scale}, ScaledState(
+        return {"params": moves, "scale": wanted - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )
 

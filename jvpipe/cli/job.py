@@ -240,7 +240,9 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
     with phase("opening the data"):
-        data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
+        data, made = hosts.together(
+            "data", lambda: _open_data(options, workload, run, files, hosts)
+        )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
@@ -367,7 +369,11 @@ def _pipeline(
 
 
 def _open_data(
-    options: Options, workload: models.Workload, run: RunDir, files: Mapping[str, str]
+    options: Options,
+    workload: models.Workload,
+    run: RunDir,
+    files: Mapping[str, str],
+    hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
     """The data of the run, and the files that it made, which belong to a new run; `files` are digests of the old."""
     run.check_files(files)
@@ -378,6 +384,9 @@ def _open_data(
         keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+    lazily = getattr(data.train, "lazily", None)
+    if hosts.count > 1 and lazily is not None:  # each reads what its devices need
+        data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
             f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on"
