@@ -16,6 +16,7 @@ FLOORS = (
     "cli",
     "__init__",
     "nnx",
+    "float16",
     "replay",
     "pipeline",
     "session",

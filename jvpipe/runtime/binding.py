@@ -7,12 +7,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple, assert_never
 
 import jax
+import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Spec
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value
 
@@ -220,11 +222,15 @@ def _copy(
 
 
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
-    """Returns what feeds a leaf of the batch; a replica gets only its own examples."""
+    """Returns what feeds a leaf of the batch; a replica gets, and of a lazy leaf reads, only its own examples."""
     if leaf.examples is None:
-        return feed
+        return lambda x: feed(_read(x))
     start, stop = leaf.examples
-    return lambda x: feed(x[start:stop])
+    return lambda x: feed(_read(x[start:stop]))
+
+
+def _read(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf
 
 
 def _memory(buffers: Sequence[Buffer], ids: Sequence[int]) -> int:

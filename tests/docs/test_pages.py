@@ -15,6 +15,7 @@ from tests.grid import grid
 
 NOT_RUN = {
     "a GPU",
+    "needs a network",
     "several hosts",
     "installs packages",
     "the whole suite",
@@ -24,7 +25,7 @@ NOT_RUN = {
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
 READ_FIRST = ("README.md", "index.md", "start.md", "memory.md", "finetune.md")
-LANGUAGES = {"python", "diff", "sh", "toml", "yaml"}
+LANGUAGES = {"python", "diff", "sh", "toml", "yaml", "json"}
 DIRECTIVE = re.compile(r"\{(?:toctree|eval-rst|literalinclude)\}.*")
 COLUMNS = 100
 """What a box of the site has room for: docs/_static/wide.css."""
