@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jvpipe.ir.brief import brief
-from jvpipe.trace.leaves import path_names
+from jvpipe.ir.paths import path_names
 
 _MOST_S = 1e12
 """No run takes as long."""

@@ -341,7 +341,8 @@ class ModelSwitch:
             if id(x) not in staying:
                 x.delete()
         pairs = zip(self.origins.before, arrays, strict=True)
-        values = {identity: x for identity, x in pairs if not x.is_deleted()} | left
+        values: dict[Identity, Any] = {it: x for it, x in pairs if not x.is_deleted()}
+        values.update(left)
         constants = self._old.traced.loss.constants
         restored = []
         for x, identity, buffer in zip(

@@ -10,10 +10,11 @@ import numpy as np
 
 from jvpipe._jax import Tracer, is_plain
 from jvpipe.ir.lazy_array import LazyArray
+from jvpipe.ir.paths import path_name
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.value_shapes import shape
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import abstract, canonical, named, path_name
+from jvpipe.trace.leaves import abstract, canonical, named
 from jvpipe.trace.stacks import Stacks
 
 Tree = Any

@@ -52,12 +52,14 @@ def _said(name: str, fields: dict, text: str, microbatches: int) -> Said:
     """What a parser says; an order that is a rule of the system's is that of the readers here."""
     again = fields.pop("again", None)
     said = Said(**fields, again=None if again is None else set(again))
-    if said.order is None:
-        said.order = READERS[name](text, microbatches).order
+    order = said.order
+    if order is None:
+        order = READERS[name](text, microbatches).order
     else:
-        said.order = [[(s, kind, m) for s, kind, m in row] for row in said.order]
-    if name == "jaxpp":
-        said.order = [[_whole(action, row) for action in row] for row in said.order]
+        order = [[(s, kind, m) for s, kind, m in row] for row in order]
+    if name == "jaxpp" and order is not None:
+        order = [[_whole(action, row) for action in row] for row in order]
+    said.order = order
     return said
 
 
