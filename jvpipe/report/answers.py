@@ -13,6 +13,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import Evaluation, StageCost
+from jvpipe.report.compiled_stages import CompiledStage
 from jvpipe.report.shapes import shape_words
 from jvpipe.schedules.auto import GivenLists
 
@@ -21,7 +22,8 @@ from jvpipe.schedules.auto import GivenLists
 class Answer:
     """What a planner says; without a decision, why there is none.
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too.
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too; `compiled` is what the
+    hardware's compiler says of each stage, if it was asked.
     """
 
     planner: str
@@ -32,6 +34,7 @@ class Answer:
     splits: tuple[int, ...] = ()
     plan: Plan | None = None
     kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
+    compiled: tuple[CompiledStage, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""
@@ -104,9 +107,12 @@ def as_json(
             "replicas": len(stage.devices),
             **_stage_json(cost),
             "fates": dict(stage.fates),
+            **(answer.compiled[s].to_json() if answer.compiled else {}),
         }
-        for (i, j), stage, cost in zip(
-            pairwise(answer.decision.bounds), plan.stages, answer.evaluation.stages, strict=True
+        for s, ((i, j), stage, cost) in enumerate(
+            zip(
+                pairwise(answer.decision.bounds), plan.stages, answer.evaluation.stages, strict=True
+            )
         )
     ]
     return head | {

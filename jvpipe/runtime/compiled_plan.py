@@ -47,6 +47,7 @@ from jvpipe.programs.model import (
     forward_program,
     input_program,
     layer_programs,
+    piece_program,
     single_backward_program,
     weight_program,
 )
@@ -58,7 +59,7 @@ from jvpipe.runtime.hosts import Hosts
 from jvpipe.runtime.inner_layout import laid_graph, laid_programs
 from jvpipe.runtime.phases import phase
 from jvpipe.runtime.replicas import Replicas, check_replicas
-from jvpipe.runtime.state import Placing, piece_program
+from jvpipe.runtime.state import Placing
 from jvpipe.runtime.value_shapes import shape, value_shape, value_spec
 from jvpipe.schedules.planned import lists_of, pipeline_length
 from jvpipe.schedules.schedule import Schedule
@@ -268,18 +269,20 @@ class CompiledPlan:
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, in any step."""
+        return self.peaks_of(*self.bounds)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """All that training runs: the step, or those of a stream and what ends it after each of them."""
         if self.schedule.synchronous:
-            return self.peaks_of(self.step)
+            return [self.step]
         numbers = range(self.stream.switch_step, len(self.stream.steps))
-        return self.peaks_of(
-            *(self.stream_step(n)[1] for n in numbers), *(self.drain(n + 1)[1] for n in numbers)
-        )
+        steps = [self.stream_step(n)[1] for n in numbers]
+        return [*steps, *(self.drain(n + 1)[1] for n in numbers)]
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, while one of these runs."""
-        by_bound = [
-            peaks(bound.lowered, len(self.devices), bound.temporary_bytes) for bound in bounds
-        ]
+        by_bound = [peaks(bound.laid, len(self.devices), bound.temporary_bytes) for bound in bounds]
         return tuple(
             max(column, key=lambda peak: peak.bytes) for column in zip(*by_bound, strict=True)
         )

@@ -19,6 +19,7 @@ from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
+from jvpipe.programs.model import piece_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
@@ -435,11 +436,3 @@ def _named(graph: LayerGraph, slot: Slot, layer: int, d: int) -> Key:
             return slot
         case _:
             assert_never(slot.kind)
-
-
-def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """A piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
-    donated = tuple(
-        i for i in piece.donated if not (keeps and piece.reads[i].kind is SlotKind.PARAMETER)
-    )
-    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))
