@@ -280,7 +280,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     with suppress(RuntimeError):  # JAX has its devices already: there may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
-    _keep_compiled()
+    keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
         "model", lambda: find_model(options.model, options.size, fields_of(options))
@@ -431,7 +431,7 @@ def _first_params(job: Job) -> Any:
         return first_params(job.options, job.workload)
 
 
-def _keep_compiled() -> None:
+def keep_compiled() -> None:
     """Keeps compiled programs in the user's cache, so that the next start finds them."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

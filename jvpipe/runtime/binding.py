@@ -1,7 +1,7 @@
 """Rows bound to what runs them: executables and copies, so that running a step looks nothing up."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, assert_never
@@ -11,6 +11,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device
+from jvpipe.cost.target_store import AbsentProgram
 from jvpipe.ir.buffers import HOST, Buffer, Lowered
 from jvpipe.ir.kinds import KINDS, Kind, Runs
 from jvpipe.ir.layers import Spec
@@ -90,6 +91,24 @@ class Bound:
     def feeds(self) -> frozenset[tuple[str, int]]:
         """The kinds and indices of what the rows read from the host."""
         return frozenset(one.feed for one in self.instructions if one.feed)
+
+    @cached_property
+    def laid(self) -> Lowered:
+        """The lowered step, its buffers as large as programs say that they lie: with padding, on absent hardware."""
+        sizes: dict[int, int] = {}
+        for it in self.instructions:
+            if isinstance(it.run, AbsentProgram):
+                told = it.run.sizes
+                for b, size in (
+                    *zip(it.row.reads, told.each_argument, strict=False),
+                    *zip(it.row.writes, told.each_result, strict=False),  # a mark comes last
+                ):
+                    sizes[b] = max(sizes.get(b, 0), size)
+        if not sizes:
+            return self.lowered
+        every = enumerate(self.lowered.buffers)
+        buffers = tuple(replace(x, bytes=sizes[b]) if b in sizes else x for b, x in every)
+        return replace(self.lowered, buffers=buffers)
 
     @property
     def temporary_bytes(self) -> list[int]:

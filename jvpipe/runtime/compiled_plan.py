@@ -288,18 +288,23 @@ class CompiledPlan:
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
         """The most bytes on each device, and last on the host, in any step."""
+        return self.peaks_of(*self.bounds)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """All that training runs: the step, or those of a stream and what ends it after each of them."""
         if self.schedule.synchronous:
-            return self.peaks_of(self.step)
+            return [self.step]
         # A stream may be drained after any step, and the drain may hold more than the step that it replaces.
         numbers = range(self.stream.switch_step, len(self.stream.steps))
         steps = [self.stream_step(n)[1] for n in numbers]
         drains = [self.drain(n + 1)[1] for n in numbers]
-        return self.peaks_of(*steps, *drains)
+        return [*steps, *drains]
 
     def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
         """Returns the most bytes on each device, and last on the host, while one of these runs."""
         places = len(self.devices)
-        by_bound = [peaks(bound.lowered, places, bound.temporary_bytes) for bound in bounds]
+        by_bound = [peaks(bound.laid, places, bound.temporary_bytes) for bound in bounds]
         by_place = zip(*by_bound, strict=True)
         return tuple(max(of_place, key=lambda peak: peak.bytes) for of_place in by_place)
 

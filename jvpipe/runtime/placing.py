@@ -17,6 +17,7 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
 from jvpipe.ir.layers import LayerGraph, Spec
 from jvpipe.ir.values import NONE, Owner, Value, ValueKind
+from jvpipe.programs.model import piece_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
@@ -302,10 +303,3 @@ def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
             return slot
         case _:
             assert_never(slot.kind)
-
-
-def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
-    is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
-    donated = tuple(i for i in piece.donated if not is_kept[i])
-    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

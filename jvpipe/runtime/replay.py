@@ -23,11 +23,10 @@ from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import forward_program
+from jvpipe.programs.model import forward_program, piece_program
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.placing import piece_program
 
 
 class Replay:

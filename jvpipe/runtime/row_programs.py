@@ -25,13 +25,13 @@ from jvpipe.programs.model import (
     evaluation_program,
     forward_program,
     input_program,
+    piece_program,
     single_backward_program,
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.slices import reduce_program
 from jvpipe.programs.store import Program
-from jvpipe.runtime.placing import piece_program
 from jvpipe.runtime.replicas import Replicas
 from jvpipe.runtime.value_shapes import shape, value_shape, value_spec
 from jvpipe.trace.graph import Traced
