@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer
 
-from jvpipe.ir.extras import extra
 from jvpipe.models.text_files import MESSAGES
 from jvpipe.models.workload import Batch
+from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")

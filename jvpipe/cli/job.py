@@ -28,16 +28,16 @@ from jvpipe.cli.train_options import (
     kept_options,
     retrained,
 )
-from jvpipe.ir.extras import extra
 from jvpipe.models.workload import OF_FOLDERS, format_of
-from jvpipe.runtime.checkpoints.generations import DamageError
-from jvpipe.runtime.checkpoints.saving import checkpoint_plan
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
+from jvpipe.util.extras import extra
 
 
 def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:

@@ -16,13 +16,13 @@ from jvpipe.cli.train_options import fields_of
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES
 from jvpipe.session.forecasts import Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

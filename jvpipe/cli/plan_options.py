@@ -9,11 +9,11 @@ import tyro
 from jvpipe.cli.outputs import check_figure, check_outputs
 from jvpipe.cost.targets import find_target
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
 from jvpipe.session.forecasts import planner_names
 from jvpipe.session.question import check_shape_planner
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 MOST = {
     "--stages": 10**5,

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jvpipe.cost import presets
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.ir.extras import MissingExtraError
-from jvpipe.ir.names import did_you_mean
+from jvpipe.util.extras import MissingExtraError
+from jvpipe.util.names import did_you_mean
 
 _GIB = 2**30
 

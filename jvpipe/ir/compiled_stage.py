@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jvpipe.ir.sizes import format_bytes
+from jvpipe.util.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.ir.paths import path_name
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import (
@@ -32,6 +31,7 @@ from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 PER_LAYER = (
     'With Pipeline(stacked="per_layer") it sees each layer of those that the loss scans over alone'

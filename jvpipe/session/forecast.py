@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.extras import extra
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.answer import Answer, smallest_limit_bytes, why_not
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
@@ -20,10 +19,11 @@ from jvpipe.planners.model.stage_cost import StageCost
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.report import timeline
 from jvpipe.report.answers import AnsweredPlan, AnsweredShape
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.question import Question
 from jvpipe.simulate.timeline import Timeline
+from jvpipe.util.extras import extra
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.said import Said
 from jvpipe.cost.targets import find_target
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import checked_frozen, several
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
@@ -36,6 +33,9 @@ from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.signing import Signer, signed
 from jvpipe.trace.graph import Traced
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_frozen, several
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 Tree = Any
 Limits = int | tuple[int, ...] | None

@@ -12,19 +12,17 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
-from jvpipe.ir.given import checked_flags
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import MOST_BYTES, limits_of_each
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import ProgramStore, shared_store
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.replicas import check_replicable
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
@@ -35,6 +33,8 @@ from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
+from jvpipe.util.given import checked_flags
+from jvpipe.util.sizes import MOST_BYTES, limits_of_each
 
 Tree = Any
 MOST_S = 1e12

@@ -31,7 +31,7 @@ from jvpipe.programs.model import (
     weight_program,
 )
 from jvpipe.programs.store import Program, shared_store
-from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.session.forecast import Forecast
 from jvpipe.session.question import Question
 from jvpipe.trace.layer_split import split_as_planned

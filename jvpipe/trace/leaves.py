@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.ir.brief import brief
-from jvpipe.ir.paths import path_name
+from jvpipe.util.brief import brief
+from jvpipe.util.paths import path_name
 
 Tree = Any
 Role = Literal[

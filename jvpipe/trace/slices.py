@@ -17,7 +17,6 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph, Ref
-from jvpipe.ir.paths import path_name
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
@@ -29,6 +28,7 @@ from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 from jvpipe.trace.structure import comparable
+from jvpipe.util.paths import path_name
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
 """What is written anew for a slice, with what is inside."""

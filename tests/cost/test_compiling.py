@@ -16,7 +16,7 @@ from jvpipe.cost.archive import Archive
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes
 from jvpipe.cost.presets import P40, PRESETS
 from jvpipe.cost.targets import TARGETS, Target, find_target, target_of
-from jvpipe.ir.extras import MissingExtraError
+from jvpipe.util.extras import MissingExtraError
 
 SHAPES = [jax.ShapeDtypeStruct((64, 32 + 8 * i), jnp.float32) for i in range(5)]
 CPU = TARGETS["cpu"]

@@ -14,9 +14,9 @@ import jvpipe
 from jvpipe.cli.plan import main
 from jvpipe.cost import targets
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes, compiler_of
-from jvpipe.ir.extras import MissingExtraError
 from jvpipe.ir.plan import Fate
 from jvpipe.session.signing import Signer
+from jvpipe.util.extras import MissingExtraError
 
 PARAMS = [jnp.eye(16) * (1 + i / 9) for i in range(6)]
 BATCH = np.ones((256, 16), np.float32)
