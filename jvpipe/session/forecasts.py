@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,22 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.sizes import parse_limits
 from jvpipe.papers.registry import PLANNERS, find_planner
+from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
+from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
-from jvpipe.planners.model.forecast import forecast, simulated_step_s
+from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import StageCost, evaluate
+from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.report import timeline
-from jvpipe.report.answers import (
-    Answer,
-    as_json,
-    best_first,
-    smallest_limit_bytes,
-    summary,
-    why_not,
-)
-from jvpipe.report.reasons import cut_reasons, device_reasons
-from jvpipe.report.shapes import shape_reasons
+from jvpipe.report.answers import AnsweredPlan, AnsweredShape
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
+from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
@@ -67,7 +63,7 @@ class Forecast:
     ...         batch = jnp.tanh(batch @ w)
     ...     return jnp.mean(batch**2)
     >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
+    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", microbatches=8)
     >>> forecast.plan.cuts, forecast.plan.planner
     ((2, 2, 2, 2), 'jvpipe')
     """
@@ -119,6 +115,12 @@ class Forecast:
         if self.question is None:
             raise ValueError("what a run holds is known of a model, and this is a profile of one")
         return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
+
+    @cached_property
+    def answered(self) -> tuple[AnsweredPlan, ...]:
+        """The answers as plain numbers, which tables and JSON are made of."""
+        bound_s, shapes = self.lower_bound_s, self.shapes
+        return tuple(_answered_plan(self.problem, each, bound_s, shapes) for each in self.answers)
 
     @cached_property
     def simulation(self) -> Timeline:
@@ -173,23 +175,20 @@ class Forecast:
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it; of several planners a list, the best first."""
-        bound_s, shapes = self.lower_bound_s, self.shapes
-        answers = [as_json(self.problem, each, bound_s, shapes) for each in self.answers]
+        answers = [plan.as_json() for plan in self.answered]
         return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
         """Prints one answer whole, several side by side, to a `rich.console.Console`."""
         with extra("cli"):
             from jvpipe.report.tables import comparison, stage_table
-        first = self.answers[0]
         if len(self.answers) > 1:
-            console.print(comparison(self.problem, self.answers))
-        elif first.decision is not None and first.evaluation is not None:
-            console.print(stage_table(self.problem, first.decision, first.evaluation))
-            told = summary(self.problem, first, self.lower_bound_s, self.shapes)
-            console.print(told, highlight=False)
-            for reason in self.reasons:
-                console.print(reason, highlight=False)
+            console.print(comparison(self.answered))
+        elif self.simulated:
+            best = self.answered[0]
+            console.print(stage_table(best))
+            for line in (best.summary(), *self.reasons):
+                console.print(line, highlight=False)
 
     def __str__(self) -> str:
         with extra("cli"):
@@ -280,6 +279,85 @@ def plan_for(
     check_shape_planner(names, whole.schedule)
     there, given = given_pins(whole, cluster, devices, **pins)
     return _shaped(whole, whole.shapes(cluster, there, given, limit)[0], names[0], title)
+
+
+def _answered_plan(
+    problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None
+) -> AnsweredPlan:
+    """Returns an answer as plain numbers.
+
+    Args:
+        problem: what was asked.
+        answer: a planner's.
+        bound_s: seconds per step that no plan under the limit is below.
+        shapes: those of which the problem is one, where the shape was decided too.
+    """
+    schedule, lists = problem.schedule.name, problem.schedule.lists
+    if answer.decision is None or answer.evaluation is None:
+        assert answer.infeasible is not None
+        return AnsweredPlan(
+            answer.planner,
+            schedule,
+            answer.planning_s,
+            feasible=False,
+            reason=str(answer.infeasible),
+            smallest_limit_bytes=answer.infeasible.smallest_limit_bytes,
+        )
+    stages = answer.evaluation.stages
+    plan = answer.plan or answer.decision.plan(problem, answer.planner)
+    tasks = lists.lines if isinstance(lists, GivenLists) else ()
+    return AnsweredPlan(
+        answer.planner,
+        schedule,
+        answer.planning_s,
+        feasible=answer.fits(problem),
+        plan=replace(plan, splits=answer.splits, tasks=tasks),
+        names=tuple(map(problem.name_of, range(len(stages)))) if problem.groups else (),
+        costs=tuple(map(_numbers, stages)),
+        microbatches=problem.microbatches,
+        bottleneck_s=answer.evaluation.bottleneck_s,
+        peak_bytes=answer.evaluation.peak_bytes,
+        step_s=simulated_step_s(problem, stages),
+        lower_bound_s=bound_s,
+        bubble_fraction=bubble_fraction(problem, stages, shapes and shapes.devices),
+        shape=shape_words(problem) if shapes else "",
+        shapes=_answered_shapes(answer) if shapes else (),
+        devices=shapes.devices if shapes else 0,
+        batch=shapes.batch if shapes else 0,
+    )
+
+
+def _numbers(cost: StageCost) -> dict[str, float]:
+    """Returns what a stage takes and holds, by the names of `--json`."""
+    input_s, weight_s = cost.halves_s
+    return {
+        "forward_s": cost.forward_s,
+        "backward_s": cost.backward_s,
+        "recompute_s": cost.recompute_s,
+        "swap_s": cost.swap_s,
+        "comm_s": cost.comm_s,
+        "peak_bytes": cost.peak_bytes,
+        "in_flight": cost.in_flight,
+        "input_s": input_s,
+        "weight_s": weight_s,
+        "reduce_s": cost.reduce_s,
+        "host_bytes": cost.host_bytes,
+    }
+
+
+def _answered_shapes(answer: Answer) -> tuple[AnsweredShape, ...]:
+    """Returns the best plan of each kind of shape that was looked at, the fastest first."""
+    kinds = sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
+    return tuple(
+        AnsweredShape(
+            kind,
+            plan.shape.replicas,
+            tuple(j - i for i, j in pairwise(plan.decision.bounds)),
+            plan.problem.microbatches,
+            plan.step_s,
+        )
+        for kind, plan in kinds
+    )
 
 
 def _count(name: str, value: int | None, usual: int) -> int:
