@@ -341,7 +341,7 @@ class ModelSwitch:
             if id(x) not in staying:
                 x.delete()
         pairs = zip(self.origins.before, arrays, strict=True)
-        values = {identity: x for identity, x in pairs if not x.is_deleted()} | left
+        values = {**{identity: x for identity, x in pairs if not x.is_deleted()}, **left}
         constants = self._old.traced.loss.constants
         restored = []
         for x, identity, buffer in zip(
