@@ -56,7 +56,7 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
     """
     n, gamma = len(shapes), decay ** (1 / tau)
 
-    def scale(t: jax.Array) -> jax.Array:
+    def scale(t: jax.Array) -> Any:
         if not anneal_updates:
             return jnp.float32(1)
         done = t.astype(jnp.float32) / np.float32(anneal_updates)
