@@ -10,6 +10,7 @@ from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.pieces import Piece, SlotKind
 from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Body, Traced
@@ -118,3 +119,10 @@ def single_backward_program(programs: LayerPrograms) -> Program:
     calls_host = backward_program(programs).calls_host
     key = "B alone", programs.key
     return Program(key, fn, tuple(avals[:taken]), tuple(range(first, taken)), calls_host)
+
+
+def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
+    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
+    donated = tuple(i for i in piece.donated if not is_kept[i])
+    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -33,8 +33,8 @@ from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 PER_LAYER = (
     'With Pipeline(stacked="per_layer") it sees each layer of those that the loss scans over alone'

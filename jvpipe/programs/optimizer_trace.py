@@ -20,7 +20,7 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.inline import JITS, inlined
-from jvpipe.trace.leaves import path_name, path_names
+from jvpipe.util.paths import path_name, path_names
 
 Tree = Any
 Path = tuple[Any, ...]

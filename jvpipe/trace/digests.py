@@ -18,8 +18,9 @@ from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, abstract, canonical, path_names
+from jvpipe.trace.leaves import Role, abstract, canonical
 from jvpipe.trace.structure import structure
+from jvpipe.util.paths import path_names
 
 Tree = Any
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

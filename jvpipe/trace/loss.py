@@ -22,8 +22,9 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
-from jvpipe.trace.leaves import abstract, check, path_name, path_names
+from jvpipe.trace.leaves import abstract, check
 from jvpipe.trace.modules import check_modules
+from jvpipe.util.paths import path_name, path_names
 
 Tree = Any
 

@@ -24,7 +24,6 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.one_example import UnlikeError, on_one
@@ -32,6 +31,7 @@ from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 from jvpipe.trace.structure import comparable
+from jvpipe.util.paths import path_name
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
 """Equations with bodies, which are written anew for a slice."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.binding import Bound, Instruction
+from jvpipe.runtime.engine.binding import Bound, Instruction
 from tests.end_to_end.test_fates import MICRO, drawn, trained
 from tests.zoo import CASES, Case, draws, dropout, mean_square, quick_key, regression_batch
 
