@@ -1,4 +1,4 @@
-"""Whose JAX's devices are: a process that is forked from theirs has them without the threads that serve them."""
+"""The process that JAX's devices belong to: one forked from it has them without the threads that serve them."""
 
 import os
 import threading
@@ -10,20 +10,22 @@ from jvpipe import _jax
 
 def check_not_forked() -> None:
     """Raises ValueError in a process that was forked from one which has used JAX: any work would wait for ever."""
-    if (owner := _owner()) != (own := os.getpid()):
-        raise ValueError(
-            f"process {own} was forked from {f'process {owner}' if owner else 'one'} that has used "
-            "JAX, whose devices do no work in it: start processes with "
-            "multiprocessing.get_context('spawn')"
-        )
+    owner, present = _owner(), os.getpid()
+    if owner == present:
+        return
+    parent = f"process {owner}" if owner else "one"
+    raise ValueError(
+        f"process {present} was forked from {parent} that has used JAX, whose devices do no work in it: start "
+        "processes with multiprocessing.get_context('spawn')"
+    )
 
 
 @cache
 def _owner() -> int:
-    """The process that this was first asked in; 0 if the devices there were of yet another one.
+    """Returns the process in which this was first asked; 0 if the devices there belonged to yet another one.
 
-    What is forked inherits the answer. Where JAX was used before and nobody asked, its devices are there, and there is
-    no thread but Python's; where the system does not tell of threads, that is not seen.
+    A forked process inherits the answer. If JAX was used before and nobody asked, the fork has devices but no threads
+    except Python's; on systems that do not list threads, that goes unnoticed.
     """
     with suppress(OSError):
         threads = len(os.listdir("/proc/self/task"))

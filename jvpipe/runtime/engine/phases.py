@@ -1,4 +1,4 @@
-"""The phases before the first step: the log tells what each took."""
+"""The phases before the first step: the log says how long each took."""
 
 import logging
 import time
@@ -10,9 +10,7 @@ _log = logging.getLogger("jvpipe")
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Tells the log how long a phase took, once it has ended; that it begins, to whoever listens for details.
-
-    Both records have its name as `phase`.
+    """Logs at level DEBUG that a phase begins, and at level INFO how long it took; both records have its `phase`.
 
     Args:
         name: what is done, such as "tracing the loss".

@@ -5,15 +5,17 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 BEAT_S = 0.25
 """How often a process tells that it is alive."""
 _WORD_BYTES = 64
+"""The most bytes of a datagram that are read: more than a word and the number of a process."""
 
 
 class Pulse(NamedTuple):
-    """Where a process hears of the others, and the word by which it knows that they are no strangers."""
+    """The address at which a process hears of the others, and the word that they must say, which no stranger knows."""
 
     host: str
     port: int
@@ -21,10 +23,10 @@ class Pulse(NamedTuple):
 
 
 class Pulses:
-    """The pulses of several processes: datagrams, so that who is stopped or cut off is told from who is waited for.
+    """The pulses of several processes, as datagrams that each sends to all others.
 
-    A process that is alive but waits for another one still has a pulse. One that was never heard is not missed: its
-    datagrams may not come through.
+    They tell a process that is stopped or cut off from one that only waits: this one still has a pulse. A process that
+    was never heard is not missed, because a network may let no datagrams through.
 
     Args:
         address: of this host on the network of the processes.
@@ -44,12 +46,11 @@ class Pulses:
             process: the number of this one.
             others: the pulses of the others, by process.
         """
-        begun = [(self._tell, (process, others)), (self._hear, (set(others),))]
-        for act, given in begun:
-            threading.Thread(target=act, args=given, name="jvpipe-pulse", daemon=True).start()
+        for act in (partial(self._tell, process, others), partial(self._hear, set(others))):
+            threading.Thread(target=act, name="jvpipe-pulse", daemon=True).start()
 
     def silent_s(self, process: int) -> float:
-        """Seconds since a process was last heard of; 0 if it never was."""
+        """Returns the seconds since a process was last heard of; 0 if it never was."""
         heard_s = self._heard_s.get(process)
         return 0.0 if heard_s is None else time.monotonic() - heard_s
 
@@ -58,16 +59,16 @@ class Pulses:
             for other in others.values():
                 try:
                     self._socket.sendto(f"{other.word} {process}".encode(), other[:2])
-                except OSError:  # who is gone is seen elsewhere
+                except OSError:  # a process that is gone is noticed elsewhere
                     continue
             time.sleep(BEAT_S)
 
     def _hear(self, others: set[int]) -> None:
-        known = {f"{self.own.word} {other}".encode(): other for other in others}
+        senders = {f"{self.own.word} {other}".encode(): other for other in others}
         while True:
             try:
                 word = self._socket.recv(_WORD_BYTES)
-            except OSError:  # a datagram before had nowhere to go
+            except OSError:  # told late that an earlier datagram of ours had nowhere to go
                 continue
-            if word in known:
-                self._heard_s[known[word]] = time.monotonic()
+            if word in senders:
+                self._heard_s[senders[word]] = time.monotonic()

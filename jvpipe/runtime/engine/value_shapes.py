@@ -1,4 +1,4 @@
-"""The shapes and types of values, for whoever has not made them."""
+"""The shapes and types of values, before they are made."""
 
 from typing import assert_never
 
@@ -13,17 +13,22 @@ from jvpipe.trace.keys import dtype_of
 
 
 def shape(array: Array) -> jax.ShapeDtypeStruct:
-    """An array's shape and type, for JAX."""
+    """Returns an array's shape and type, for JAX."""
     return jax.ShapeDtypeStruct(array.shape, dtype_of(array.dtype))
 
 
 def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
-    """The array that the graph tells of for a value; None for what only the optimizer or a program knows.
+    """Returns the array of the graph that a value is like.
+
+    What is computed of a parameter has its shape: a gradient, a predicted weight. So has a cotangent that of its edge.
 
     Args:
         graph: the model's.
         kind: of the value.
         index: its number among those of its kind.
+
+    Returns:
+        None for what only the optimizer or a program knows.
     """
     match kind:
         case (
@@ -51,10 +56,7 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
             | ValueKind.WEIGHT
             | ValueKind.UPDATES
             | ValueKind.MARK
-        ):
-            return None
-        case (
-            ValueKind.SEED
+            | ValueKind.SEED
             | ValueKind.METRIC
             | ValueKind.RESIDUAL
             | ValueKind.HANDED
@@ -66,7 +68,7 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
 
 
 def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Array | None:
-    """The array that is told of before a value is made; None for what only a program knows.
+    """Returns the array of the graph or of the optimizer that a value is like; None for what only a program knows.
 
     Args:
         graph: the model's.
@@ -79,9 +81,9 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """How a value lies over the devices of its place; what nobody has laid is whole on each.
+    """Returns how a value lies over the devices of its place; an array without a layout is whole on each.
 
-    What forwards leave for backwards only their programs know.
+    The layout of residuals is not among these: only the programs that leave them know it.
 
     Args:
         graph: the model's.
@@ -95,7 +97,7 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
 def value_shape(
     traced: Traced, optimizer: OptimizerCut, value: Value
 ) -> jax.ShapeDtypeStruct | None:
-    """The shape and type of a value before it is made; None where only the program that makes it knows.
+    """Returns the shape and type of a value; None where only the program that makes it knows.
 
     Args:
         traced: the model.

@@ -1,7 +1,7 @@
 """Arrays by kind and path as a safetensors file, whose names are KIND/PATH.
 
-What the format cannot hold is told beside: typed keys, which are written as their words, and types that it does not
-know, which are written as bytes.
+The format holds neither typed keys, which are written as their words, nor some types of numbers, which are written as
+bytes: what they were is kept beside the arrays.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,16 +18,18 @@ from safetensors.numpy import save_file
 from jvpipe.trace.keys import is_key
 from jvpipe.util.brief import brief
 
-Arrays = dict[
-    str, dict[str, Any]
-]  # kind -> path -> array, of numbers or of typed keys; None for one that is not read
+Arrays = dict[str, dict[str, Any]]
+"""Arrays of numbers or of typed keys, by kind and path; None for one that is not read."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Arrays as the format holds them, by KIND/PATH.
+    """Arrays as the format holds them.
 
-    `keys` were typed keys: (kind, path, implementation). `raw` are bytes: (kind, path, type, shape).
+    Attributes:
+        arrays: by KIND/PATH.
+        keys: those that were typed keys: (kind, path, implementation).
+        raw: those that are written as bytes: (kind, path, type, shape).
     """
 
     arrays: dict[str, np.ndarray]
@@ -36,24 +38,22 @@ class Packed:
 
 
 def pack(arrays: Arrays) -> Packed:
-    """Makes arrays ready to be written."""
-    words = {(kind, name): _words(x) for kind, named in arrays.items() for name, x in named.items()}
-    return Packed(
-        {
-            "/".join(at): x if _is_native(x) else x.reshape(-1).view(np.uint8)
-            for at, x in words.items()
-        },
-        [
-            [kind, name, str(jax.random.key_impl(arrays[kind][name]))]
-            for kind, name in words
-            if is_key(arrays[kind][name])
-        ],
-        [[*at, str(x.dtype), x.shape] for at, x in words.items() if not _is_native(x)],
-    )
+    """Returns arrays as the format holds them."""
+    packed = Packed({}, [], [])
+    for kind, named in arrays.items():
+        for name, array in named.items():
+            words = np.asarray(jax.random.key_data(array) if is_key(array) else array, order="C")
+            if is_key(array):
+                packed.keys.append([kind, name, str(jax.random.key_impl(array))])
+            if not _is_native(words):
+                packed.raw.append([kind, name, str(words.dtype), words.shape])
+                words = words.reshape(-1).view(np.uint8)
+            packed.arrays[f"{kind}/{name}"] = words
+    return packed
 
 
 def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence[Any]]) -> None:
-    """Gives arrays that were read their types and shapes again.
+    """Gives arrays their types and shapes again, after they were read.
 
     Args:
         arrays: as they were read; changed.
@@ -66,33 +66,36 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
     for kind, name, *_ in (*raw, *keys):
         if name not in arrays.get(kind, {}):
             raise ValueError(f"there is no {kind} {brief(name)} to be of another type")
+    # Bytes come first: keys may be made of words that were written as such.
     for kind, name, dtype, shape in raw:
-        if (array := arrays[kind][name]) is not None:
-            with _made(kind, name, f"{dtype}{shape}", array):
+        array = arrays[kind][name]
+        if array is not None:
+            with _converting(kind, name, array, f"{dtype}{shape}"):
                 arrays[kind][name] = array.view(jax.numpy.dtype(dtype)).reshape(shape)
     for kind, name, impl in keys:
-        if (words := arrays[kind][name]) is not None:
-            with _made(kind, name, f"key<{impl}>", words):
+        words = arrays[kind][name]
+        if words is not None:
+            with _converting(kind, name, words, f"key<{impl}>"):
                 typed = jax.random.wrap_key_data(jax.numpy.asarray(words), impl=impl)
                 arrays[kind][name] = typed
 
 
 @contextmanager
-def _made(kind: str, name: str, wanted: str, array: np.ndarray) -> Iterator[None]:
-    """Inside it an array is made of another one; ValueError if it cannot be."""
+def _converting(kind: str, name: str, array: np.ndarray, goal: str) -> Iterator[None]:
+    """Wraps what makes another array of one; raises ValueError if that fails."""
     try:
         yield
     except (TypeError, ValueError) as problem:
-        raise ValueError(f"{kind} {brief(name)} is {brief(array)}, and no {wanted}") from problem
+        raise ValueError(f"{kind} {brief(name)} is {brief(array)}, and no {goal}") from problem
 
 
 def write(file: Path, packed: Packed, checkpoint: Path) -> None:
-    """Writes arrays.
+    """Writes the arrays of a checkpoint.
 
     Args:
         file: a new one.
         packed: the arrays.
-        checkpoint: that they belong to, for the message.
+        checkpoint: the folder, for the message.
 
     Raises:
         OSError: they cannot be written.
@@ -104,7 +107,7 @@ def write(file: Path, packed: Packed, checkpoint: Path) -> None:
 
 
 def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays by name; whoever may read what this process writes may read them.
+    """Writes arrays by name, with the permissions of any other file that this process writes.
 
     Args:
         file: a new one.
@@ -114,14 +117,15 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         SafetensorError: they cannot be written.
         OSError: likewise.
     """
+    # safetensors itself writes files that only their owner may read.
     file.touch()
-    mode = file.stat().st_mode  # safetensors itself writes for the owner alone
+    mode = file.stat().st_mode
     save_file(dict(arrays), file)
     file.chmod(mode)
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of the arrays in a file; raises ValueError if it is none of arrays."""
+    """Returns the names of the arrays in a file; raises ValueError if it is not one of arrays."""
     with _opened(file) as opened:
         return list(opened.keys())
 
@@ -141,13 +145,8 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file.name}: {problem}") from problem
 
 
-def _words(value: Any) -> np.ndarray:
-    """An array as a file can hold it: of keys their words."""
-    return np.asarray(jax.random.key_data(value) if is_key(value) else value, order="C")
-
-
 def _is_native(array: np.ndarray) -> bool:
-    """True if the format knows the type of an array."""
-    return (array.dtype.isbuiltin == 1 and array.dtype.itemsize <= 8) or str(
-        array.dtype
-    ) == "bfloat16"
+    """Tells whether the format knows the type of an array."""
+    dtype = array.dtype
+    is_plain = dtype.isbuiltin == 1 and dtype.itemsize <= 8
+    return is_plain or str(dtype) == "bfloat16"

@@ -1,10 +1,11 @@
 """Checkpoints written beside the training: one at a time, in a thread of its own.
 
-What is written was copied to the host before, so no step waits for the disk, and none changes what is written. Orbax's
-CheckpointManager would give the thread and the retention as well, but with a format of its own: no digest of every
-file, none of our parts per process (its arrays are global ones that all processes hold together; ours lie with one
-process each, whatever the cut), no states in flight, and it decides alone what the folders are called and which go.
-With a handler that writes generations nothing of it would be left but the thread, which is this file.
+What is written was copied to the host before, so no step waits for the disk, and none changes what is written.
+
+Orbax's CheckpointManager has a thread and a retention too, but a format of its own: without a digest of every file,
+without parts per process (its arrays are global ones that all processes hold together; ours lie with one process each,
+whatever the cut) and without states in flight. It also names and deletes the folders by rules of its own. With a
+handler that writes generations, all that would remain of it is the thread, which is this file.
 """
 
 import threading
@@ -12,9 +13,9 @@ from collections.abc import Callable
 
 
 class Writer:
-    """Runs one write at a time; what a write fails with is raised by whoever asks next.
+    """Runs one write at a time; what a write fails with is raised by the next call.
 
-    A context manager: at its end what is under way is waited for; its failure is told unless something else went wrong.
+    A context manager: at its end it waits for the write under way, and raises its failure unless the block has failed.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))
@@ -26,7 +27,7 @@ class Writer:
         self._failure: BaseException | None = None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Begins a write, once the one before is done; raises what that failed with."""
+        """Begins a write once the one before is done; raises what that one failed with."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="jvpipe-checkpoint", daemon=True
@@ -39,10 +40,11 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for what is under way; raises what it failed with."""
+        """Waits for the write under way; raises what it failed with."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
+        # A failure is raised once: after it the writer can be used again.
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -1,8 +1,7 @@
 """Checkpoints: arrays by parameter path, so that a run saved under one cut can be restored under any other.
 
-A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are KIND/PATH; of several
-processes a part from each instead, and in `meta.json` which part has what. Orbax, which wrote them once, is asked to
-read what it wrote.
+A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are KIND/PATH. Several
+processes write a part each instead, and `meta.json` says which part has what.
 """
 
 import json
@@ -23,7 +22,7 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 
 
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Writes a checkpoint; whenever the process dies, the folder holds the one before it or this one, whole.
+    """Writes a checkpoint; whenever the process dies, the folder holds either the one before or this one, whole.
 
     Args:
         path: a folder, which may hold an older checkpoint that this one replaces.
@@ -38,13 +37,13 @@ def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -
     packed = array_file.pack(arrays)
     with generations.draft(folder) as draft:
         draft.mkdir()
-        told = {**meta, "kinds": list(arrays), "keys": packed.keys, "raw": packed.raw}
-        (draft / META).write_text(json.dumps(told))
+        content = {**meta, "kinds": list(arrays), "keys": packed.keys, "raw": packed.raw}
+        (draft / META).write_text(json.dumps(content))
         array_file.write(draft / ARRAYS, packed, folder)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder for a checkpoint; ValueError if there is a file of that name."""
+    """Returns the folder for a checkpoint; raises ValueError if there is a file of that name."""
     folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(
@@ -55,71 +54,89 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is there; its arrays are read when they are asked for."""
+    """A checkpoint on disk; its arrays are read when they are asked for.
+
+    Attributes:
+        folder: the checkpoint's.
+        generation: the folder of its newest generation.
+        meta: the content of `meta.json`.
+    """
 
     folder: Path
     generation: Path
     meta: dict[str, Any]
 
     def check(self, process: int = 0, count: int = 1) -> None:
-        """Compares the files of arrays with their digests; of several processes each looks at some of them.
+        """Compares the files of arrays with their digests; several processes share the files out.
 
         Args:
             process: this one.
-            count: of processes that share the work.
+            count: of processes.
 
         Raises:
             DamageError: a file is not what was saved.
         """
-        generations.check(self.generation, sorted(self.meta.get("parts", [ARRAYS]))[process::count])
+        files = sorted(self.meta.get("parts", [ARRAYS]))
+        generations.check(self.generation, files[process::count])
 
-    def read(self, wanted: Collection[tuple[str, str]] | None = None) -> Arrays:
-        """Reads arrays, from the files that hold them alone; of the others the names are told, with None.
+    def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
+        """Reads arrays, and no more of any file than these; all others are in the result too, as None.
 
         Args:
-            wanted: kind and path of each; all unless given.
+            names: kind and path of each; all unless given.
+
+        Raises:
+            DamageError: the files do not have what `meta.json` says.
         """
         with damage_of(self.folder):
-            arrays = self._read(wanted)
+            arrays = self._read(names)
             array_file.unpack(arrays, self.meta.get("keys", ()), self.meta.get("raw", ()))
         return arrays
 
     def check_state(self) -> None:
-        """Raises DamageError unless it is of a state, and tells all that a state is made of."""
+        """Raises DamageError unless this is the checkpoint of a state, with all that a state is made of."""
         with damage_of(self.folder):
             check_state(self.meta)
 
-    def _read(self, wanted: Collection[tuple[str, str]] | None) -> Arrays:
+    def _read(self, names: Collection[tuple[str, str]] | None) -> Arrays:
         arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
-        for file, names in self._contents().items():
-            split = {name: (name.partition("/")[0], name.partition("/")[2]) for name in names}
-            needed = [name for name, at in split.items() if wanted is None or at in wanted]
+        for file, in_file in self._contents().items():
+            keys = {name: _kind_and_path(name) for name in in_file}
+            # A process opens only the files that have something it asks for.
+            needed = [name for name, key in keys.items() if names is None or key in names]
             values = array_file.read(self.generation / file, needed) if needed else {}
-            for name, (kind, path) in split.items():
+            for name, (kind, path) in keys.items():
                 if kind not in arrays or path in arrays[kind]:
                     raise ValueError(f"{file}: {brief(name)} is of no kind of {META}, or twice")
                 arrays[kind][path] = values.get(name)
         return arrays
 
     def _contents(self) -> Mapping[str, Sequence[str]]:
-        """The names of the arrays in each file."""
+        """Returns the names of the arrays in each file."""
         if "parts" in self.meta:
             return self.meta["parts"]
         return {ARRAYS: array_file.names_in(self.generation / ARRAYS)}
 
 
+def _kind_and_path(name: str) -> tuple[str, str]:
+    """Splits the name of an array in a file; a path may have slashes, a kind has none."""
+    kind, _, path = name.partition("/")
+    return kind, path
+
+
 def open_checkpoint(path: str | Path) -> Saved:
-    """Finds what was saved, and reads what it tells of itself.
+    """Finds a checkpoint, and reads its `meta.json`.
 
     Raises:
         ValueError: there is no checkpoint.
-        DamageError: its JSON part is not as it was saved.
+        DamageError: its `meta.json` is not as it was saved.
     """
     folder = checked_path(path).absolute()
     generation = generations.newest(folder)
     if generation is None:
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
     generations.check(generation, [META])
+    # The arrays' own digests are compared later, where several processes can share the work.
     with damage_of(folder):
         meta = read_json(generation, META)
         compare(f"{META}:", meta, {str: anything})
@@ -128,7 +145,7 @@ def open_checkpoint(path: str | Path) -> Saved:
 
 
 def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
-    """Reads all that was saved.
+    """Reads a whole checkpoint: its arrays, and its `meta.json`.
 
     Raises:
         ValueError: there is no checkpoint.
@@ -148,12 +165,12 @@ def checkpoint_extra(path: str | Path) -> dict[str, Any]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a folder holds a checkpoint that was written to its end."""
+    """Tells whether a folder holds a checkpoint that was written to its end."""
     return generations.newest(path) is not None
 
 
 def check_checkpoint(path: Path) -> None:
-    """Compares the files of a checkpoint with their digests, if it has some; raises DamageError if they differ."""
+    """Compares the files of a checkpoint with their digests, if there is one; raises DamageError if they differ."""
     if generation := generations.newest(path):
         generations.check(generation)
 
@@ -168,21 +185,21 @@ WORDS = {
     "optimizer": ("optimizer", "array of the optimizer's state"),
     "state": ("model", "leaf of the model state"),
 }
-"""For the arrays of each kind: of what another one was saved where they differ, and what they are."""
+"""For each kind of arrays: what differs if they do not fit, a model or an optimizer, and what one of them is."""
 
 
 def check_paths(
     kind: str,
     saved: Mapping[str, Any],
-    wanted: Mapping[str, tuple[tuple[int, ...], str]],
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
     where: str,
 ) -> None:
-    """Checks that saved arrays have the wanted names, and those that were read the wanted shapes and types.
+    """Checks that saved arrays have the expected names, and those that were read the expected shapes and types.
 
     Args:
         kind: of the arrays, as in `WORDS`.
         saved: arrays by path, None for one that was not read.
-        wanted: shapes and types by path.
+        expected: shapes and types by path.
         where: the checkpoint, for the message.
 
     Raises:
@@ -190,12 +207,15 @@ def check_paths(
     """
     whole, part = WORDS[kind]
     other = f"{where} is of another {whole}: "
-    for path, (shape, dtype) in wanted.items():
+    for path, (shape, dtype) in expected.items():
         if path not in saved:
             raise ValueError(f"{other}it has no {part} '{path}'")
         array = saved[path]
-        if array is not None and (tuple(array.shape), str(array.dtype)) != (tuple(shape), dtype):
-            found, own = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
-            raise ValueError(f"{other}its {part} '{path}' is {found}, this {whole}'s is {own}")
-    if extra := sorted(set(saved) - set(wanted)):
+        if array is None:
+            continue
+        theirs, ours = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+        if theirs != ours:
+            raise ValueError(f"{other}its {part} '{path}' is {theirs}, this {whole}'s is {ours}")
+    extra = sorted(set(saved) - set(expected))
+    if extra:
         raise ValueError(f"{other}this one has no {part} '{extra[0]}'")

@@ -1,7 +1,8 @@
 """States in flight between the steps of an asynchronous stream: their names, and the plain state in them.
 
 A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight has those of
-`Step.after`: every live version of the weights, residuals, edges, sums of gradients.
+`Step.after`: every live version of the weights, residuals, edges, sums of gradients. The newest version of what a plain
+state has is always among these, so whoever asks for parameters, or evaluates, need not drain the stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,76 +23,92 @@ from jvpipe.util.brief import brief
 
 
 def names_of(compiled: CompiledPlan, stream_steps: int) -> tuple[Spot, ...]:
-    """The names of a state's arrays after so many steps of a stream."""
+    """Returns the names of a state's arrays after so many steps of a stream; 0 at rest."""
     if not stream_steps:
         return tuple(buffer.spot for buffer in compiled.persistent)
     return compiled.stream.step(stream_steps - 1).after
 
 
 def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
-    """By name, where among a state's arrays the newest of everything lies that a plain state has; of copies the first.
+    """Returns where the newest of everything that a plain state has is among a state's arrays, by name.
 
     Args:
         compiled: what the state belongs to.
         stream_steps: the steps of its stream, 0 at rest.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    return {
-        name_of(buffer): newest[_holder(buffer.spot)] for buffer in reversed(compiled.persistent)
-    }
+    # Of the copies of an array the first one counts: from last to first, it comes to stand in the result.
+    backwards = reversed(compiled.persistent)
+    return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
 
 def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-    """The newest of everything that a plain state has; what is in flight is left out.
+    """Returns the newest of everything that a plain state has; what is in flight is left out.
 
-    What is still on its way to another process is given where it lies.
+    An array that is still on its way to another process is returned where it lies.
+
+    Args:
+        compiled: what the state belongs to.
+        state: at rest, or in flight.
     """
     if not state.stream_steps:
         return state.arrays
     plain = []
     for buffer, at in zip(compiled.persistent, _nearest(compiled, state.stream_steps), strict=True):
         array, device = state.arrays[at], compiled.devices[buffer.place]
-        here = (
-            array is None
-            or not _jax.is_own(device)
-            or array.devices() == {*_jax.devices_in(device)}
-        )
-        plain.append(array if here else compiled.placing.put(array, buffer))
+        is_here = array is not None and _jax.is_own(device)
+        if is_here and array.devices() != {*_jax.devices_in(device)}:
+            array = compiled.placing.put(array, buffer)
+        plain.append(array)
     return tuple(plain)
 
 
 def brought_arrays(
     compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a plain state, each where the plan has it: what lies with another process is brought; all ask.
+    """Returns the arrays of a plain state, each where the plan has it; all processes call it together.
+
+    What still lies with another process is brought over.
 
     Args:
         compiled: what the state belongs to.
-        state: perhaps in flight.
+        state: at rest, or in flight.
         plain: the plain state in it.
     """
     arrays: list[Any] = list(plain)
     names, devices = names_of(compiled, state.stream_steps), compiled.devices
-    crossing: dict[int, tuple[Carried, jax.Array | None]] = {}
+    crossing: list[int] = []
+    copies: list[Carried] = []
+    sources: list[jax.Array | None] = []
     for i, at in enumerate(_nearest(compiled, state.stream_steps)):
-        buffer, source = compiled.persistent[i], devices[names[at].place].process_index
-        if (target := devices[buffer.place]).process_index != source:
-            like = compiled.lying(buffer.value, buffer.place)
-            crossing[i] = Carried(source, target.process_index, like), state.arrays[at]
+        buffer = compiled.persistent[i]
+        source = devices[names[at].place].process_index
+        target = devices[buffer.place].process_index
+        if source != target:
+            crossing.append(i)
+            copies.append(Carried(source, target, compiled.lying(buffer.value, buffer.place)))
+            sources.append(state.arrays[at])
     if crossing:
         assert compiled.hosts is not None
-        brought = compiled.hosts.carry(*zip(*crossing.values(), strict=True))
-        for i, array in zip(crossing, brought, strict=True):
+        arrived = compiled.hosts.carry(copies, sources)
+        for i, array in zip(crossing, arrived, strict=True):
             arrays[i] = array
     return tuple(arrays)
 
 
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
-    """For each array of a plain state, where its newest version is among a state's arrays: at its place, if it can."""
+    """Returns for each array of a plain state where its newest version is among a state's arrays.
+
+    Of the copies of that version it is the one at the array's own place, if there is one; else a layer is moving.
+    """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
-    first = [(buffer, newest[_holder(buffer.spot)]) for buffer in compiled.persistent]
-    return [at.get(Spot(spots[i].value, buffer.place), i) for buffer, i in first]
+    nearest = []
+    for buffer in compiled.persistent:
+        anywhere = newest[_holder(buffer.spot)]
+        at_home = Spot(spots[anywhere].value, buffer.place)
+        nearest.append(at.get(at_home, anywhere))
+    return nearest
 
 
 def with_leaves(
@@ -102,14 +119,14 @@ def with_leaves(
     *,
     consume: bool,
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a state, those of a kind from others where they lie.
+    """Returns the arrays of a state, with those of a kind replaced in their places.
 
     Args:
         names: of the arrays.
         arrays: the state's.
         kind: of those to replace: parameters, or the optimizer's state.
-        leaves: the others, on the host.
-        consume: end each array before another takes its place.
+        leaves: what replaces them, on the host.
+        consume: free each array before another takes its place.
     """
     replaced = []
     for spot, array in zip(names, arrays, strict=True):
@@ -123,10 +140,11 @@ def with_leaves(
 
 
 _Holder = tuple[ValueKind, int, int, int]
+"""What all versions of a value share: kind, index and layer, and for some kinds the place."""
 
 
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
-    """The newest version of everything that lies on the devices between steps: where it is among the names."""
+    """Returns where among the names the newest version is of everything that lies on the devices between steps."""
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
@@ -137,15 +155,20 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
 
 
 def _holder(spot: Spot) -> _Holder:
-    """The key of all versions of a value; of parameters and optimizer state wherever they lie: layers may be moving."""
-    here = spot.value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
-    return spot.value.kind, spot.value.index, spot.value.layer, spot.place if here else NONE
+    """Returns the key of all versions of a value.
+
+    Layers may be moving, so parameters and optimizer state are found wherever they lie. Model state and constants are
+    looked up at their own place.
+    """
+    value = spot.value
+    is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
+    return value.kind, value.index, value.layer, spot.place if is_of_place else NONE
 
 
 def restore_in_flight(
     compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
 ) -> tuple[jax.Array, ...]:
-    """Puts the arrays of a state in flight each where it lay, those of this process.
+    """Puts the arrays of a state in flight where each lay; returns None for those of other processes.
 
     Args:
         compiled: what the state belongs to.
@@ -170,21 +193,22 @@ def restore_in_flight(
         if not _jax.is_own(device):
             arrays.append(None)
             continue
-        own = _like(compiled, buffer)
-        same = own is None or (value.shape, value.dtype) == (own.shape, own.dtype)
-        if not same or value.nbytes != buffer.bytes:
-            wanted = f"of {buffer.bytes} bytes" if own is None else brief(own)
-            raise ValueError(f"its '{name}' is {brief(value)}, and should be {wanted}")
+        expected = _like(compiled, buffer)
+        is_like = expected is None or (value.shape, value.dtype) == (expected.shape, expected.dtype)
+        if not is_like or value.nbytes != buffer.bytes:
+            other = f"of {buffer.bytes} bytes" if expected is None else brief(expected)
+            raise ValueError(f"its '{name}' is {brief(value)}, and should be {other}")
         ledger.hold(buffer.memory, buffer.bytes)
-        array = jax.device_put(
-            value, _jax.sharding_on(device, compiled.spec(buffer.value)), may_alias=False
-        )
-        arrays.append(_jax.swapper(device, "pinned_host")(array) if buffer.copy.on_host else array)
+        sharding = _jax.sharding_on(device, compiled.spec(buffer.value))
+        array = jax.device_put(value, sharding, may_alias=False)
+        if buffer.copy.on_host:
+            array = _jax.swapper(device, "pinned_host")(array)
+        arrays.append(array)
     return tuple(arrays)
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """The shape and type of an array in flight; None where only programs of an earlier plan know."""
+    """Returns the shape and type of an array in flight; None where only programs of an earlier plan know."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

@@ -1,8 +1,11 @@
 """Generations: the content of a folder, replaced whole, with a digest of every file.
 
-A new one is written beside the one there is, under another name, and forced to the disk; renaming it makes it the
-newest, and only then is the older one deleted. So whenever a process dies, the newest generation is whole. What cannot
-be deleted is told, and tried again with the next one. What else lies in the folder is somebody else's, and left alone.
+    generation-000004/         the newest: whole, with digests.json
+    generation-000005.draft/   being written, and forced to the disk; renaming it makes it the newest
+
+Only then is the older one deleted. A rename is atomic, so whenever a process dies, the newest generation is whole. What
+cannot be deleted gives a warning, and is tried again with the next one. Anything else in the folder is somebody else's,
+and left alone.
 """
 
 import hashlib
@@ -32,13 +35,14 @@ class DamageError(ValueError):
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest generation in a folder; None if there is none."""
-    return next(iter(_all(folder)[::-1]), None) if folder.is_dir() else None
+    """Returns the newest generation in a folder; None if there is none."""
+    generations = _all(folder) if folder.is_dir() else []
+    return generations[-1] if generations else None
 
 
 @contextmanager
 def draft(folder: Path) -> Iterator[Path]:
-    """A path for the next generation of a folder, which it becomes when the block ends without an error."""
+    """Yields a path that becomes the next generation of a folder when the block ends without an error."""
     drafted = begin_draft(folder)
     try:
         yield drafted
@@ -49,25 +53,26 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def begin_draft(folder: Path) -> Path:
-    """A path for the next generation of a folder; the drafts of processes that were killed are gone."""
+    """Returns a path for the next generation of a folder; deletes the drafts of processes that were killed."""
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, newest(folder))
-    left = map(_number, filter(_is_ours, folder.iterdir()))
-    return folder / f"{_PREFIX}{max(left, default=0) + 1:06d}{_DRAFT}"
+    # What could not be deleted keeps its number: no two folders ever have the same name.
+    numbers = map(_number, filter(_is_ours, folder.iterdir()))
+    return folder / f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_DRAFT}"
 
 
-def finish_draft(drafted: Path, known: Mapping[str, str] | None = None) -> None:
+def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> None:
     """Makes a draft the newest generation.
 
     Args:
         drafted: all files are written.
-        known: digests of some of them, by name.
+        digests: of some of them, by name, if these were taken before.
     """
-    made = drafted.with_name(drafted.name.removesuffix(_DRAFT))
-    _seal(drafted, known or {})
-    drafted.rename(made)
-    sync(made.parent)
-    _sweep(made.parent, made)
+    generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
+    _seal(drafted, digests or {})
+    drafted.rename(generation)
+    sync(generation.parent)
+    _sweep(generation.parent, generation)
 
 
 def drop_draft(drafted: Path) -> None:
@@ -84,13 +89,13 @@ def check(generation: Path, names: Collection[str] | None = None) -> None:
     with damage_of(generation.parent):
         digests = read_json(generation, _DIGESTS)
         compare(_DIGESTS, digests, {str: str})
+    folder = generation.parent
     for name in digests if names is None else names:
         path = generation / name
-        if not (path.is_file() and digest_of(path) == digests.get(name)):
-            told = "is not what was saved" if path.exists() else "is gone"
-            raise DamageError(
-                f"{generation.parent} is damaged: {path.relative_to(generation.parent)} {told}"
-            )
+        is_whole = path.is_file() and digest_of(path) == digests.get(name)
+        if not is_whole:
+            damage = "is not what was saved" if path.exists() else "is gone"
+            raise DamageError(f"{folder} is damaged: {path.relative_to(folder)} {damage}")
 
 
 def delete(folder: Path) -> None:
@@ -103,8 +108,9 @@ def delete(folder: Path) -> None:
             raise OSError("it is a link")
         if not any(map(_is_ours, folder.iterdir())):
             return
-        for each in _all(folder):  # half a generation is none
-            each.rename(each.with_name(each.name + ".deleted"))
+        # A generation that is half deleted must not be taken for one.
+        for generation in _all(folder):
+            generation.rename(generation.with_name(generation.name + ".deleted"))
         _sweep(folder, None)
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -112,15 +118,15 @@ def delete(folder: Path) -> None:
 
 @contextmanager
 def telling(path: Path) -> Iterator[None]:
-    """Inside it a path is deleted; what that fails with is no error, but a warning, the first time."""
+    """Wraps the deletion of a path: a failure is no error, but a warning, the first time."""
     try:
         yield
     except OSError as problem:
-        _tell(path, problem.strerror or str(problem))
+        _warn(path, problem.strerror or str(problem))
 
 
 @cache
-def _tell(path: Path, reason: str) -> None:
+def _warn(path: Path, reason: str) -> None:
     _log.warning(
         "%s cannot be deleted (%s): that is tried again at the next checkpoint",
         path,
@@ -130,7 +136,7 @@ def _tell(path: Path, reason: str) -> None:
 
 @contextmanager
 def damage_of(folder: Path) -> Iterator[None]:
-    """Inside it a folder's files are read; what is found wrong with them is its damage."""
+    """Wraps the reading of a folder's files: raises a DamageError that names it for what is wrong with them."""
     try:
         yield
     except DamageError:
@@ -140,22 +146,22 @@ def damage_of(folder: Path) -> Iterator[None]:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Reads a JSON file of a folder; raises ValueError if it is gone, none, or nested too deeply."""
+    """Reads a JSON file of a folder; raises ValueError if it is gone, is not JSON, or is nested too deeply."""
     try:
         return json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as problem:
-        told = getattr(problem, "strerror", None) or problem
-        raise ValueError(f"{name}: {told}") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise ValueError(f"{name}: {reason}") from problem
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a file."""
+    """Returns the digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _all(folder: Path) -> list[Path]:
-    """The generations of a folder, the newest last."""
+    """Returns the generations of a folder, the newest last."""
     return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_number)
 
 
@@ -168,19 +174,24 @@ def _is_ours(path: Path) -> bool:
 
 
 def _sweep(folder: Path, kept: Path | None) -> None:
-    """Deletes the older generations and what killed processes left of others."""
+    """Deletes the older generations, and what killed processes left of others."""
     for path in sorted(folder.iterdir()):
         if path != kept and _is_ours(path):
             with telling(path):
                 shutil.rmtree(path)
 
 
-def _seal(folder: Path, known: Mapping[str, str]) -> None:
-    """Adds the digests of all files, and forces everything to the disk."""
+def _seal(folder: Path, digests: Mapping[str, str]) -> None:
+    """Adds the digests of all files, and forces everything to the disk.
+
+    Args:
+        folder: a draft.
+        digests: of some of its files, by name.
+    """
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
-    digests = {name: known.get(name) or digest_of(path) for name, path in files.items()}
-    (folder / _DIGESTS).write_text(json.dumps(digests, indent=1))
+    of_all = {name: digests.get(name) or digest_of(path) for name, path in files.items()}
+    (folder / _DIGESTS).write_text(json.dumps(of_all, indent=1))
     for path in (*paths, folder / _DIGESTS, folder):
         sync(path)
 

@@ -1,4 +1,8 @@
-"""What a checkpoint tells of itself: which entries there are, and what each must be, whoever has written them."""
+"""The entries of a checkpoint's `meta.json`, and what each of them must be.
+
+A checkpoint is data from outside: before anything is made of it, everything is checked against these patterns
+(`jvpipe.util.pattern`), so that an error names the entry instead of failing somewhere below.
+"""
 
 from collections.abc import Mapping
 from math import prod
@@ -12,7 +16,8 @@ from jvpipe.util.pattern import MOST, anything, compare, either, maybe, one_of, 
 
 _WHERE = "meta.json"
 _COUNT = whole(0, 2**31 - 1)
-_ANY = whole(-MOST)  # of a use: counted from where its step begins
+_ANY = whole(-MOST)
+"""Numbers of a use are counted from where its step begins: they may be below 0."""
 _USE = (one_of((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
@@ -57,7 +62,7 @@ _STATE = {
 
 
 def check_arrays(meta: Mapping[str, Any]) -> None:
-    """Raises ValueError unless it is told rightly which arrays there are."""
+    """Checks the entries that say which arrays there are; raises ValueError for what is wrong with them."""
     if "kinds" not in meta:
         raise ValueError(f"{_WHERE} lacks kinds")
     for name in _ARRAYS.keys() & meta.keys():
@@ -68,27 +73,37 @@ def check_arrays(meta: Mapping[str, Any]) -> None:
 
 
 def check_state(meta: Mapping[str, Any]) -> None:
-    """Raises ValueError unless all is told that a state is made of, and nothing else."""
+    """Checks the entries of a state; raises ValueError unless they are all there, and no others."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
         raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
-    flight, has = meta.get("flight"), "flight" in meta.get("kinds", ())
-    if (flight is not None) != has:
-        raise ValueError(f"{_WHERE}: flight {'is missing' if has else 'has no arrays'}")
-    if flight is None:
-        return
-    if flight["steps"] > meta["step"] or not flight["legs"]:
-        steps, legs = flight["steps"], len(flight["legs"])
+    flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
+    if (flight is not None) != has_arrays:
+        raise ValueError(f"{_WHERE}: flight {'is missing' if has_arrays else 'has no arrays'}")
+    if flight is not None:
+        _check_flight(flight, meta["step"])
+
+
+def _check_flight(flight: Mapping[str, Any], step: int) -> None:
+    """Checks that what a state says of its micro-batches in flight agrees with itself.
+
+    Args:
+        flight: that entry.
+        step: of the state.
+    """
+    steps, legs = flight["steps"], flight["legs"]
+    if steps > step or not legs:
         raise ValueError(
-            f"{_WHERE}: {steps} steps under {legs} plans are in flight at step {meta['step']}"
+            f"{_WHERE}: {steps} steps under {len(legs)} plans are in flight at step {step}"
         )
-    layers = sum(Plan.from_json(flight["legs"][-1][1]).cuts)
-    told = flight["versions"]
-    runs = told if isinstance(told, list) else told["runs"]
-    uses = (use for run in runs if run for use in run[0])
-    if beyond := next((layer for _, layer, *_ in uses if layer >= layers), None):
+    layers = sum(Plan.from_json(legs[-1][1]).cuts)
+    versions = flight["versions"]
+    runs = versions if isinstance(versions, list) else versions["runs"]
+    used = (layer for run in runs if run for _, layer, *_ in run[0])
+    beyond = next((layer for layer in used if layer >= layers), None)
+    if beyond is not None:
         raise ValueError(f"{_WHERE}: flight.versions tell of layer {beyond}, the plan has {layers}")
-    starts = [start for start, _ in flight["legs"]]
+    starts = [start for start, _ in legs]
     if starts != sorted(set(starts)):
         raise ValueError(f"{_WHERE}: flight.legs begin at micro-batches {starts}, not in turn")

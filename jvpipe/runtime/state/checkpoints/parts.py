@@ -1,10 +1,9 @@
 """Checkpoints of several processes: each writes a part, and the first one makes them a generation.
 
-    process 0   draft    part-0000.safetensors    meta.json, digests.json, the generation's name
-    process 1            part-0001.safetensors
-                     |                        |                                              |
+    process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
+    process 1          |  part-0001.safetensors  |                                                  |
 
-Nobody goes on before all have come to a bar. What one fails at all raise, and the older generation stays.
+No process passes a bar before all have come to it. If one fails, all raise, and the older generation stays.
 """
 
 import json
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Part:
-    """A part as the process that wrote it tells of it, in few words: they stay with the coordinator."""
+    """A part, as the process that wrote it describes it to the others."""
 
     file: str
     bytes: int
@@ -57,9 +56,10 @@ def save_parts(hosts: Hosts, path: str | Path, arrays: Arrays, meta: Mapping[str
     draft = folder / hosts.decided("draft", partial(_begin, folder))
     try:
         part = hosts.together("part", partial(_write, draft, hosts.process, arrays))
-        told = hosts.exchange("parts", json.dumps(asdict(part)).encode())
-        parts = [_Part(**json.loads(each)) for each in told]
-        hosts.first("checkpoint", partial(_finish, draft, parts, {**meta, "kinds": list(arrays)}))
+        words = hosts.exchange("parts", json.dumps(asdict(part)).encode())
+        parts = [_Part(**json.loads(word)) for word in words]
+        of_all = {**meta, "kinds": list(arrays)}
+        hosts.first("checkpoint", partial(_finish, draft, parts, of_all))
     except Exception:
         if not hosts.process:
             generations.drop_draft(draft)
@@ -73,15 +73,14 @@ def _begin(folder: Path) -> str:
 
 
 def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
-    """Writes this process's part, down to the disk."""
+    """Writes this process's part, and forces it to the disk."""
     if not draft.is_dir():
         raise ValueError(_elsewhere(draft.parent, process))
     file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
     array_file.write(file, packed, draft.parent)
     generations.sync(file)
-    return _Part(
-        file.name, file.stat().st_size, generations.digest_of(file), packed.keys, packed.raw
-    )
+    size, digest = file.stat().st_size, generations.digest_of(file)
+    return _Part(file.name, size, digest, packed.keys, packed.raw)
 
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
@@ -90,13 +89,14 @@ def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> Non
         file = draft / part.file
         if not file.is_file() or file.stat().st_size != part.bytes:
             raise ValueError(_elsewhere(draft.parent, process))
-    told = {
+    content = {
         **meta,
         "keys": [key for part in parts for key in part.keys],
         "raw": [raw for part in parts for raw in part.raw],
         "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
     }
-    (draft / META).write_text(json.dumps(told))
+    (draft / META).write_text(json.dumps(content))
+    # Each process has taken the digest of its part while it was in the cache: none is read again.
     generations.finish_draft(draft, {part.file: part.digest for part in parts})
 
 
@@ -108,7 +108,7 @@ def _elsewhere(folder: Path, process: int) -> str:
 
 
 def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
-    """Opens a checkpoint in all processes, and checks all of its files, each in one of them.
+    """Opens a checkpoint in all processes, and checks its files, each of them in one process.
 
     Args:
         hosts: the processes, if there are several.
@@ -120,17 +120,15 @@ def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
     """
     saved = read_together(hosts, partial(open_checkpoint, path))
     if hosts is not None:
-        hosts.agree(
-            "the checkpoints",
-            [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))],
-        )
+        content = [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))]
+        hosts.agree("the checkpoints", content)
     share = (hosts.process, hosts.count) if hosts is not None else (0, 1)
     read_together(hosts, partial(saved.check, *share))
     return saved
 
 
 def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
-    """Reads something of a checkpoint; what one process finds damaged all tell alike.
+    """Reads something of a checkpoint; if it is damaged in one process, all raise the same error.
 
     Args:
         hosts: the processes, if there are several.
@@ -143,6 +141,7 @@ def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
     if hosts is None:
         return act()
 
+    # As a value, not as a failure: those would be told to the others as a Disagreement.
     def read() -> T | DamageError:
         try:
             return act()
@@ -151,8 +150,8 @@ def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
 
     value = hosts.together("checkpoint", read)
     damage = str(value) if isinstance(value, DamageError) else ""
-    for told in hosts.exchange("damage", damage.encode()):
-        if told:
-            raise DamageError(told.decode())
+    for word in hosts.exchange("damage", damage.encode()):
+        if word:
+            raise DamageError(word.decode())
     assert not isinstance(value, DamageError)
     return value

@@ -1,4 +1,4 @@
-"""States as checkpoints: a plain one for any cut, one in flight for the same schedule, cuts and fates alone."""
+"""States as checkpoints: a plain one fits any cut, one in flight only the same schedule, cuts and fates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,13 @@ from jvpipe.trace.loss import KeyKind
 
 @dataclass(frozen=True)
 class Saving:
-    """Says what the states of a compiled plan are in a checkpoint, and checks what is in one."""
+    """Translates between the states of a compiled plan and what is in a checkpoint.
+
+    Args:
+        compiled: that the states belong to.
+        schedule: as the user chose it.
+        microbatches: of a step.
+    """
 
     compiled: CompiledPlan
     schedule: Schedule
@@ -41,44 +47,38 @@ class Saving:
             "state": [array.name for array in graph.state],
         }
 
-    def arrays(self, held: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
-        """The arrays of a state on the host; of several processes each has some: of copies the holder of the first.
+    def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
+        """Returns the arrays of a state on the host, as far as this process holds them.
+
+        Of an array that lies at several places, the process with the first copy saves it.
 
         Args:
-            held: those of a state, None for what another process holds.
+            of_state: its arrays, None for what another process holds.
             stream_steps: the steps of its stream, 0 at rest.
         """
         newest = newest_of(self.compiled, stream_steps)
         arrays: Arrays = {}
         for kind, names in self.names.items():
-            named = ((name, held[newest[kind, i]]) for i, name in enumerate(names))
+            named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
             arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
         if stream_steps:
-            spots = zip(names_of(self.compiled, stream_steps), held, strict=True)
+            spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
             arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
         return arrays
 
     def own(self, stream_steps: int) -> set[tuple[str, str]]:
-        """The arrays of a checkpoint that this process has to hold, by kind and name.
+        """Returns the arrays of a checkpoint that this process has to hold, by kind and name.
 
         Args:
             stream_steps: the steps of the stream that was saved, 0 at rest.
         """
-        compiled = self.compiled
-        here = [
-            spot
-            for spot in names_of(compiled, stream_steps)
-            if is_own(compiled.devices[spot.place])
-        ]
+        devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
+        here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
             return {("flight", str(spot)) for spot in here}
-        indices = {(spot.value.kind, spot.value.index) for spot in here}
-        return {
-            (kind, name)
-            for kind, names in self.names.items()
-            for i, name in enumerate(names)
-            if (kind, i) in indices
-        }
+        names = self.names
+        leaves = {(str(spot.value.kind), spot.value.index) for spot in here}
+        return {(kind, names[kind][i]) for kind, i in leaves if kind in names}
 
     def meta(
         self,
@@ -88,20 +88,21 @@ class Saving:
         versions: VersionLedger,
         extra: dict[str, Any],
     ) -> dict[str, Any]:
-        """Tells of a state what its arrays do not.
+        """Returns what a checkpoint says of a state beside its arrays.
 
         Args:
             state: at rest, or in flight.
             rng: the key of the run.
             shapes: the trees that the model was traced with.
             versions: the ledger of the run, of which a state in flight needs the end.
-            extra: the caller's own; what JSON can hold.
+            extra: from the caller; what JSON can hold.
         """
+        key = None if rng is None else KeyKind.of(rng)
         meta = {
             "step": state.step,
             "updates": state.updates,
             "words": None if state.words is None else state.words.tolist(),
-            "key": None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl],
+            "key": None if key is None else [list(key.shape), key.impl],
             "schedule": self.schedule.name,
             "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
             "extra": extra,
@@ -116,31 +117,38 @@ class Saving:
         return meta
 
     def leaves(self, path: str | Path, arrays: Arrays) -> dict[Name, Leaf]:
-        """The saved arrays by name, those that were read.
+        """Returns the saved arrays by name, those that were read.
+
+        Args:
+            path: the checkpoint's, for the message.
+            arrays: by kind and path; None for what another process reads.
 
         Raises:
             ValueError: they are of another model.
         """
         leaves: dict[Name, Leaf] = {}
         for kind, names in self.names.items():
-            named = arrays.get(kind, {})
-            check_paths(
-                kind, named, dict(zip(names, self._shapes_of(kind), strict=True)), str(path)
-            )
-            leaves |= {
-                (kind, i): given_leaves([named[name]])[0]
-                for i, name in enumerate(names)
-                if named[name] is not None
-            }
+            saved = arrays.get(kind, {})
+            shapes = dict(zip(names, self._shapes_of(kind), strict=True))
+            check_paths(kind, saved, shapes, str(path))
+            for i, name in enumerate(names):
+                if saved[name] is not None:
+                    (leaves[kind, i],) = given_leaves([saved[name]])
         return leaves
 
     def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
-        """Raises ValueError if what was in flight belongs to another schedule, other cuts, fates or devices."""
+        """Checks that what was in flight can go on under this plan.
+
+        Args:
+            path: the checkpoint's, for the message.
+            in_flight: what it says of that.
+
+        Raises:
+            ValueError: it belongs to another schedule, other cuts, fates or devices.
+        """
         plan = Plan.from_json(in_flight["legs"][-1][1])
-        then, now = (
-            [stage.devices for stage in stages]
-            for stages in (plan.stages, self.compiled.plan.stages)
-        )
+        then = [stage.devices for stage in plan.stages]
+        now = [stage.devices for stage in self.compiled.plan.stages]
         if in_flight["bound_to"] != self._binding or then != now:
             saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
             raise ValueError(
@@ -151,19 +159,18 @@ class Saving:
 
     @property
     def _binding(self) -> list[Any]:
+        """What a state in flight is bound to, as JSON: it can go on only under the same."""
         plan = self.compiled.plan
         fates = [dict(stage.fates) for stage in plan.stages]
+        options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
+        binding = [options, cuts, splits, fates, self.microbatches]
+        # What is told only where it applies leaves the checkpoints of all other plans as they were.
+        if plan.replicated:
+            binding.append(list(plan.replicas))
         states = [dict(stage.state_fates) for stage in plan.stages]
-        turns = [list(plan.replicas)] if plan.replicated else []
-        return [
-            self.schedule.options,
-            list(plan.cuts),
-            list(plan.splits),
-            fates,
-            self.microbatches,
-            *turns,
-            *([states] if any(states) else []),
-        ]
+        if any(states):
+            binding.append(states)
+        return binding
 
     def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
         graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
@@ -176,7 +183,7 @@ class Saving:
 
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
-    """The plan that a state saved in flight goes on under, as `Pipeline(stages=plan)`; None if any will do."""
+    """Returns the plan under which a state saved in flight goes on, as `Pipeline(stages=plan)`; None if any will do."""
     saved = open_checkpoint(path)
     saved.check_state()
     in_flight = saved.meta.get("flight")
@@ -184,20 +191,25 @@ def checkpoint_plan(path: str | Path) -> Plan | None:
 
 
 def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
-    """The words of a saved run's key."""
+    """Returns the words of a saved run's key."""
     return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
 
 
 def saved_inputs(
     path: str | Path, meta: Mapping[str, Any]
 ) -> tuple[Any, Any, jax.Array | None, Any]:
-    """The shapes of parameters and batch, the key and the shapes of the model state that a checkpoint tells of.
+    """Returns the shapes of parameters and batch, the key, and the shapes of the model state that were saved.
+
+    Args:
+        path: the checkpoint's, for the message.
+        meta: its `meta.json`.
 
     Raises:
         ValueError: it does not know the containers of one of them.
     """
     shapes = meta["shapes"]
-    if unknown := [name for name, shape in shapes.items() if shape is None]:
+    unknown = [name for name, shape in shapes.items() if shape is None]
+    if unknown:
         raise ValueError(
             f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
         )
@@ -205,13 +217,17 @@ def saved_inputs(
         trees = {name: skeleton.load(shape) for name, shape in shapes.items()}
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}, or call init") from problem
-    rng = None
-    if meta["key"] is not None:
-        (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
-        rng = jax.numpy.asarray(words.reshape(shape))
-        try:
-            rng = rng if impl is None else jax.random.wrap_key_data(rng, impl=impl)
-        except TypeError as problem:
-            told = f"{len(words)} words of shape {shape} are no key of {impl}"
-            raise DamageError(f"{path} is damaged: meta.json: {told}") from problem
+    rng = None if meta["key"] is None else _saved_key(path, meta)
     return trees["params"], trees["batch"], rng, trees["model_state"]
+
+
+def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
+    (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
+    key = jax.numpy.asarray(words.reshape(shape))
+    if impl is None:  # a raw key, which is its words
+        return key
+    try:
+        return jax.random.wrap_key_data(key, impl=impl)
+    except TypeError as problem:
+        damage = f"{len(words)} words of shape {shape} are no key of {impl}"
+        raise DamageError(f"{path} is damaged: meta.json: {damage}") from problem

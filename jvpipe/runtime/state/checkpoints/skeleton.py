@@ -1,7 +1,8 @@
 """The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
 
 A container that is neither dict, list nor tuple is written as the name of its class and what its flattening keeps
-beside the children (keys, static fields), if that is plain data. Reading imports nothing: the class must be there.
+beside the children (keys, static fields), if that is plain data. Reading imports nothing, so that no checkpoint can run
+code: the class must have been imported before.
 """
 
 import sys
@@ -19,7 +20,7 @@ Tree = Any
 
 
 def dump(tree: Tree) -> Any:
-    """A tree as JSON, its leaves as shapes and types; None if it has a container that cannot be written.
+    """Returns a tree as JSON, its leaves as shapes and types; None if a container of it cannot be written.
 
     >>> import numpy as np
     >>> dump({"a": (np.zeros(2, "float32"),)})
@@ -32,7 +33,7 @@ def dump(tree: Tree) -> Any:
 
 
 def tree(where: str, dumped: Any) -> None:
-    """A pattern, as of `jvpipe.util.pattern`: what `dump` writes."""
+    """Raises ValueError unless data are what `dump` writes: a pattern, as in `jvpipe.util.pattern`."""
     compare(where, dumped, {str: anything})
     if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
         raise ValueError(f"{where} must be one of {', '.join(_INSIDE)}, not {brief(dumped)}")
@@ -43,7 +44,7 @@ def tree(where: str, dumped: Any) -> None:
 
 
 def dtype(where: str, name: Any) -> None:
-    """Likewise the name of a type."""
+    """Raises ValueError unless a name is that of a type: likewise a pattern."""
     compare(where, name, str)
     try:
         dtype_of(name)
@@ -59,11 +60,11 @@ _INSIDE = {
     "node": (str, anything, [tree]),
     "leaf": ([whole()], dtype),
 }
-"""What may be in each kind of container."""
+"""The pattern of what may be in each kind of container."""
 
 
 def load(dumped: Any) -> Tree:
-    """The tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
+    """Returns the tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
 
     Args:
         dumped: a `tree`, as a pattern says.
@@ -82,20 +83,29 @@ def load(dumped: Any) -> Tree:
         case "none":
             return None
         case "node":
-            name, kept, children = inside
-            made, inner = _class(name), list(map(load, children))
-            try:
-                leaves = [jax.tree.structure(0)] * len(children)
-                node = PyTreeDef.from_node_data_and_children(
-                    default_registry, (made, _plain(kept)), leaves
-                )
-                return jax.tree.unflatten(node, inner)
-            except Exception as problem:  # of any kind: the class is a user's
-                told = f"{brief(kept)} and {len(children)} parts"
-                raise ValueError(f"the container {name} cannot be made of {told}") from problem
+            return _container(*inside)
         case _:
             shape, dtype, *weak = inside
             return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), weak_type=bool(weak))
+
+
+def _container(name: str, kept: Any, children: list[Any]) -> Tree:
+    """Returns a container of a user's class.
+
+    Args:
+        name: of the class.
+        kept: what its flattening keeps beside the children.
+        children: as `dump` writes them.
+    """
+    container, trees = _class(name), list(map(load, children))
+    try:
+        leaves = [jax.tree.structure(0)] * len(children)
+        node_data = container, _plain(kept)
+        node = PyTreeDef.from_node_data_and_children(default_registry, node_data, leaves)
+        return jax.tree.unflatten(node, trees)
+    except Exception as problem:  # of any kind: the class is a user's
+        parts = f"{brief(kept)} and {len(children)} parts"
+        raise ValueError(f"the container {name} cannot be made of {parts}") from problem
 
 
 def _dump(tree: Tree) -> Any:
@@ -106,43 +116,42 @@ def _dump(tree: Tree) -> Any:
         return {"dict": {k: _dump(v) for k, v in tree.items()}}
     if kind in (list, tuple):
         return {kind.__name__: [_dump(v) for v in tree]}
+    # One level: the children of a container are leaves to it, and a leaf has no node data.
     children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
-    if (node := structure.node_data()) is not None:
-        return {
-            "node": [
-                f"{kind.__module__}:{kind.__qualname__}",
-                _told(node[1]),
-                [_dump(x) for x in children],
-            ]
-        }
+    node_data = structure.node_data()
+    if node_data is not None:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return {"node": [name, _as_json(node_data[1]), [_dump(x) for x in children]]}
     if not hasattr(tree, "dtype"):
         raise TypeError(kind)
     weak = ["weak"] if getattr(tree, "weak_type", False) else []
     return {"leaf": [list(tree.shape), str(tree.dtype), *weak]}
 
 
-def _told(kept: Any) -> Any:
-    """The data that flattening kept, as JSON: tuples apart from lists."""
+def _as_json(kept: Any) -> Any:
+    """Returns the data that flattening kept as JSON, which has no tuples; raises TypeError for what is not plain."""
     if isinstance(kept, tuple):
-        return {"tuple": [_told(x) for x in kept]}
+        return {"tuple": [_as_json(x) for x in kept]}
     if isinstance(kept, list):
-        return [_told(x) for x in kept]
+        return [_as_json(x) for x in kept]
     if kept is None or type(kept) in (bool, int, float, str):
         return kept
     raise TypeError(type(kept))
 
 
-def _plain(told: Any) -> Any:
-    match told:
+def _plain(dumped: Any) -> Any:
+    """Returns the data that `_as_json` wrote."""
+    match dumped:
         case {"tuple": inside}:
             return tuple(map(_plain, inside))
         case list():
-            return [_plain(x) for x in told]
+            return [_plain(x) for x in dumped]
         case _:
-            return told
+            return dumped
 
 
 def _class(name: str) -> type:
+    """Returns the class of a name, which must have been imported: a checkpoint makes nothing be imported."""
     module, _, inside = name.partition(":")
     try:
         container = attrgetter(inside)(sys.modules[module])
