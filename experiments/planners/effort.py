@@ -38,7 +38,6 @@ READERS = (
     "stage_fates",
     "surrogate",
     "trips",
-    "working_tiers",
 )
 
 

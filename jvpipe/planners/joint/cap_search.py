@@ -143,9 +143,7 @@ def _fastest_stream(objective: Objective) -> SearchResult:
         if path is None:
             return SearchResult((), np.inf, bound_s, np.inf)
         if opened := table.open_cells(path):
-            table.refine(
-                opened, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest
-            )
+            table.refine(opened)
         if not table.open_cells(path) and np.isfinite(step_s := objective.step_s(path)):
             known[path] = step_s
         if known and (not opened or table.exhausted):

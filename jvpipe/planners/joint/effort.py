@@ -52,8 +52,6 @@ class FateEffort:
         states: of a device whose layers are looked at all at once.
         few_states: of the search for the fewest bytes, at first.
         many_states: of that search where it is to be exact.
-        run_tiers: tiers of working bytes beyond what one layer works with, for runs of layers computed again.
-        enumerated_layers: runs up to so many layers are looked at one by one to find the least bytes of a tier.
         overrun_price: how many times dearer than its price a byte is that a state will probably be over the limit.
         near_best: how near a choice must be to the best to be expected too, as a share of an even part of a layer.
     """
@@ -61,8 +59,6 @@ class FateEffort:
     states: int = 16
     few_states: int = 16
     many_states: int = 2000
-    run_tiers: int = 3
-    enumerated_layers: int = 8
     overrun_price: float = 5
     near_best: float = 0.01
 
@@ -83,7 +79,6 @@ class LimitEffort:
         all_cells: up to so many, the cells of all cuts are looked at.
         cuts: up to so many, each of them is looked at; of several stages per device, all.
         moved_cuts: so many are looked at where there are more of these.
-        byte_tiers: tiers of working bytes for runs of layers computed again.
     """
 
     few_layers: int = 16
@@ -97,7 +92,6 @@ class LimitEffort:
     all_cells: int = 1_000_000
     cuts: int = 1_000
     moved_cuts: int = 100
-    byte_tiers: int = 10
 
 
 @dataclass(frozen=True)
