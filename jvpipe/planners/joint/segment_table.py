@@ -20,8 +20,7 @@ from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sum
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
 Prices = tuple[float, float]
-Hints = dict[int, Prices]
-"""Prices of seconds and bytes that bound the segments of stages well."""
+"""Of seconds and of bytes."""
 Path = tuple[int, ...]
 
 
@@ -100,7 +99,7 @@ class StageTable:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "4 cells"]:
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "6 cells"]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
         Of what takes longer than keeping everything, all is taken for recomputation.
@@ -114,7 +113,10 @@ class StageTable:
             x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
         )
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
-        return np.array([forward_s, work_s - forward_s, block.comm_s[at], traffic_s])
+        half_s = np.zeros_like(forward_s)  # backwards are whole where cuts are sought by a table
+        return np.array(
+            [forward_s, work_s - forward_s, half_s, half_s, block.comm_s[at], traffic_s]
+        )
 
     def price(self, prices: Prices) -> None:
         """Raises the bounds to what these prices prove."""
@@ -140,32 +142,19 @@ class Table:
         cuts: Sequence[Cuts],
         effort: Effort,
         most_swapped_bytes: Sequence[float] = (),
-        first: int = 0,
-        hints: Hints | None = None,
     ) -> None:
-        """Between the cuts of bounds from that of stage `first` on; `hints` are prices for stages."""
-        self.pricing, self.effort, self.first, self.hints = pricing, effort, first, hints or {}
-        self.cuts = list(cuts)
-        blocks = [
-            pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))
-        ]
+        self.pricing, self.effort, self.cuts = pricing, effort, list(cuts)
+        blocks = [pricing.segments.block(s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
         self.stages = [StageTable(pricing.at(block.s), block) for block in blocks]
-        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
+        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
         self.fates: dict[Cell, StageChoices] = {}
         self.prices: dict[Cell, Prices] = {}
         self.unproven: dict[Cell, float] = {}  # bounds of cells that may take less than is known
         self.layers = 0  # that have been looked at
-        for s, prices in self.hints.items():
-            if first <= s < first + len(blocks):
-                self.stages[s - first].price(prices)
 
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
-        return self.stages[cell[0] - self.first]
-
-    def best_prices(self) -> Hints:
-        """Gives the last prices found for each stage."""
-        return {cell[0]: prices for cell, prices in self.prices.items()}
+        return self.stages[cell[0]]
 
     @property
     def seconds(self) -> list[Matrix]:
@@ -216,7 +205,7 @@ class Table:
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
         """Refines these cells: by prices, or if those have been found before, by choices of their layers."""
-        new = [x for x in open_cells if x not in self.prices and x[0] not in self.hints]
+        new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)
             return
@@ -243,9 +232,8 @@ class Table:
         """Looks for a cell's best choices, and settles it with those that were found."""
         stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
         bound_s = float(stage.bounds_s[at])
-        prices = self.prices.get(cell) or self.hints[cell[0]]
         self.layers += cell[2] - cell[1]
-        search = FateSearch(stage.pricing, self.query(cell), prices)
+        search = FateSearch(stage.pricing, self.query(cell), self.prices[cell])
         fates = search.least_seconds(self.effort.quick)
         enough_s = bound_s * (1 + self.effort.tolerance)
         if not fates.proven and enough_s < fates.seconds and self.effort.many:
