@@ -7,7 +7,7 @@ in [right[s], left[s]]: near the least T these windows are short. A reach is bou
 layers, none below 0, so that how far it goes is found in the sums over the first layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -129,15 +129,27 @@ def area(windows: Sequence[Cuts]) -> int:
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 
-def bounded(windows: Sequence[Cuts], cells: int = CUTS.spread_cells) -> list[Cuts]:
-    """Windows with fewer cuts, evenly spread, if there are too many cells between them."""
+def _evenly(cuts: Cuts, most: int) -> Cuts:
+    """So many of the cuts, evenly spread."""
+    return cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))]
+
+
+def bounded(
+    windows: Sequence[Cuts],
+    cells: int = CUTS.spread_cells,
+    narrow: Callable[[Cuts, int], Cuts] = _evenly,
+) -> list[Cuts]:
+    """Windows with fewer cuts if there are too many cells between them.
+
+    Args:
+        windows: of each bound.
+        cells: between them, at most.
+        narrow: keeps so many of some cuts.
+    """
     thinned, most = list(windows), max(map(len, windows))
     while area(thinned) > cells and most > 2:
-        most = most * 2 // 3
-        thinned = [
-            cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))]
-            for cuts in windows
-        ]
+        most = most * 4 // 5
+        thinned = [narrow(cuts, most) for cuts in windows]
     return thinned
 
 
@@ -149,11 +161,7 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
     for s, cuts in enumerate(segments.windows):
         near = cuts[np.abs(total[cuts] - s * mean_s) <= CUTS.spread_stages * mean_s]
         windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
-    thinned, most = windows, max(map(len, windows))
-    while area(thinned) > cells and most > 2:
-        most = most * 4 // 5
-        thinned = [_narrow(segments, cuts, most) for cuts in windows]
-    return thinned
+    return bounded(windows, cells, lambda cuts, most: _narrow(segments, cuts, most))
 
 
 def _narrow(segments: Segments, cuts: Cuts, most: int) -> Cuts:

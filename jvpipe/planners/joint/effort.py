@@ -167,7 +167,7 @@ class PlanEffort:
     hasty_layers: int = 256
     near_limit: float = 1.2
     paths: int = 6
-    tasks: int = 100_000
+    tasks: int = 300_000
     clocked: int = 2_000_000
     noticed_link: float = 0.02
     imbalance: float = 1.01

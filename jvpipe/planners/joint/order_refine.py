@@ -106,8 +106,9 @@ def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
     many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
     ways = [] if many else [one.fates]
     decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)
-    moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
-    yield from (x for x in fitting(moved, one.order) if x.step_s < one.step_s)
+    if decision != one.decision:
+        moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
+        yield from fitting(moved, one.order)
 
 
 def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -29,14 +29,12 @@ class Effort:
     """How hard to look.
 
     So many states stay beside each other at first (`quick`), and where that was not enough (`thorough`); `tolerance` is
-    how near is near enough, relatively. In `haste` the first choices that fit settle a cell, and the others of its
-    stage are taken to be above their bounds by as much. A search ends when `layers` layers have been chosen for.
+    how near is near enough, relatively. A search ends when `layers` layers have been chosen for.
     """
 
     quick: int = 16
     thorough: int = 2000
     tolerance: float = 1e-9
-    haste: bool = False
     layers: int = 1_000_000
 
     @property
@@ -51,21 +49,19 @@ class StageTable:
     def __init__(self, pricing: Pricing, block: Block) -> None:
         self.pricing, self.block = pricing, block
         limit = pricing.limit_bytes
-        self.least_s = np.maximum(block.compute_s, block.traffic_s)
+        least_s = np.maximum(block.compute_s, block.traffic_s)
         keeps = block.inside & (self._keeping_bytes() <= limit)
         fits = block.inside & (keeps | (pricing.least_bytes(block) <= limit))
         if block.reducing_bytes.any():
             keeps, fits = (x & (block.reducing_bytes <= limit) for x in (keeps, fits))
-        self.bounds_s = np.where(fits, self.least_s, np.inf)
+        self.bounds_s = np.where(fits, least_s, np.inf)
         self.settled = keeps | ~fits
-        self.known_s = np.where(keeps, self.least_s, np.inf)  # of settled cells
-        self.ratios: list[float] = []  # of what choices take to their bounds
-        self.refresh()
+        self.known_s = np.where(keeps, least_s, np.inf)  # of settled cells
 
-    def refresh(self) -> None:
-        """Estimates what cells take: known, or their bounds, by as much higher as it is usual on this stage."""
-        ratio = float(np.median(self.ratios)) if self.ratios else 1.0
-        self.seconds: Matrix = np.where(self.settled, self.known_s, self.bounds_s * ratio)
+    @property
+    def seconds(self) -> Matrix:
+        """What cells take: known, or their bounds."""
+        return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
@@ -121,16 +117,14 @@ class StageTable:
     def price(self, prices: Prices) -> None:
         """Raises the bounds to what these prices prove."""
         self.bounds_s = np.maximum(self.bounds_s, self.pricing.bound_s(self.block, *prices))
-        self.refresh()
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
         """Keeps some starts and ends."""
         at = np.ix_(rows, columns)
         self.block = self.block.at(rows, columns)
-        self.least_s, self.bounds_s, self.seconds = (
-            x[at] for x in (self.least_s, self.bounds_s, self.seconds)
+        self.bounds_s, self.settled, self.known_s = (
+            x[at] for x in (self.bounds_s, self.settled, self.known_s)
         )
-        self.settled, self.known_s = self.settled[at], self.known_s[at]
 
 
 class Table:
@@ -164,11 +158,11 @@ class Table:
     @property
     def proven(self) -> bool:
         """Whether no cell's seconds are above what they might be."""
-        return not self.unproven and not any(stage.ratios for stage in self.stages)
+        return not self.unproven
 
     def lower_s(self, stage: StageTable) -> Matrix:
         """Gives what the cells of a stage take at least, proven."""
-        lower = np.where(stage.settled, stage.known_s, stage.bounds_s)
+        lower = stage.seconds
         for (s, i, j), bound_s in self.unproven.items():
             a, b = stage.place(i, j)
             if s == stage.block.s and i in stage.block.starts and j in stage.block.ends:
@@ -211,7 +205,6 @@ class Table:
             return
         for cell in open_cells:
             self._choose(cell)
-            self.stage(cell).refresh()
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
@@ -243,8 +236,6 @@ class Table:
         if not fates.choices and np.isfinite(fates.bound_s):
             fates = self._min_bytes_choices(cell)
         self.fates[cell] = fates
-        if self.effort.haste and np.isfinite(fates.seconds):
-            stage.ratios.append(fates.seconds / bound_s)
         if not fates.proven and enough_s < fates.seconds:
             self.unproven[cell] = bound_s
         stage.settled[at], stage.known_s[at] = True, fates.seconds
