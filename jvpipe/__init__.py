@@ -7,6 +7,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
 from jvpipe.pipeline import Pipeline
 from jvpipe.replay import replay
+from jvpipe.report.trackers import Tracking
 from jvpipe.runtime.checkpoints.checkpoint import checkpoint_extra
 from jvpipe.runtime.checkpoints.saving import checkpoint_plan
 from jvpipe.runtime.failures import HostLost, StageError
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "StageError",
     "State",
+    "Tracking",
     "Weighted",
     "__version__",
     "checkpoint_extra",

@@ -16,6 +16,7 @@ FLOORS = (
     "cli",
     "__init__",
     "nnx",
+    "float16",
     "replay",
     "pipeline",
     "session",
@@ -98,6 +99,17 @@ def test_only_the_command_lines_know_the_models() -> None:
         if any(n.startswith("jvpipe.models") for n in names)
     }
     assert knowing <= {"cli"}
+
+
+def test_the_report_knows_plain_data_alone() -> None:
+    rooms = {
+        name.split(".")[1]
+        for path, names in imports().items()
+        if path.parent.name == "report"
+        for name in names
+        if "." in name
+    }
+    assert rooms <= {"ir", "report", "_jax"}
 
 
 def test_no_imports_go_in_a_circle() -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 IMPORTED_AS = {
+    "huggingface-hub": "huggingface_hub",
     "jax": "jaxlib",
     "pillow": "PIL",
     "pyyaml": "yaml",
@@ -44,7 +45,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     ("folder", "extras"),
     [
         ("jvpipe", ["cli", "figures", "tensorboard", "wandb", "models"]),
-        ("models", ["models", "parquet", "images", "translation"]),
+        ("models", ["models", "parquet", "hf", "images", "translation"]),
     ],
 )
 def test_what_is_imported_is_of_the_core_or_of_an_extra(folder: str, extras: list[str]) -> None:

@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError
 
 from jvpipe.ir.extras import extra
+from jvpipe.ir.paths import path_names
 from jvpipe.runtime.checkpoints import array_file
-from jvpipe.trace.leaves import path_names
 
 
 def check_outputs(

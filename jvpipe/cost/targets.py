@@ -20,7 +20,8 @@ _GIB = 2**30
 class Target:
     """A device that programs are compiled for.
 
-    `package` brings the compiler, `extra` is what installs it; `config` is the description of a GPU.
+    `package` brings the compiler, `extra` is what installs it; `config` is the description of a GPU. One without
+    `host_memory` has nowhere to swap to.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Target:
     config: str = ""
     package: str = "jaxlib"
     extra: str = ""
+    host_memory: bool = True
 
     @property
     def identity(self) -> tuple[str, ...]:

@@ -100,6 +100,16 @@ def find_planner(name: str) -> Planner:
     raise ValueError(did_you_mean("planner", name, [planner.name for planner in PLANNERS]))
 
 
+def reason_of(name: str) -> str:
+    """Says in a sentence how a plan's planner decides; nothing of one that is not registered.
+
+    >>> reason_of("given")
+    'the cuts were given'
+    """
+    sentences = {planner.name: planner.why for planner in PLANNERS}
+    return (sentences | {"given": "the cuts were given"}).get(name, "")
+
+
 def shape_planners() -> tuple[str, ...]:
     """Names the planners that decide how many devices each stage has, jvpipe's own first."""
     every = sorted(PLANNERS, key=lambda planner: planner.as_paper)

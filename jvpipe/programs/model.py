@@ -10,6 +10,7 @@ from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.pieces import Piece, SlotKind
 from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Body, Traced
@@ -119,3 +120,11 @@ def single_backward_program(programs: LayerPrograms) -> Program:
     return Program(
         ("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)), called
     )
+
+
+def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
+    """A piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    donated = tuple(
+        i for i in piece.donated if not (keeps and piece.reads[i].kind is SlotKind.PARAMETER)
+    )
+    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -16,6 +16,7 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.ir.paths import path_name
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import (
@@ -30,7 +31,6 @@ from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.stacks import Stacks
 
 PER_LAYER = (

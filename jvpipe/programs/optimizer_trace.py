@@ -16,10 +16,10 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef
 from jvpipe.ir.layers import Array
 from jvpipe.ir.optimizer import Optimizer
+from jvpipe.ir.paths import path_name, path_names
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.inline import JITS, inlined
-from jvpipe.trace.leaves import path_name, path_names
 
 Tree = Any
 Path = tuple[Any, ...]

@@ -108,23 +108,17 @@ class ProgramStore:
             kept: the names of the candidates that its forward saves.
             partial: tensors that later layers read too.
         """
-        places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
-        kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
-        key = (
-            body.structure,
-            places,
-            kinds,
-            body.differentiable,
-            body.active,
-            body.returned,
-            body.received,
-            body.share,
-            frozenset(kept),
-        )
+        key = _layer_key(body, kept, partial)
         if key not in self._layers:
             made = differentiate(body, kept, partial)
             self._layers[key] = self._layers.setdefault(made.key, made)
         return self._layers[key]
+
+    def known_layer(
+        self, body: Body, kept: Collection[str], partial: Collection[int]
+    ) -> LayerPrograms | None:
+        """The same, if somebody has asked for them before."""
+        return self._layers.get(_layer_key(body, kept, partial))
 
     def compile(self, wanted: Sequence[tuple[Program, Device]]) -> list[Any]:
         """The executables of programs on devices; those that are missing are compiled side by side."""
@@ -136,9 +130,15 @@ class ProgramStore:
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in wanted]
 
-    def text(self, program: Program, device: Device) -> str:
-        """Writes what a program is, in words that are the same in every process."""
-        return self._lower(program, device).as_text()
+    def text(self, program: Program, device: Device, platform: str | None = None) -> str:
+        """Writes what a program is, in words that are the same in every process.
+
+        Args:
+            program: which.
+            device: that it is for.
+            platform: for which it is written; that of the device unless given.
+        """
+        return self._lower(program, device, platform).as_text()
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
         options: Any = _jax.exact(device.platform)
@@ -150,7 +150,7 @@ class ProgramStore:
         again = jax.jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=options)
         return PackedCall(executable, again)
 
-    def _lower(self, program: Program, device: Device) -> Any:
+    def _lower(self, program: Program, device: Device, platform: str | None = None) -> Any:
         takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)
         inputs = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_jax.sharding_on(device, s))
@@ -162,7 +162,26 @@ class ProgramStore:
             program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
         )
         with jax.default_device(device):  # for programs without inputs
+            if platform is not None:
+                return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
             return jitted.lower(*inputs)
+
+
+def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> Hashable:
+    """A value that is equal for layers alike of which the same is kept."""
+    places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
+    kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
+    return (
+        body.structure,
+        places,
+        kinds,
+        body.differentiable,
+        body.active,
+        body.returned,
+        body.received,
+        body.share,
+        frozenset(kept),
+    )
 
 
 def _spread(program: Program, group: DeviceGroup) -> Any:

@@ -1,4 +1,4 @@
-"""Metrics of several processes: arrays that are waited for where they are read, as long as the others are there."""
+"""Metrics of several processes: arrays that are waited for where they are read, unless another process is lost."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,17 +8,18 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 _KNOWN = {"shape", "dtype", "ndim", "size", "nbytes", "sharding", "is_ready", "is_deleted"}
-"""What an array knows before it has come."""
+"""The attributes that an array has before its values have come."""
 
 
 class Awaited(NDArrayOperatorsMixin):
-    """A device array of which a part comes from other processes; reading it says who of them is lost.
+    """A device array that depends on other processes; reading it raises an error that names the one that is lost.
 
-    It is used like an array, by NumPy and `jax.numpy` too; `jax.jit` takes what `jnp.asarray` makes of it.
+    A plain array would block for ever. This one is used like it, by NumPy and `jax.numpy` too; `jax.jit` takes what
+    `jnp.asarray` makes of it.
 
     Args:
-        array: that is to come.
-        arrive: waits for it; raises what went wrong on its way.
+        array: whose values are to come.
+        arrive: waits for them; raises what went wrong on their way.
 
     >>> loss = Awaited(jax.numpy.float32(0.5), jax.block_until_ready)
     >>> float(loss), f"{loss:.3f}", loss + 1, loss.shape, loss.item()
@@ -26,21 +27,24 @@ class Awaited(NDArrayOperatorsMixin):
     """
 
     def __init__(self, array: jax.Array, arrive: Callable[[jax.Array], object]) -> None:
-        self._array, self._arrive = array, arrive
+        self._array = array
+        self._arrive = arrive
 
     def _come(self) -> jax.Array:
         self._arrive(self._array)
         return self._array
 
     def block_until_ready(self) -> "Awaited":
-        """Waits for it."""
+        """Waits for the values."""
         self._come()
         return self
 
     def __getattr__(self, name: str) -> Any:
+        # Whoever looks for a protocol (such as `__array_interface__`) must find those of this class alone.
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._array if name in _KNOWN else self._come(), name)
+        array = self._array if name in _KNOWN else self._come()
+        return getattr(array, name)
 
     def __jax_array__(self) -> jax.Array:
         return self._come()

@@ -8,13 +8,12 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
+from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import Link
 from jvpipe.cost.links import link_through
 from jvpipe.runtime.hosts import Hosts
 
 _SIZES = (2**12, 2**24)  # bytes
-_RUNS = 6
-"""Copies of each size, the first of which warms up."""
 
 
 def link_between(hosts: Hosts) -> Link:
@@ -34,7 +33,8 @@ def _seconds(hosts: Hosts, size: int) -> float:
     (device, *_), other, taken = jax.local_devices(), 1 - hosts.process, []
     like = _jax.placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
     sent = [
-        jax.device_put(np.full(size, i, np.uint8), device, may_alias=False) for i in range(_RUNS)
+        jax.device_put(np.full(size, i, np.uint8), device, may_alias=False)
+        for i in range(MEASURING.host_copies)
     ]
     jax.block_until_ready(sent)
     for i, array in enumerate(sent):

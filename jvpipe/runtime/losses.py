@@ -1,7 +1,7 @@
-"""Losses that are no numbers: seen as early as can be without holding the pipeline up.
+"""Losses that are not finite: noticed as early as possible without holding the pipeline up.
 
-An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then training goes on, and
-they are told once, until the loss is a number again. From parameters that are NaN it cannot go on.
+An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then training goes on, with
+one warning until the loss is finite again. From parameters that are NaN it cannot go on.
 """
 
 import logging
@@ -23,7 +23,10 @@ _log = logging.getLogger("jvpipe")
 
 
 class Losses(NamedTuple):
-    """The losses of a step under a plan: those of its micro-batches if they are known `apart`, else that of all."""
+    """The losses of a step under a plan.
+
+    `values` has one for each micro-batch if they are known `apart`, else one for all of them.
+    """
 
     step: int
     plan: Plan
@@ -32,67 +35,75 @@ class Losses(NamedTuple):
 
 
 class LossWatch:
-    """Looks at the losses of a run once they are there; of a step that was looked at nothing is kept."""
+    """Checks the losses of a run once they have come, step by step.
+
+    Args:
+        controller: runs the steps; it knows what to raise for a loss that failed on its way.
+        microbatches: of a step.
+    """
 
     def __init__(self, controller: Controller, microbatches: int) -> None:
-        self._controller, self._microbatches = controller, microbatches
-        self._steps: deque[Losses] = deque()
-        self._told = False
+        self._controller = controller
+        self._microbatches = microbatches
+        self._steps: deque[Losses] = deque()  # those that have not been checked yet
+        self._has_warned = False
 
     def begin(self) -> None:
-        """A run begins: nothing is left of another one."""
+        """Forgets the run before: another one begins."""
         self._steps.clear()
-        self._told = False
+        self._has_warned = False
 
     def add(self, losses: Losses) -> None:
-        """A step has been dispatched."""
+        """Adds those of a step that has been dispatched."""
         self._steps.append(losses)
 
     def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
         """Warns of losses that are not finite, or raises if training cannot go on from them.
 
         Args:
-            params: gives the newest parameters; called only if a loss is not finite.
-            wait: for losses that are not there yet.
-            last: look at those of the last step too.
+            params: returns the newest parameters; called only if a loss is not finite.
+            wait: for losses that have not come yet.
+            last: check those of the last step too.
 
         Raises:
             ValueError: a loss is not finite, and a parameter is NaN.
         """
-        lost = cache(lambda: next(nan_leaves(params()), None))
+        nan_parameter = cache(lambda: next(nan_leaves(params()), None))
         while len(self._steps) > (0 if last else 1):
             losses = self._steps[0]
-            if not (wait or all(map(_jax.is_ready, losses.values))):
+            have_come = all(map(_jax.is_ready, losses.values))
+            if not (wait or have_come):
                 return
             self._steps.popleft()
             for i, value in enumerate(map(self._value, losses.values)):
                 if np.isfinite(value):
-                    self._told = False
+                    self._has_warned = False
                 else:
-                    self._tell(losses, i, value, lost())
+                    self._warn(self._described(losses, i, value), nan_parameter())
 
-    def _tell(self, losses: Losses, i: int, value: float, lost: str | None) -> None:
-        if lost is not None:
+    def _warn(self, loss: str, nan_parameter: str | None) -> None:
+        """Warns of a loss, unless the one before was like it; raises if a parameter is NaN."""
+        if nan_parameter is not None:
             raise ValueError(
-                f"{self._described(losses, i, value)}, and parameter '{lost}' is NaN. States since then are not worth "
+                f"{loss}, and parameter '{nan_parameter}' is NaN. States since then are not worth "
                 "saving; the last checkpoint is whole. Check the batch and the initial parameters; a lower learning "
                 "rate may help, or a schedule with less staleness"
             )
-        if not self._told:
-            _log.warning(
-                "%s; no parameter is NaN, so training goes on", self._described(losses, i, value)
-            )
-        self._told = True
+        if not self._has_warned:
+            _log.warning("%s; no parameter is NaN, so training goes on", loss)
+        self._has_warned = True
 
     def _described(self, losses: Losses, i: int, value: float) -> str:
-        step, plan, _, apart = losses
-        stage, number = len(plan.stages) - 1, self._controller.first_step + step
-        if not apart:
-            return f"the loss of step {number} is {value} at stage {stage}"
-        m, versions = step * self._microbatches + i, self._controller.ledger.versions
-        read = [versions[stage.layers[0], m].forward for stage in plan.stages]
+        stages = losses.plan.stages
+        last = len(stages) - 1
+        number = self._controller.first_step + losses.step
+        if not losses.apart:
+            return f"the loss of step {number} is {value} at stage {last}"
+        m = losses.step * self._microbatches + i
+        versions = self._controller.ledger.versions
+        read = [versions[stage.layers[0], m].forward for stage in stages]
         return (
-            f"the loss of micro-batch {m} (step {number}) is {value} at stage {stage}, read with versions {read} of "
+            f"the loss of micro-batch {m} (step {number}) is {value} at stage {last}, read with versions {read} of "
             "the stages' weights"
         )
 
@@ -104,7 +115,7 @@ class LossWatch:
 
 
 def nan_leaves(tree: Tree) -> Iterator[str]:
-    """The names of the leaves that hold a NaN.
+    """Yields the names of the leaves that hold a NaN.
 
     >>> list(nan_leaves({"a": np.zeros(2), "b": np.array([1, np.nan])}))
     ['b']

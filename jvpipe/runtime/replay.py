@@ -1,8 +1,9 @@
 """A run again on one device, one micro-batch after the other, by nothing but what the ledger of versions says.
 
-It calls the layers' own programs, for else bits cannot agree, and shares nothing with the controller: no lists, no
-lowering, no buffers. A forward reads the version that the ledger names, so does a backward, and an update makes the
-next; which of them may come when follows from this alone.
+It calls the layers' own programs, since only these compute bitwise identical results, and shares nothing with the
+controller: no lists, no lowering, no buffers. A forward reads the version that the ledger names, so does a backward,
+and an update makes the next version. Each micro-batch is run whole before the next one begins: all versions that it may
+read are kept.
 """
 
 import operator
@@ -17,16 +18,15 @@ import numpy as np
 from jvpipe._jax import first_of
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
-from jvpipe.ir.layers import Layer, Ref
+from jvpipe.ir.layers import Layer, Ref, Source
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs import weights
 from jvpipe.programs.layer import LayerPrograms
-from jvpipe.programs.model import forward_program
+from jvpipe.programs.model import forward_program, piece_program
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program
 from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.state import piece_program
 
 
 class Replay:
@@ -50,19 +50,17 @@ class Replay:
         constants: Sequence[Any],
         version: int = 0,
     ) -> None:
-        self._graph, self._first = compiled.traced.graph, version
+        self._graph = compiled.traced.graph
+        self._first = version
         self._enter(compiled)
         self._versions = {(p, version): x for p, x in enumerate(parameters)}
-        self._optimizer, self._model_state, self._constants = (
-            dict(state),
-            list(model_state),
-            constants,
-        )
-        self._memory: dict[
-            tuple[int, int], Any
-        ] = {}  # delta, or the last update, by parameter and version
-        self._count: dict[int, Any] = {}
-        self._weights: dict[int, Any] = {}
+        self._optimizer = dict(state)
+        self._model_state = list(model_state)
+        self._constants = constants
+        # By parameter and version, what is remembered of updates: PipeMare's mean, or XPipe's last update.
+        self._memory: dict[tuple[int, int], Any] = {}
+        self._count: dict[int, Any] = {}  # by layer, the updates that its mean has seen
+        self._weights: list[Any] = []  # of the micro-batches since the last update
         # Gradients of the update to come, by parameter and reader; where devices take turns, those of each.
         self._sums: dict[tuple[int, int], list[Any]] = {}
         self._done: dict[int, int] = {}  # by layer, the backwards since the last update
@@ -79,47 +77,39 @@ class Replay:
         """Runs forward, backward and updates of one micro-batch; returns its loss.
 
         Args:
-            compiled: has the backwards and the optimizer: those of a synchronous beginning are others.
+            compiled: has the backwards and the optimizer; those of a stream's synchronous beginning are others.
             uses: which versions were read and made.
             batch: the leaves of the micro-batch.
             seed: the words of its key.
         """
         self._enter(compiled)
         self._at = {(use.kind, use.layer): use for use in uses}
-        self._values: dict[Ref, Any] = {Ref(ValueKind.BATCH, i): x for i, x in enumerate(batch)}
-        self._values |= {Ref(ValueKind.CONSTANT, i): x for i, x in enumerate(self._constants)}
-        self._values |= {
-            Ref(ValueKind.SEED, 0): seed,
-            **{Ref(ValueKind.STATE, k): x for k, x in enumerate(self._model_state)},
-        }
+        self._values: dict[Ref, Any] = {Ref(ValueKind.SEED, 0): seed}
+        self._values |= _by_ref(ValueKind.BATCH, batch)
+        self._values |= _by_ref(ValueKind.CONSTANT, self._constants)
+        self._values |= _by_ref(ValueKind.STATE, self._model_state)
         self._residuals: dict[int, Sequence[Any]] = {}
         self._again: dict[int, list[Any]] = {}
-        inputs = {}
-        for layer in self._graph.layers:
-            inputs[layer.id] = [self._read(layer, ref, Kind.F) for ref in layer.reads]
-            out = self._run(forward_program(self._programs(layer)), inputs[layer.id])
-            self._values |= dict(zip(layer.writes, out, strict=False))
-            self._residuals[layer.id] = out[len(layer.writes) :]
-            for k in layer.writing(ValueKind.STATE):
-                self._model_state[k] = self._values[Ref(ValueKind.STATE, k)]
+        inputs = {layer.id: self._forward(layer) for layer in self._graph.layers}
         if self._graph.weighted:
-            self._weights[len(self._weights)] = self._values[Ref(ValueKind.LOSS, 1)]
+            self._weights.append(self._values[Ref(ValueKind.LOSS, 1)])
         cotangents: dict[int, Any] = {}
         for layer in reversed(self._graph.layers):
-            if (Kind.B, layer.id) in self._at:  # else it was still in flight
+            if (Kind.B, layer.id) in self._at:  # else it was still in flight when the run ended
                 self._backward(layer, inputs[layer.id], cotangents)
         if any(kind is Kind.U for kind, _ in self._at):
             self._update()
         return float(self._values[Ref(ValueKind.LOSS, 0)])
 
     def _enter(self, compiled: CompiledPlan) -> None:
-        self._compiled, self._fates = compiled, Fates.of(self._graph, compiled.plan)
-        self._stage = {
-            layer: s for s, stage in enumerate(compiled.plan.stages) for layer in stage.layers
-        }
+        """Follows a plan from here on: a run's plan may change at any micro-batch."""
+        self._compiled = compiled
+        self._fates = Fates.of(self._graph, compiled.plan)
+        stages = enumerate(compiled.plan.stages)
+        self._stage = {layer: s for s, stage in stages for layer in stage.layers}
 
     def forget(self) -> None:
-        """A drain: what was remembered of updates is gone."""
+        """Forgets what is remembered of updates: the run was drained."""
         self._memory, self._count = {}, {}
 
     def _programs(self, layer: Layer) -> LayerPrograms:
@@ -128,11 +118,24 @@ class Replay:
     def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         device = first_of(self._compiled.devices[0])
         (executable,) = self._compiled.store.compile([(program, device)])
-        given = [jax.device_put(x, device) for x in arguments]
-        given = [jnp.copy(x) if i in program.donated else x for i, x in enumerate(given)]
-        return list(executable(*given))
+        arrays = [jax.device_put(x, device) for x in arguments]
+        # A donated array would be overwritten, and all versions are kept.
+        for i in program.donated:
+            arrays[i] = jnp.copy(arrays[i])
+        return list(executable(*arrays))
+
+    def _forward(self, layer: Layer) -> list[Any]:
+        """Runs a layer's forward; returns what it read."""
+        reads = [self._read(layer, ref, Kind.F) for ref in layer.reads]
+        out = self._run(forward_program(self._programs(layer)), reads)
+        self._values |= dict(zip(layer.writes, out, strict=False))
+        self._residuals[layer.id] = out[len(layer.writes) :]
+        for k in layer.writing(ValueKind.STATE):
+            self._model_state[k] = self._values[Ref(ValueKind.STATE, k)]
+        return reads
 
     def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
+        """Returns what a layer's forward or backward reads, of parameters the version that the ledger names."""
         if ref.kind != ValueKind.PARAMETER:
             return self._values[ref]
         use, p = self._at[kind, layer.id], ref.index
@@ -144,12 +147,15 @@ class Replay:
         plain = self._versions[p, use.version]
         if not use.shift:
             return plain
+        # A forward's weights are predicted some updates ahead, a backward's are corrected some updates back.
+        updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-        factor = -use.shift if KINDS[kind].back else use.shift
-        return self._run(weights.shifted([shape], factor), [plain, self._memory[p, use.version]])[0]
+        remembered = self._memory[p, use.version]
+        (shifted, *_) = self._run(weights.shifted([shape], updates), [plain, remembered])
+        return shifted
 
     def _run_again(self, layer: Layer) -> list[Any]:
-        """A layer's forward again, with the backward's weights: what it wrote, and new residuals."""
+        """Runs a layer's forward again, with the backward's weights; returns what it wrote, and new residuals."""
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
             out = self._run(forward_program(self._programs(layer), recompute=True), reads)
@@ -158,7 +164,7 @@ class Replay:
         return self._again[layer.id]
 
     def _back(self, layer: Layer, ref: Ref) -> Any:
-        """Reads for a backward what its forward read: recomputed if it was dropped."""
+        """Returns for a backward what its forward read: recomputed, if the stage has dropped it."""
         edge = self._stage[layer.id], ref.index
         if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
             producer = self._graph.layers[self._graph.tensors[ref.index].producer]
@@ -166,75 +172,91 @@ class Replay:
         return self._read(layer, ref, Kind.B)
 
     def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
+        """Runs a layer's backward: adds its gradients to the sums, and its cotangents to those of its inputs.
+
+        Args:
+            layer: whose.
+            inputs: what its forward read.
+            cotangents: by tensor, the sums of later readers.
+        """
         signature = self._programs(layer).signature
         if signature.is_idle:
             return
+        # What runs again comes first, in the order of a run: it renews residuals that the sources below name.
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
         if layer.id in self._fates.recomputed:
             self._run_again(layer)
-        arguments = []
-        for kind, i in signature.sources:
-            if kind == "residual":
-                arguments.append(self._residuals[layer.id][i])
-            elif kind == "output":
-                arguments.append(self._back(layer, layer.writes[i]))
-            elif layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
-                arguments.append(self._back(layer, layer.reads[i]))
-            else:
-                arguments.append(inputs[i])
+        arguments = [self._source(layer, source, inputs) for source in signature.sources]
         arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
         arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
-        sums = [layer.reads[i].index for i in signature.gradients]
-        program = self._compiled.backward_program(self._programs(layer))
-        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
-        turn = self._done.get(layer.id, 0) % turns
-        self._done[layer.id] = self._done.get(layer.id, 0) + 1
-        parts = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in sums]
-        if len(program.inputs) > len(arguments):
-            arguments += [part[turn] for part in parts]
+        parameters = [layer.reads[i].index for i in signature.gradients]
+        turn, turns = self._turn(layer)
+        sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
+        program = self._compiled.row_programs.backward_program(self._programs(layer))
+        if len(program.inputs) > len(
+            arguments
+        ):  # else every micro-batch is an update, without sums
+            arguments += [of_turns[turn] for of_turns in sums]
         out = self._run(program, arguments)
-        for part, x in zip(parts, out, strict=False):
-            part[turn] = x
-        cotangents |= {
-            layer.reads[i].index: x
-            for i, x in zip(signature.returned, out[len(sums) :], strict=False)
-        }
+        for of_turns, x in zip(sums, out, strict=False):
+            of_turns[turn] = x
+        returned = zip(signature.returned, out[len(parameters) :], strict=False)
+        cotangents |= {layer.reads[i].index: x for i, x in returned}
+
+    def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
+        """Returns a value that a backward takes from where its signature says."""
+        kind, i = source
+        if kind == "residual":
+            return self._residuals[layer.id][i]
+        if kind == "output":
+            return self._back(layer, layer.writes[i])
+        if layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
+            return self._back(layer, layer.reads[i])
+        return inputs[i]
+
+    def _turn(self, layer: Layer) -> tuple[int, int]:
+        """Counts a backward of a layer; returns which of its stage's devices ran it, and how many take turns."""
+        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        done = self._done.get(layer.id, 0)
+        self._done[layer.id] = done + 1
+        return done % turns, turns
 
     def _zero(self, p: int) -> np.ndarray:
         array = self._graph.parameters[p].array
         return np.zeros(array.shape, array.dtype)
 
     def _update(self) -> None:
-        """Every layer's update, from the gradients that were added up since the last one."""
+        """Runs every layer's update, from the gradients that were added up since the last one."""
         total: list[Any] = []
         if self._graph.weighted:
-            parts = list(self._weights.values())
-            shape = self._compiled.traced.loss_shapes[1]
-            total = self._run(weights.total(shape, len(parts)), parts)
+            program = weights.total(self._compiled.traced.loss_shapes[1], len(self._weights))
+            total = self._run(program, self._weights)
         before: dict[int, dict[int, int]] = {}  # by layer, the versions that the update starts from
         values: dict[Slot, Any] = {}
         for piece in self._compiled.optimizer.update:
             layer = piece.layer
             if layer is None or (Kind.U, layer) not in self._at:
                 continue
-            trained = self._graph.trained(self._graph.owned(layer))
-            owned = before.setdefault(layer, {p: self._newest(p) for p in trained})
-            reads = [self._slot(slot, layer, owned, total, values) for slot in piece.reads]
-            for slot, x in zip(piece.writes, self._run(piece_program(piece), reads), strict=False):
+            if layer not in before:
+                trained = self._graph.trained(self._graph.owned(layer))
+                before[layer] = {p: self._newest(p) for p in trained}
+            reads = [self._slot(slot, layer, before[layer], total, values) for slot in piece.reads]
+            out = self._run(piece_program(piece), reads)
+            for slot, x in zip(piece.writes, out, strict=False):
                 if slot.kind is SlotKind.PARAMETER:
                     self._versions[slot.index, self._at[Kind.U, layer].version] = x
                 elif slot.kind is SlotKind.STATE:
                     self._optimizer[slot.index, layer] = x
                 else:
                     values[slot] = x
-        for layer, owned in before.items():
-            self._remember(layer, owned)
-        self._sums, self._done, self._weights = {}, {}, {}
+        for layer, versions in before.items():
+            self._remember(layer, versions)
+        self._sums, self._done, self._weights = {}, {}, []
 
     def _newest(self, p: int) -> int:
-        return max(v for q, v in self._versions if q == p)
+        return max(version for q, version in self._versions if q == p)
 
     def _slot(
         self,
@@ -244,6 +266,15 @@ class Replay:
         total: list[Any],
         values: dict[Slot, Any],
     ) -> Any:
+        """Returns what a piece of the optimizer reads.
+
+        Args:
+            slot: of the piece.
+            layer: that runs it.
+            before: by parameter, the version that the update starts from.
+            total: the sum of weights, if the loss is weighted.
+            values: what earlier pieces have passed on.
+        """
         match slot.kind:
             case SlotKind.GRADIENT:
                 reader = self._graph.parameters[slot.index].readers[slot.source]
@@ -261,27 +292,35 @@ class Replay:
                 assert_never(slot.kind)
 
     def _remember(self, layer: int, before: dict[int, int]) -> None:
-        """PipeMare's mean of the updates and its scaling, XPipe's last update."""
-        schedule, tau = (
-            self._compiled.schedule,
-            len(self._compiled.plan.stages) - 1 - self._stage[layer],
-        )
-        if not before or tau == 0 or not (schedule.predicts or schedule.decay is not None):
+        """Notes an update as its schedule does: PipeMare's mean of updates and its scaling, XPipe's last update.
+
+        Args:
+            layer: whose.
+            before: by parameter, the version that the update started from.
+        """
+        schedule = self._compiled.schedule
+        tau = len(self._compiled.plan.stages) - 1 - self._stage[layer]
+        remembers = schedule.predicts or schedule.decay is not None
+        if not (before and tau and remembers):
             self._count.pop(layer, None)
             return
         now = self._at[Kind.U, layer].version
-        old, new = (
-            [self._versions[p, v] for p, v in before.items()],
-            [self._versions[p, now] for p in before],
-        )
+        old = [self._versions[p, version] for p, version in before.items()]
+        new = [self._versions[p, now] for p in before]
+        memory = [self._memory.get((p, version), self._zero(p)) for p, version in before.items()]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
-        kept = [self._memory.get((p, v), self._zero(p)) for p, v in before.items()]
         if schedule.decay is None:
-            out = self._run(weights.difference(shapes), [*old, *new, *kept])
+            memory = self._run(weights.difference(shapes), [*old, *new, *memory])
         else:
             program = weights.settled(shapes, tau, schedule.decay, schedule.anneal_updates)
-            out = self._run(program, [*old, *new, *kept, self._count.get(layer, np.int32(0))])
+            count = self._count.get(layer, np.int32(0))
+            out = self._run(program, [*old, *new, *memory, count])
+            # PipeMare also scales the update itself, so the new version is another one.
             self._versions |= {(p, now): x for p, x in zip(before, out, strict=False)}
+            memory = out[len(before) :]
             self._count[layer] = out[2 * len(before)]
-            out = out[len(before) :]
-        self._memory |= {(p, now): x for p, x in zip(before, out, strict=False)}
+        self._memory |= {(p, now): x for p, x in zip(before, memory, strict=False)}
+
+
+def _by_ref(kind: ValueKind, values: Sequence[Any]) -> dict[Ref, Any]:
+    return {Ref(kind, i): x for i, x in enumerate(values)}

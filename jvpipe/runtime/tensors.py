@@ -1,4 +1,4 @@
-"""The tensor table: the one mutable object of a run. It holds every array and counts every byte."""
+"""What a run holds, and may hold: bytes per device as they are counted, and limits on them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from jvpipe.ir.layers import Array
 from jvpipe.runtime.versions import VersionLedger
 
 Identity = tuple[str, Array]
-"""What tells an array of one model from those of others: its kind, path, shape and type."""
+"""The kind, path, shape and type of an array: what tells it from the other arrays of any model."""
 
 
 class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the contract
@@ -23,9 +23,16 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 
 @dataclass
 class Ledger:
-    """Bytes held per device, now and at most, since the pipeline was initialised; the last number is the host's.
+    """Counts the bytes held per device, now and at most, since the pipeline was initialised.
 
-    `versions` says which weights each forward and backward read.
+    The controller counts each row as it dispatches it, so what the ledger says follows from the order of dispatch, not
+    from when programs run. It agrees with the buffer table that planners and the simulator read.
+
+    Attributes:
+        devices: by place.
+        versions: which weights each forward and backward read.
+        live: bytes held now, by place, and last on the host.
+        peak: the most bytes held at once, likewise.
     """
 
     devices: tuple[Device, ...]
@@ -38,7 +45,8 @@ class Ledger:
         self.peak = [0] * (len(self.devices) + 1)
 
     def begin(self) -> None:
-        """Counts anew: a run begins, and nothing is left of another one."""
+        """Begins to count anew for a run that has nothing of the one before."""
+        # In place: the controller keeps both lists at hand while it dispatches.
         self.live[:] = self.peak[:] = [0] * len(self.live)
         self.versions = VersionLedger()
 
@@ -54,7 +62,12 @@ class Ledger:
         self.peak[device] = max(self.peak[device], self.live[device] + temporary)
 
     def drop(self, device: int, size: int) -> None:
-        """Counts bytes that a device holds no longer."""
+        """Counts bytes that a device holds no longer.
+
+        Args:
+            device: its index; `HOST` for the host.
+            size: bytes.
+        """
         self.live[device] -= size
 
     @property
@@ -79,12 +92,9 @@ class Ledger:
 
 
 def _by_device(devices: Sequence[Device], values: Sequence[int]) -> dict[Device, int]:
-    """By each device that there is: what a group holds, each of its devices does."""
-    return {
-        device: size
-        for place, size in zip(devices, values, strict=False)
-        for device in devices_in(place)
-    }
+    """Returns values by device; each device of a group has what its place has."""
+    by_place = zip(devices, values, strict=False)  # the host's is left out
+    return {device: size for place, size in by_place for device in devices_in(place)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +105,18 @@ class Away:
 
 
 def parked_bytes(parked: Mapping[Identity, Any]) -> int:
-    """Bytes of the arrays that this process has parked on its host."""
+    """Returns the bytes of the arrays that this process has parked on its host."""
     return sum(array.bytes for (_, array), value in parked.items() if not isinstance(value, Away))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that each device, and the host, may hold at any instant: one number for all devices, or one for each.
+    """The bytes that each device, and the host, may hold at any instant.
 
-    On the host `parked` arrays, which the present model lacks, lie beside what is swapped.
+    Attributes:
+        device_bytes: one number for all devices, or one for each; None if there is no limit.
+        host_bytes: of the host; None if there is no limit.
+        parked: arrays on the host which the present model lacks: they count beside what is swapped.
     """
 
     device_bytes: int | Sequence[int] | None = None
@@ -118,38 +131,47 @@ class Limits:
         Args:
             peaks: the most bytes of each device, and last of the host.
             devices: for the message.
-            idle: says when that is if it is at no task.
+            idle: says when a peak is that is at no task.
 
         Raises:
-            MemoryLimitExceeded: it would.
+            MemoryLimitExceeded: a device or the host would.
         """
-        own, host, beside = peaks[:HOST], peaks[HOST], parked_bytes(self.parked)
         if self.device_bytes is not None:
-            given = self.device_bytes
-            limits = [given] * len(own) if isinstance(given, int) else given
-            over = [peak.bytes - limit for peak, limit in zip(own, limits, strict=True)]
-            if max(over) > 0:
-                d = over.index(max(over))
-                raise _exceeded(
-                    str(devices[d]), own[d], limits[d], idle, max(peak.bytes for peak in own)
-                )
-        if self.host_bytes is not None and host.bytes + beside > self.host_bytes:
-            holders = (*host.holders, ("parked", beside)) if beside else host.holders
-            raise _exceeded(
-                "the host",
-                replace(host, bytes=host.bytes + beside, holders=holders),
-                self.host_bytes,
-                idle,
-                0,
-            )
+            self._check_devices(peaks[:HOST], self.device_bytes, devices, idle)
+        if self.host_bytes is not None:
+            self._check_host(peaks[HOST], self.host_bytes, idle)
+
+    def _check_devices(
+        self,
+        peaks: Sequence[Peak],
+        limit: int | Sequence[int],
+        devices: Sequence[Device],
+        idle: str,
+    ) -> None:
+        limits = [limit] * len(peaks) if isinstance(limit, int) else limit
+        over = [peak.bytes - limit for peak, limit in zip(peaks, limits, strict=True)]
+        if max(over) <= 0:
+            return
+        d = over.index(max(over))
+        # One limit for all devices has to suffice for the fullest, which need not be the one furthest over its own.
+        fullest = max(peak.bytes for peak in peaks)
+        raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
+
+    def _check_host(self, peak: Peak, limit: int, idle: str) -> None:
+        parked = parked_bytes(self.parked)
+        if peak.bytes + parked <= limit:
+            return
+        holders = (*peak.holders, ("parked", parked)) if parked else peak.holders
+        peak = replace(peak, bytes=peak.bytes + parked, holders=holders)
+        raise _exceeded("the host", peak, limit, idle, fullest=0)
 
 
-def _exceeded(place: str, peak: Peak, limit: int, idle: str, most: int) -> MemoryLimitExceeded:
-    """The error; one limit for all devices must be at least the `most` that one holds."""
+def _exceeded(place: str, peak: Peak, limit: int, idle: str, fullest: int) -> MemoryLimitExceeded:
+    """Returns the error; a limit that is one for all devices must be at least what the `fullest` holds."""
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(
         f"{place} would hold {peak.bytes:,} bytes {task}, the limit is {limit:,}. It holds {holders}. "
         f"A limit of {peak.bytes:,} bytes would do; so may more stages or more micro-batches",
-        max(most, peak.bytes),
+        max(fullest, peak.bytes),
     )

@@ -11,6 +11,7 @@ import jax
 from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
+from jvpipe.ir.paths import path_name
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.programs.optimizer import OptimizerCut
@@ -29,7 +30,7 @@ from jvpipe.session.trees import Trees, micro_batch_shapes, shapes_of
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
-from jvpipe.trace.leaves import abstract, path_name
+from jvpipe.trace.leaves import abstract
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
 

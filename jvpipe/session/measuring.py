@@ -41,8 +41,28 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
 
-ALIKE = 0.98
-"""Devices that report at least this share of what the roomiest of them has are taken to have the same."""
+
+@dataclass(frozen=True)
+class LimitEffort:
+    """How long a plan is sought whose run keeps a memory limit.
+
+    Attributes:
+        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
+            the run of its answer would be over it.
+        counted_times: how many times what a run holds the planner may have counted, at most.
+        alike: devices that report at least this share of what the roomiest of them has are taken to
+            have the same.
+        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
+            for whose optimizer state leaves.
+    """
+
+    attempts: int = 5
+    counted_times: float = 1.2
+    alike: float = 0.98
+    noticed: float = 0.01
+
+
+LIMITS = LimitEffort()
 
 
 def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
@@ -158,7 +178,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
     if not limits:
         return ()
     each = [limits.get(device.id, min(limits.values())) for device in devices]
-    return tuple(min(other for other in each if other >= ALIKE * limit) for limit in each)
+    return tuple(min(other for other in each if other >= LIMITS.alike * limit) for limit in each)
 
 
 def _reported(device: Device) -> int | None:

@@ -15,10 +15,11 @@ import numpy as np
 
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.ir.lazy_array import LazyArray
+from jvpipe.ir.paths import path_names
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, abstract, canonical, path_names
+from jvpipe.trace.leaves import Role, abstract, canonical
 from jvpipe.trace.structure import structure
 
 Tree = Any

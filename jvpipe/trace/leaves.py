@@ -9,6 +9,7 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.ir.brief import brief
+from jvpipe.ir.paths import path_name
 
 Tree = Any
 Role = Literal[
@@ -27,33 +28,6 @@ _CURES: dict[Role, str] = {
     "leaf of the optimizer's state": "give the tree of pipe.optimizer_state, changed",
     "leaf of aux": "return arrays and numbers alone",
 }
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
-
-    >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
-    ['a/0', 'a/1']
-    """
-    return "/".join(_keys(path))
-
-
-def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
-    """The key paths of a tree as texts that differ: where two read alike, what is in their keys is escaped in all.
-
-    Escapes are those of JSON pointers: ~1 is a separator inside a key, ~0 is ~.
-
-    >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
-    >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
-    ('a/b~1c', 'a~1b/c')
-    """
-    names = tuple(separator.join(_keys(path)) for path in paths)
-    if len(set(names)) == len(names):
-        return names
-    escaped = [
-        [key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths
-    ]
-    return tuple(map(separator.join, escaped))
 
 
 def canonical(dtype: Any) -> Any:
@@ -136,12 +110,6 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
         raise ValueError(
             f"{named(path, role)} is the number {brief(leaf)}, which no device holds"
         ) from error
-
-
-def _keys(path: Sequence[Any]) -> list[str]:
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return [jax.tree_util.keystr((key,), simple=True) for key in path]
 
 
 def named(path: Sequence[Any], role: Role) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Ref, Spec
+from jvpipe.ir.paths import path_name, path_names
 from jvpipe.ir.reductions import AuxReduction, Reductions, StateReduction, chosen
 from jvpipe.ir.sharding import Sharding
 from jvpipe.ir.values import ValueKind
@@ -22,7 +23,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
-from jvpipe.trace.leaves import abstract, check, path_name, path_names
+from jvpipe.trace.leaves import abstract, check
 from jvpipe.trace.modules import check_modules
 
 Tree = Any

@@ -8,10 +8,10 @@ from typing import Any, TypedDict
 import jax
 
 from jvpipe.ir.layers import Spec
+from jvpipe.ir.paths import path_names
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.reshaped import reshaped
 from jvpipe.trace.stacks import Stacks, find_stacks

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jvpipe.trace.leaves import path_name
+from jvpipe.ir.paths import path_name
 
 Tree = Any
 

@@ -17,11 +17,11 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph, Ref
+from jvpipe.ir.paths import path_name
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.one_example import UnlikeError, on_one

@@ -15,10 +15,10 @@ import numpy as np
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
 from jvpipe.ir.names import nearest
+from jvpipe.ir.paths import path_names
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers

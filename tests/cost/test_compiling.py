@@ -37,12 +37,14 @@ def compiled_here(shape: Any) -> Sizes:
     options = _jax.exact("cpu")
     needs = jitted.lower(shape, shape).compile(compiler_options=options).memory_analysis()
     assert needs
+    each = (shape.size * 4, shape.size * 4), (shape.shape[0] ** 2 * 4, shape.size * 4)
     return Sizes(
         needs.argument_size_in_bytes,
         needs.output_size_in_bytes,
         needs.alias_size_in_bytes,
         needs.temp_size_in_bytes,
         needs.generated_code_size_in_bytes,
+        *each,
     )
 
 
@@ -125,5 +127,7 @@ def test_a_gpu_that_is_not_here_tells_its_bytes(quiet: None) -> None:
 @pytest.mark.skipif(not find_spec("libtpu"), reason="needs jvpipe[aot-tpu]")
 def test_a_tpu_that_is_not_here_tells_its_bytes_with_padding(quiet: None) -> None:
     (sizes,) = Compiler(find_target("v5e")).sizes([text_of(SHAPES[0], "tpu")])
-    assert sizes.arguments == 2 * 32 * 128 * 4, "the 64 are stored as 128, in tiles of 8 x 128"
+    assert sizes.arguments == sum(sizes.each_argument) == 2 * 32 * 128 * 4, (
+        "the 64 are stored as 128, in tiles of 8 x 128"
+    )
     assert sizes.code > 0

@@ -158,7 +158,6 @@ def away(pipe: jvpipe.Pipeline) -> int:
             ("pipedream", 1, {}),
             ("1f1b", None, {"devices": jax.devices()[:2]}),
         ],
-        ("1f1b", 1, {}),
         ("1f1b", None, {"devices": jax.devices()[:2]}),
     ),
 )

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jvpipe.trace.leaves import abstract, path_name
+from jvpipe.ir.paths import path_name
+from jvpipe.trace.leaves import abstract
 from tests.zoo import flax_nnx
 
 

@@ -15,7 +15,8 @@ from jvpipe.ir.buffers import Buffer, Copy, Spot
 from jvpipe.ir.values import NONE, VALUES, ValueKind
 from jvpipe.runtime.compiled_plan import CompiledPlan
 from jvpipe.runtime.hosts import Carried
-from jvpipe.runtime.state import Name, State, name_of
+from jvpipe.runtime.placing import name_of
+from jvpipe.runtime.state import Name, State
 from jvpipe.runtime.tensors import Ledger
 from jvpipe.runtime.value_shapes import shape
 
@@ -186,7 +187,7 @@ def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None
     """The shape and type of an array in flight; None where only programs of an earlier plan know."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
-        return compiled.known_shape(value)
+        return compiled.row_programs.known_shape(value)
     if compiled.previous or compiled.replicas:
         return None
     return shape(compiled.programs[0][value.layer].signature.residuals[value.index])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.report.order_reasons import order_reasons
+from jvpipe.planners.order_reasons import order_reasons
 from jvpipe.schedules import find_schedule
 
 LAYER = LayerCost("block", 0.5, 1.0, (Option(1024),), split=SplitCost(0.5, 0.5, 0, 0))

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jvpipe.ir.sizes import format_bytes
-from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.order_search import OrderedPlan
+from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate
@@ -34,7 +34,7 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
         host_limit_bytes=None,
     )
     ours = evaluate(problem, decision)
-    usual = evaluate(plain, find_planner("jvpipe").decide(plain))
+    usual = evaluate(plain, under_rule(plain))
     step_s, usual_s = simulated_step_s(problem, ours.stages), simulated_step_s(plain, usual.stages)
     idle, usual_idle = bubble_fraction(problem, ours.stages), bubble_fraction(plain, usual.stages)
     line = (
