@@ -1,5 +1,6 @@
 # make bert: install into .venv, train BERT on this machine.    make test: install, then every check.
 # make docs: the pages as HTML, in build/docs.                  make wheel: the package, in dist.
+# make locked: install what requirements-dev.txt names, to the byte, in place of the newest.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 TRAINS := $(VENV)/.trains
 DEVELOPS := $(VENV)/.develops
 
-.PHONY: bert test thorough peers docs wheel clean
+.PHONY: bert test thorough locked lock peers docs wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +20,16 @@ $(TRAINS): pyproject.toml | $(BIN)/python
 $(DEVELOPS): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $(TRAINS) $@
+
+locked: | $(BIN)/python
+	$(BIN)/python -m pip install --require-hashes --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $(TRAINS) $(DEVELOPS)
+
+# requirements-dev.txt anew, for every Python and platform at once.
+lock:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --upgrade -o requirements-dev.txt
 
 # NPROC=1 gives each CPU device a core of its own.
 bert: $(TRAINS)

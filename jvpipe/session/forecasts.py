@@ -117,7 +117,7 @@ def plan_for(
         check_shape_planner(names, question.schedule)
         there, given = given_pins(question, cluster, devices, **pins)
     asking = _Asking(question, cluster, names, there, given, title)
-    return asking.signed(limit, compile) if compile else asking({}, limit)
+    return asking({}, limit) if compile is False else asking.signed(limit, compile)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,10 @@ class _Asking:
             limit: as it was given.
             target: another one than the hardware, by name.
         """
+        if not isinstance(target, bool | str):
+            raise ValueError(
+                f"compile must be True, or the name of a target such as 'h100', not {brief(target)}"
+            )
         if len(self.names) > 1:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")

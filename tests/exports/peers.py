@@ -50,16 +50,13 @@ def said_by(name: str, texts: Sequence[str], microbatches: int, folder: Path) ->
 
 def _said(name: str, fields: dict, text: str, microbatches: int) -> Said:
     """What a parser says; an order that is a rule of the system's is that of the readers here."""
-    again = fields.pop("again", None)
+    again, order = fields.pop("again", None), fields.pop("order", None)
     said = Said(**fields, again=None if again is None else set(again))
-    order = said.order
     if order is None:
-        order = READERS[name](text, microbatches).order
-    else:
-        order = [[(s, kind, m) for s, kind, m in row] for row in order]
-    if name == "jaxpp" and order is not None:
-        order = [[_whole(action, row) for action in row] for row in order]
-    said.order = order
+        said.order = READERS[name](text, microbatches).order
+        return said
+    rows = [[(s, kind, m) for s, kind, m in row] for row in order]
+    said.order = [[_whole(x, row) for x in row] for row in rows] if name == "jaxpp" else rows
     return said
 
 

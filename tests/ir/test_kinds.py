@@ -137,7 +137,9 @@ def test_elsewhere_kinds_are_only_picked_out_one_by_one() -> None:
 def test_no_letters_of_kinds_are_compared() -> None:
     letters = set(map(str, Kind))
     for file, node in choices():
-        if isinstance(node, ast.Compare) and not file.match("util/sizes.py"):  # B is for bytes there
+        if isinstance(node, ast.Compare) and not file.match(
+            "util/sizes.py"
+        ):  # B is for bytes there
             words = {
                 n.value
                 for n in ast.walk(node)
