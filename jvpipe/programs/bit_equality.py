@@ -100,6 +100,7 @@ def _updated(
                 to_global[replace(slot, source=0)].append(x)
     lasting = (SlotKind.PARAMETER, SlotKind.STATE)
     written = {slot: x for (slot, _), x in values.items() if slot.kind in lasting}
+    # Of two layers the vectors for the global program are packed in another order than of one.
     return written | {slot: np.sort(np.concatenate(x)) for slot, x in to_global.items()}
 
 

@@ -85,6 +85,7 @@ class _Update:
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
         """Tells the inputs apart: they are gradients, perhaps a weight, parameters and state."""
         inputs, count = traced.update.jaxpr.invars, len(readers)
+        # From the front the gradients are counted, from the back the rest: a weight may stand between them.
         bounds = pairwise(accumulate(readers, initial=0))
         first = len(inputs) - len(traced.state) - count
         return _Update(
@@ -211,6 +212,7 @@ def _origin(eqn: JaxprEqn, origins: Sequence[Var | None], are_zeros: Sequence[bo
     if name in ("add", "add_any") and are_zeros[0]:
         return origins[1]
     if name == "select_n":
+        # Whatever the choice is, it is one of these: if all are equal to the same input, so is the result.
         first, *others = origins[1:]
         return first if all(origin is first for origin in others) else None
     if name not in _AS_IT_IS or origins[0] is None:

@@ -68,7 +68,7 @@ class LayerPrograms:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """A value that is equal for two jaxprs that compile to the same program."""
+    """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
@@ -85,6 +85,7 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     reads = enumerate(zip(body.reads, body.differentiable, strict=True))
     tensors = [(i, ref) for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR]
     summed = [i for i, ref in tensors if ref.index in partial]
+    # The forward is traced with everything that its derivative closes over; what of this are residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     leaves = closed.jaxpr.outvars[n_out:]
@@ -97,6 +98,7 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
     jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
+    # A residual that is no candidate has no name of its own.
     names = _candidate_names(jaxpr.eqns)
     signature = replace(
         signature,
@@ -200,6 +202,7 @@ def _trace_forward(
             return [*active, *passed], out
 
         variable = [x for x, d in zip(xs, body.differentiable, strict=True) if d]
+        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the forward.
         _, pull, out = jax.vjp(pick, *variable, has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
@@ -289,6 +292,7 @@ def _trace_backward(
         incoming |= zip(parts.taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
+        # In the order in which the forward listed what gradients come from: active outputs, then summed inputs.
         pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
         moved = dict(zip(variable, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
@@ -301,6 +305,7 @@ def _trace_backward(
         [_shape(body.inputs[i]) for i in partial],
         [_shape(body.inputs[i]) for i in gradients],
     )
+    # First what decides how the compiler rounds, then what only leaves results out.
     closed = settle(upright(jaxprs.silent(flat, printed)), len(gradients))
     closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
     closed, sources = _without_unread(closed, body, list(shapes), gradients)

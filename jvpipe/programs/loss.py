@@ -65,6 +65,7 @@ def loss_program(
         columns = _columns(values, microbatches, parts)
         losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
         loss = _total(losses[0])
+        # The weight has its own sum, and only the quotient of both is the loss, however the items were spread.
         if graph.weighted:
             weight = _total(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]

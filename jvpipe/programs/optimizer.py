@@ -147,6 +147,7 @@ def cut_optimizer(
         if not stacks:
             raise
         raise ValueError(f"{error}. {PER_LAYER}") from error
+    # What the update shares or gives to layers has to begin there, too.
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
     _check(first, homes)
     return OptimizerCut(
@@ -174,6 +175,7 @@ def _homes(
     for slot, leaf in zip(update.of_kind(SlotKind.STATE), traced.parameter_of, strict=True):
         if leaf is not None:
             homes[slot] = of_leaf[leaf]
+    # The norm is a number of all layers, which the global program yields.
     for slot in update.of_kind(SlotKind.GRAD_NORM):
         homes[slot] = Input("global")
     return homes
@@ -206,7 +208,9 @@ def laid_state(
         if leaf.parameter is None:
             return leaf
         parameter = parameters[leaf.parameter].array
-        if parameter.shape != leaf.array.shape:
+        if (
+            parameter.shape != leaf.array.shape
+        ):  # such as a factored moment, which stays whole on each
             return leaf
         return replace(leaf, array=sharding.laid(leaf.array, parameter.spec))
 
@@ -335,6 +339,7 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
+    # Without the results in question: they count as needed everywhere, which is what is to be found out.
     goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in maker])
     variables = {slot: var for var, slot in flow.inputs.items()}
     readers = {slot: goes_to.get(variables[slot], home) for slot, home in maker.items()}

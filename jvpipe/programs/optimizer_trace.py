@@ -90,6 +90,7 @@ def trace_optimizer(
         answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
         updates, state = _checked_answer(answer, tree)
         changed = zip(seen, jax.tree.leaves(optax.apply_updates(params, updates)), strict=True)
+        # The frozen ones pass through, in their places.
         new = dict(enumerate(values)) | dict(changed)
         return list(new.values()), state, norm(grads) if grad_norm else None
 
@@ -192,6 +193,7 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
     closed = inlined(traced, JITS)
     if not any(map(_jax.inner_jaxprs, closed.jaxpr.eqns)):
         return closed
+    # An expanded body may have calls of its own: it ends, since bodies nest only so deeply.
     closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
         closed = _retraced(closed)
@@ -255,6 +257,7 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
     try:
         return method(*args)
     except TypeError as error:
+        # Optimizers that take the value of the loss, or the loss itself, say so in their signature.
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
@@ -346,6 +349,7 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
+        # A weak type gives way to a strong one, but never comes back.
         weak = _type(before)[1] and _type(after)[1]
         return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
 

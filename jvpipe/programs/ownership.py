@@ -161,6 +161,7 @@ class _Placing:
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {p.home for p in operands.values() if isinstance(p.home, int)}
+        # Large arrays of several layers cannot meet: either the equation comes apart, or the optimizer is refused.
         large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
@@ -253,6 +254,7 @@ class _Placing:
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
         used = [v in self.goes_to for v in eqn.outvars]
+        # Only of a scan the body shows which results depend on which operands.
         split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
         if split is None or not split.separates:
             raise ValueError(self._complaint(eqn))

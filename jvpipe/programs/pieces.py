@@ -128,6 +128,7 @@ class Part:
         """
         program = _program_of(_Content(self._content, self))
         writes = (*self.sent, *(slot for _, slot in self.yielded))
+        # Until its last piece a layer may read everything once more.
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(layer, phase, self.reads, writes, donated, program)
 
@@ -139,6 +140,7 @@ class Part:
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
+        # Which argument, and which part of it, each variable stands for.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
         return (
@@ -150,6 +152,7 @@ class Part:
 
     def trace(self) -> ClosedJaxpr:
         """Traces the program."""
+        # A slot that is no vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
         shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
         return jax.make_jaxpr(self._run)(*shapes)
@@ -160,6 +163,7 @@ class Part:
         for var, slot in self.read.items():
             array = array_of[slot]
             env[var] = self._unpack(array, slot, var) if slot in self.vectors else array
+        # With their name scopes: a profile and a message show the transformation.
         jaxprs.run(self.eqns, env, _bind_in_scope)
         packed = [_packed(jaxprs.read(self.vectors[slot], env)) for slot in self.sent]
         results = jaxprs.read([atom for atom, _ in self.yielded], env)

@@ -51,6 +51,7 @@ class SplitScan:
         jaxpr = self.body.jaxpr
         constants, start, scanned = _jax.scan_operands(self.eqn, values)
         fixed_in, carry_in, scanned_in = _jax.scan_operands(self.eqn, jaxpr.invars)
+        # Results are numbered carries first, then ys, as in the body's.
         kept, eqns = self._narrowed(outputs, carry_in)
         ys = [i for i in outputs if i >= len(carry_in)]
         read = _read(eqns, [jaxpr.outvars[i] for i in [*kept, *ys]])
@@ -67,6 +68,7 @@ class SplitScan:
             return pick(kept, env), pick(ys, env)
 
         init = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (start[i] for i in kept)]
+        # What no equation of the part reads is not scanned over: it may belong to another layer.
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)

@@ -135,6 +135,7 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     along_others = name in _MATRIX and rows.axis < rank - 2  # matrices lie in the last two axes
     if is_elementwise(eqn) or along_others:
         return _on_each(eqn, values, rows, thin=rows.thin and not along_others)
+    # Each slice is reduced by itself, then what is left of them, in the order of the layers.
     if name in _SUMS and rows.axis in eqn.params["axes"]:
         left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
         return _jax.bind(_with(eqn, {"axes": (0,)}), [_stacked(left)])
@@ -159,6 +160,7 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         one = values[0].one if isinstance(values[0], Even) else values[0]
+        # The axes that are new have one element: all along them the array is the same.
         sizes = [1] * len(out.shape)
         axes = eqn.params["broadcast_dimensions"]
         for axis, size in zip(axes, jax.numpy.shape(one), strict=True):
@@ -166,6 +168,7 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         if tuple(sizes) == out.shape:
             return None
         return [Even(out.shape, _jax.bind(_with(eqn, {"shape": tuple(sizes)}), [one])[0])]
+    # Scalars go with everything.
     ranked = [v for v in values if jax.numpy.ndim(v.one if isinstance(v, Even) else v)]
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):

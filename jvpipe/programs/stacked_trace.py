@@ -76,6 +76,7 @@ def _trace_stacks(
     joined, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
+    # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
     core = trace_optimizer(optimizer, joined, one_reader, 1, grad_norm=False, frozen=hidden)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     state = _settled(core, parameters, leaves)
@@ -100,6 +101,7 @@ def _trace_stacks(
     def init(params: Any) -> list[Any]:
         return state.taken_apart(evaluate(core.init, parameters.joined(params), apply))
 
+    # The pipeline sees the state with `Slices` in place of what was taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
     return TracedOptimizer(
         straight_line(update, sums, weight, leaves, shapes),

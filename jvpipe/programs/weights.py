@@ -63,7 +63,7 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
         left = 1 - jnp.minimum(done, np.float32(1))
         return np.float32(tau) ** -left
 
-    def mean(delta: jax.Array, update: jax.Array) -> jax.Array:
+    def mean(delta: jax.Array, update: jax.Array) -> Any:
         return np.asarray(gamma, delta.dtype) * delta + np.asarray(1 - gamma, delta.dtype) * update
 
     # Factors have the type of what they multiply: a float32 one would make bfloat16 arrays wider.

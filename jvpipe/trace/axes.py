@@ -194,6 +194,7 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 
 def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     """Follows the axis through a product: examples may be paired, batched, or free in one operand."""
+    # Contracted over the examples it is a sum over them, if both sides have them in the same place.
     contracted, batched = eqn.params["dimension_numbers"]
     left, right = axes
     inside = left in contracted[0], right in contracted[1]

@@ -47,6 +47,7 @@ def array_digest(value: Any) -> str:
     """Returns a digest of the bytes that an array has on a device; of typed keys those of their words."""
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
+    # As a device has it: a float64 array of NumPy and its float32 copy there are the same parameter.
     array = np.asarray(value)
     like = np.ascontiguousarray(array, canonical(array.dtype))
     return digest(like.reshape(-1).view(np.uint8).data)

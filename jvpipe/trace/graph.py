@@ -163,6 +163,7 @@ class Sorted:
         derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))
+            # How often a key was derived on the way from the seed.
             steps = max((derivations.get(v, 0) for v in read), default=0) + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
@@ -208,6 +209,7 @@ class _Assembly:
         between = [(v, r) for v, r in readers.items() if v in self.maker]
         crossing = sorted(between, key=lambda item: self.maker[item[0]])
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
+        # Backwards are made as if nothing was frozen, and pruned to what is read: see `Body.returned`.
         every, flows = active(self.loss), active(self.loss, self.loss.frozen)
         bodies = []
         for layer, eqns in enumerate(needs):
@@ -218,6 +220,7 @@ class _Assembly:
             bodies.append(_body(eqns, reads, writes, (every, flows), candidates))
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
+        # Names need all layers: a layer is named by parameters that no earlier one reads.
         layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
         tensors = []
         for i, (v, of_tensor) in enumerate(crossing):

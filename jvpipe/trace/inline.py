@@ -114,6 +114,7 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
+        # An index into many keys becomes an operand, so that layers that differ only in it share a program.
         if picks_key(eqn):
             picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(_jax.aval(eqn.invars[0]))
             return self.run(picking.jaxpr, picking.consts, atoms, _jax.joined_source(call, eqn))

@@ -90,6 +90,7 @@ def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     """Replaces the integers that keys are derived with by variables; returns these with their values."""
     lifted: dict[Var, Any] = {}
 
+    # `fold_in` and `keys[i]` read the key or the keys first, then the number that is lifted.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

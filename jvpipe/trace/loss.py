@@ -112,6 +112,7 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
+    # The numbers that keys are derived with become inputs: else each layer would be a program of its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The order of the arguments is that of the trees; a seed follows, then what the loss captured.
@@ -136,7 +137,7 @@ def trace_loss(
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
-        functools.cache(of_size),
+        functools.cache(of_size),  # replicas of all stages ask for few sizes
         aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(results)),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
@@ -281,6 +282,7 @@ def key_words(rng: jax.Array) -> np.ndarray:
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that makes a function look like the user's: errors show its name, place and arguments."""
+    # Through partials to the function itself; of a callable object, the method that is called.
     while isinstance(function, functools.partial):
         function = function.func
     plain = inspect.unwrap(function)
@@ -418,6 +420,7 @@ def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
         traced: the loss.
         frozen: parameters of which nobody reads a gradient.
     """
+    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows where both meet.
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):

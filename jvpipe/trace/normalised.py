@@ -66,11 +66,13 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     opened = frozenset[Var]().union(*(x.open for x in moving))
     if out.over is not Over.ALONG:
         return replace(out, open=opened, is_scale=bool(scales) or (name in _ROOTS and out.reduced))
+    # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened = opened.union(*(x.roots for x in entering))
     if scales and len(scales) == len(moving):  # the scale, once for each example
         roots = frozenset[Var]().union(*(x.roots for x in scales))
         return replace(out, open=opened, is_scale=True, roots=roots)
+    # Times a scale: what the scale was made of is closed.
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
     opened = opened.union(*(x.roots for x in scales))

@@ -153,6 +153,7 @@ class _Smaller:
     def _literal(self, whole: Literal, double: Literal) -> Any:
         """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
         a, b = np.asarray(whole.val), np.asarray(double.val)
+        # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):

@@ -50,6 +50,7 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
+            # JAX refuses a derivative by what a rule closes over; anything else is an error of the rule's own.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

@@ -253,6 +253,7 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
         if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
             return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)
         return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
+    # Quotients by the same count, such as two terms of a loss: their sum is one, too.
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
     if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
         return Lies(Over.MIXED, divisor=divisors.pop())
@@ -293,6 +294,7 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         return summed(a.excess - b.power)
     if a.over is Over.SUM and not a.power and b.is_count:
         return summed(-b.power)
+    # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
     return None

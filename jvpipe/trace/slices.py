@@ -76,6 +76,7 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     """Returns the loss on another number of examples."""
     loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
+    # JAX traces some functions differently at a size of one, so the equations of the whole are kept if they can be.
     if examples == 1:
         try:
             return on_one(loss, traced.graph.examples)
@@ -290,6 +291,7 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
     both = zip(loss.outputs, small.outputs, strict=True)
     outputs = {ref: spreading.lies(atom, other) for (atom, ref), (other, _) in both}
     atoms = {ref: atom for atom, ref in loss.outputs}
+    # The user's word counts only where the trace cannot say how an output is made.
     said = Said(traced.graph, outputs, atoms, spreading.normalising)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
@@ -314,6 +316,7 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
         return "the loss" if layer is None else f"layer {traced.graph.label(layer)}"
 
     states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
+    # What model state remembers may be used for single examples, as batch norm does with its statistics.
     same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     total, flows = traced.graph.examples, active(loss)

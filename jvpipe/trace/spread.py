@@ -187,6 +187,7 @@ class Spreading:
             ins: how its operands lie.
             grown: of each result the axis whose size follows the number of examples.
         """
+        # Three cases: something has a part for each example; or the result gets one; or neither has.
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
@@ -262,6 +263,7 @@ class Spreading:
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
+        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body does not allow.
         fixed = self._in_rule and name in GENERATORS
         if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
@@ -277,6 +279,7 @@ class Spreading:
         if lies.beside is None:
             return lies
         is_remembered = eqn.outvars[0] in self.remembered
+        # Only equations of the loss itself are amended, none inside of loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside

@@ -154,6 +154,7 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
         loss: traced.
         params: its parameters.
     """
+    # A parameter is a stack if scans over layers read it, perhaps cast, and nothing else does.
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
     source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
@@ -184,6 +185,7 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
         read = set(jaxprs.variables(inner.invars))
         if is_heavy(inner) and not read.isdisjoint(sliced):
             return True
+        # What is made only of slices, such as a cast, still stands for them.
         if read and read <= sliced:
             sliced.update(inner.outvars)
     return False

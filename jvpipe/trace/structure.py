@@ -34,9 +34,10 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
+        if not isinstance(other, Structure):
+            return False
         # Values are large: hashes tell most of those that differ.
-        may_be_equal = isinstance(other, Structure) and self._hash == other._hash
-        return may_be_equal and self._value == other._value
+        return self._hash == other._hash and self._value == other._value
 
 
 def structure(

@@ -52,6 +52,7 @@ def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     name = eqn.primitive.name
     if name in ("jit", "pjit") and eqn.params["name"] == STACKING:
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
+    # Numbers along an axis, such as those of the layers: each slice is a constant.
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]
         array = cache(lambda: _jax.bind(eqn, [])[0])
@@ -112,6 +113,7 @@ def unrolled(
         return None
     rows = range(eqn.params["length"])
     ys: dict[int, list[Any]] = {}
+    # A reversed scan runs from the last slice to the first, and its ys keep the order of the slices.
     for i in reversed(rows) if eqn.params["reverse"] else rows:
         out = run([*constants, *carry, *(_part(x, i) for x in xs)])
         carry, ys[i] = out[: len(carry)], out[len(carry) :]

@@ -95,20 +95,21 @@ class Bound:
     @cached_property
     def laid(self) -> Lowered:
         """The lowered step, its buffers as large as programs say that they lie: with padding, on absent hardware."""
-        sizes: dict[int, int] = {}
-        for it in self.instructions:
-            if isinstance(it.run, AbsentProgram):
-                told = it.run.sizes
-                for b, size in (
-                    *zip(it.row.reads, told.each_argument, strict=False),
-                    *zip(it.row.writes, told.each_result, strict=False),  # a mark comes last
-                ):
-                    sizes[b] = max(sizes.get(b, 0), size)
-        if not sizes:
+        padded: dict[int, int] = {}  # by buffer, its bytes
+        for one in self.instructions:
+            if not isinstance(one.run, AbsentProgram):
+                continue
+            sizes = one.run.sizes
+            taken = zip(one.row.reads, sizes.each_argument, strict=False)
+            yielded = zip(one.row.writes, sizes.each_result, strict=False)  # a mark comes last
+            for b, size in (*taken, *yielded):
+                padded[b] = max(padded.get(b, 0), size)
+        if not padded:
             return self.lowered
-        every = enumerate(self.lowered.buffers)
-        buffers = tuple(replace(x, bytes=sizes[b]) if b in sizes else x for b, x in every)
-        return replace(self.lowered, buffers=buffers)
+        buffers = list(self.lowered.buffers)
+        for b, size in padded.items():
+            buffers[b] = replace(buffers[b], bytes=size)
+        return replace(self.lowered, buffers=tuple(buffers))
 
     @property
     def temporary_bytes(self) -> list[int]:

@@ -98,6 +98,7 @@ class Channel:
         except (HostLost, Disagreement):
             raise
         except Exception as error:
+            # The store lies with the first process: if it fails, that one is probably gone.
             reason = str(error).splitlines()[0]
             gone = self.gone(wait_s=LOOK_S) or f"{self.named(0)} does not answer"
             raise HostLost(

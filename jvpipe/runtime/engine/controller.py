@@ -206,6 +206,7 @@ class Controller:
             What to raise; None for an interrupt.
         """
         failure = self.failure(error, row, at) if isinstance(error, Exception) else None
+        # Only after the cause was found: the marks of this run may have it.
         while len(self.marks) > marked:
             self.marks.pop()
         return failure

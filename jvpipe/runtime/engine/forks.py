@@ -27,6 +27,7 @@ def _owner() -> int:
     A forked process inherits the answer. If JAX was used before and nobody asked, the fork has devices but no threads
     except Python's; on systems that do not list threads, that goes unnoticed.
     """
+    # JAX's own threads do not survive a fork: then there are only those that Python knows.
     with suppress(OSError):
         threads = len(os.listdir("/proc/self/task"))
         if _jax.has_devices() and threads <= threading.active_count():

@@ -87,6 +87,7 @@ class Hosts(Channel):
         Raises:
             HostLost: names the process that is silent: it is stopped, or its host cannot be reached.
         """
+        # It looks instead of blocking, since JAX itself would wait for a stopped process without an end.
         pause_s = _BRIEFLY_S
         while not _jax.is_ready(array):
             if silent := self.silent(self.silent_s):
@@ -100,6 +101,7 @@ class Hosts(Channel):
         """Says what of which process has not come, though it was asked for; nothing if all has."""
         if self._awaited:
             return self._awaited
+        # In the order of asking: the first that has not come is what all later ones wait for.
         for process, row, array in tuple(self._asked):
             x = array()
             if x is not None and not x.is_deleted() and not _has_come(x):
@@ -124,6 +126,7 @@ class Hosts(Channel):
         digests = [json.loads(word) for word in words]
         if all(theirs == mine for theirs in digests):
             return
+        # First the names: parts of different names cannot be compared.
         names = [[part for part, _ in theirs] for theirs in digests]
         others = [i for i, theirs in enumerate(names) if theirs != names[self.process]]
         if others:
@@ -170,6 +173,7 @@ class Hosts(Channel):
                 failures.append(heard_failure(self.named(other), line))
         if not failures:
             return cast(T, value)
+        # If all failures are of limits, the largest limit would do for everybody.
         worst = max(failures, key=limit_bytes)
         if worst is failure:
             raise worst
@@ -277,6 +281,7 @@ class Hosts(Channel):
         """Starts this process's transfer server and learns of the others', unless that is done, or it is alone."""
         if self.count > 1 and self.transport is None:
             address = self.address or _jax.own_address()
+            # The pulses come first: their address is told together with the server's.
             self.pulses = Pulses(address)
             self.transport = transfer_servers(address, partial(self._publish, self.pulses))
 

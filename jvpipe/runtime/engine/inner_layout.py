@@ -35,6 +35,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
         arrays = [_edge(graph, ref) for ref in layer.writes]
         takes = specs(graph, layer.reads)
         laid = _laid(store, evaluation_program(body), takes, arrays, group, sharding)
+        # The layers that follow read these tensors as they are laid now.
         written = {ref.index: array for ref, array in zip(layer.writes, laid, strict=True) if array}
         tensors = (replace(t, array=written.get(i, t.array)) for i, t in enumerate(graph.tensors))
         graph = replace(graph, tensors=tuple(tensors))

@@ -72,6 +72,7 @@ class LossWatch:
         while len(self._steps) > (0 if last else 1):
             losses = self._steps[0]
             have_come = all(map(_jax.is_ready, losses.values))
+            # Steps are checked in order: a later one may depend on parameters of this one.
             if not (wait or have_come):
                 return
             self._steps.popleft()

@@ -253,6 +253,7 @@ class Monitor:
 
     def read(self, record: Record) -> Measured:
         """Reads a closed record; waits for its end. Any thread may ask."""
+        # A queue is served in order, so all of the step has ended once its last item has passed.
         for passed in record.passed:
             passed.wait()
         reading = _Reading(list(record.before))
@@ -270,6 +271,7 @@ class Monitor:
             kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
             for kind in (Kind.OUT, Kind.IN, Kind.R)
         }
+        # Layers that moved just before the step are shown in front of it.
         moves = self.read(record.moves).spans if record.moves else ()
         exposed: dict[str, float] = defaultdict(float)
         for place, seconds in reading.exposed_s.items():

@@ -94,6 +94,7 @@ class Placing:
             if leaf and self._is_own(buffer):
                 needs = leaf.needs(self.devices[d], self._spec(buffer.value))
             peak[d] = max(peak[d], live[d] + needs)
+        # Last comes what the optimizer's pieces make: one layer's at a time, before it goes to the host.
         for d, passing in enumerate(self._passing_bytes):
             peak[d] = max(peak[d], live[d] + passing)
         peak[HOST] = live[HOST]
@@ -230,6 +231,7 @@ class Placing:
         A piece yields all of its state, also where only some of it is missing.
         """
         pieces, lacking = self._initialising(table)
+        # Small values between pieces are not counted.
         size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
         largest = [0] * len(self.devices)
         for piece in pieces:

@@ -106,6 +106,7 @@ class Replicas:
         """
         key = layout, examples, layer
         if key not in self._programs:
+            # The fates of a layout name candidates, which the layer on a slice has, too.
             share, whole = self.whole[layout]
             programs = programs_of(self.store, self.sliced(examples), layer, share)
             if _interface(programs.signature) != _interface(whole[layer].signature):
@@ -210,6 +211,7 @@ class Replicas:
         graph = self.traced.graph
         of_loss = self._made_in(graph.loss_layer, self.batching.loss)
         parts = [of_loss] * (1 + graph.weighted)
+        # Each leaf of aux comes in the parts of the layer that makes it.
         for i, spread in enumerate(self.batching.aux):
             maker = next(layer.id for layer in graph.layers if i in layer.writing(ValueKind.AUX))
             parts.append(self._made_in(maker, spread))

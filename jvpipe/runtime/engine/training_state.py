@@ -57,6 +57,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
+        # A state may hold anything where JAX maps over it: whatever is no array is left out.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
@@ -159,6 +160,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
     eqns: list[_jax.JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         has_inputs = all(v in env for v in jaxprs.variables(eqn.invars))
+        # In order, so a derived key is known to the equations that derive others from it.
         if has_inputs and all(map(_is_few_integers, eqn.outvars)):
             jaxprs.run([eqn], env)
         else:

@@ -114,6 +114,7 @@ class VersionLedger:
         # By layer, the last update: its micro-batch, and the version that it began from.
         updated: dict[int, tuple[int, int]] = {}
         stale: dict[int, int] = {}
+        # Backwards, so that an update comes before the forward whose gradients it has applied.
         for run in reversed(self._runs):
             uses, microbatch, version = run or ((), 0, 0)
             for use in reversed(uses):

@@ -186,6 +186,7 @@ def _way(
     if old.schedule.synchronous:
         lowered, bound = _step(old, new, microbatch)
         return _Way(new, lowered, bound, new.peaks_of(bound), microbatch)
+    # The new plan's stream goes on from the old one's, which forgets where it came from if it can.
     alone, steps = old.without_previous(stream_steps)
     after = replace(new, previous=(alone, steps * new.microbatches + microbatch))
     step, bound = after.stream_step(steps)
@@ -230,6 +231,7 @@ def moved_between_steps(
 
     live = controller.ledger.live
     before = list(live)
+    # If a copy fails anywhere, every process keeps its old arrays: nothing has been freed yet.
     try:
         arrays = hosts.together("copies of layers that move", copy)
     except Exception as error:
@@ -252,6 +254,7 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, placing = migration.bound.lowered.buffers, migration.old.placing
+    # Of each array some copy is alive, at the old place or at the new one, on a device or on the host.
     alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():

@@ -162,6 +162,7 @@ class ModelSwitch:
                 arriving[passed] += buffer.bytes
             if how != "make" or buffer.owner is not Owner.OPTIMIZER:
                 ready.add(key_of(buffer))
+        # Pieces of the optimizer may make more than what is missing.
         spare = self._new.placing.spare_bytes(ready)
         staying = [before[d] - gone[d] for d in devices]
         peak_bytes = [max(before[d], staying[d] + arriving[d] + spare[d]) for d in devices]
@@ -196,6 +197,7 @@ class ModelSwitch:
             identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
             for identity, i in origins.parks.items()
         }
+        # By host, what moves is copied away before its place on the device is needed.
         on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
         ledger.hold(HOST, self.peaks[HOST].bytes)
         try:
@@ -343,6 +345,7 @@ class ModelSwitch:
             placed: the new model's, as far as it came; those that stay are among them.
             left: the values on the host of those that were deleted.
         """
+        # What stays is the same array in both models: it must not be deleted with the new one's.
         staying = {id(x) for x in arrays}
         for x in placed:
             if id(x) not in staying:

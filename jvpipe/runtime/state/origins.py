@@ -66,6 +66,7 @@ class Origins:
         Raises:
             ValueError: an array has another shape or type than before, or one that is new has no value.
         """
+        # By path: an array of the same path must be the same, or it would silently begin anew.
         before = {(kind, array.name): array for kind, array in self.before}
         for kind, array in dict.fromkeys(self.after):
             old = before.get((kind, array.name), array)
@@ -117,6 +118,7 @@ class Origins:
             # What the optimizer remembers of a parameter is of use only beside the values of that parameter.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
+            # At its place and in its memory an array stays, even if it has copies elsewhere.
             if identity in before and (owner is None or owner in before):
                 here = staying.get((identity, buffer.place, buffer.memory))
                 return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])

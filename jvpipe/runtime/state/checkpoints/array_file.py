@@ -45,6 +45,7 @@ def pack(arrays: Arrays) -> Packed:
             words = np.asarray(jax.random.key_data(array) if is_key(array) else array, order="C")
             if is_key(array):
                 packed.keys.append([kind, name, str(jax.random.key_impl(array))])
+            # As bytes of one axis: the type and the shape are kept beside.
             if not _is_native(words):
                 packed.raw.append([kind, name, str(words.dtype), words.shape])
                 words = words.reshape(-1).view(np.uint8)

@@ -145,6 +145,7 @@ _Holder = tuple[ValueKind, int, int, int]
 
 def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
     """Returns where among the names the newest version is of everything that lies on the devices between steps."""
+    # What counts up is the version of a parameter, or the micro-batch of model state.
     newest: dict[_Holder, tuple[int, int]] = {}
     for at, spot in enumerate(names):
         if VALUES[spot.value.kind].lasts and spot.copy in (Copy.OWN, Copy.AWAY):
@@ -181,6 +182,7 @@ def restore_in_flight(
     """
     step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
+    # Names are those of the stream's buffers, so a lowering that names them differently cannot go on.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
             f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "

@@ -69,6 +69,7 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
         digests: of some of them, by name, if these were taken before.
     """
     generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
+    # Contents, then the name, each forced to the disk: after a crash the name never stands for less.
     _seal(drafted, digests or {})
     drafted.rename(generation)
     sync(generation.parent)

@@ -76,6 +76,7 @@ def check_state(meta: Mapping[str, Any]) -> None:
     """Checks the entries of a state; raises ValueError unless they are all there, and no others."""
     compare(_WHERE, dict(meta), _STATE)
     words, key = meta["words"], meta["key"]
+    # A run without a key has neither; else the words fill the shape of the key.
     if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
         raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
     flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
@@ -97,6 +98,7 @@ def _check_flight(flight: Mapping[str, Any], step: int) -> None:
         raise ValueError(
             f"{_WHERE}: {steps} steps under {len(legs)} plans are in flight at step {step}"
         )
+    # All plans of a stream have the same layers.
     layers = sum(Plan.from_json(legs[-1][1]).cuts)
     versions = flight["versions"]
     runs = versions if isinstance(versions, list) else versions["runs"]

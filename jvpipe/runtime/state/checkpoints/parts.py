@@ -85,6 +85,7 @@ def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
 
 def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
     """Makes the parts of all processes the newest generation."""
+    # The first process sees all parts only if the folder is the same one everywhere.
     for process, part in enumerate(parts):
         file = draft / part.file
         if not file.is_file() or file.stat().st_size != part.bytes:

@@ -61,6 +61,7 @@ class Saving:
         for kind, names in self.names.items():
             named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
             arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
+        # What is in flight is saved beside the plain state.
         if stream_steps:
             spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
             arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
@@ -72,6 +73,7 @@ class Saving:
         Args:
             stream_steps: the steps of the stream that was saved, 0 at rest.
         """
+        # In flight every buffer is saved by its own name; at rest copies share the name of their leaf.
         devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
