@@ -54,6 +54,7 @@ def shaped_modules() -> list[str]:
 # What users give is checked by these themselves, and tests give what no annotation allows.
 CHECKING = (
     "jvpipe.pipeline",
+    "jvpipe.session.forecast",
     "jvpipe.session.forecasts",
     "jvpipe.session.arguments",
     "jvpipe.session.session",

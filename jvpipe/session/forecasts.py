@@ -99,6 +99,7 @@ def plan_for(
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, limit = planner_names(planner), parse_limits(memory_limit)
+    _check_compile(compile)
     cluster = (
         hardware
         if isinstance(hardware, Cluster)
@@ -117,7 +118,7 @@ def plan_for(
         check_shape_planner(names, question.schedule)
         there, given = given_pins(question, cluster, devices, **pins)
     asking = _Asking(question, cluster, names, there, given, title)
-    return asking.signed(limit, compile) if compile else asking({}, limit)
+    return asking({}, limit) if compile is False else asking.signed(limit, compile)
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,13 @@ class _Asking:
         again = replace(self, question=replace(self.question, models={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
+        )
+
+
+def _check_compile(compile: Any) -> None:
+    if not isinstance(compile, bool | str):
+        raise ValueError(
+            f"compile must be True, or the name of a target such as 'h100', not {brief(compile)}"
         )
 
 
