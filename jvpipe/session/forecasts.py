@@ -99,6 +99,7 @@ def plan_for(
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, limit = planner_names(planner), parse_limits(memory_limit)
+    _check_compile(compile)
     cluster = (
         hardware
         if isinstance(hardware, Cluster)
@@ -164,6 +165,13 @@ class _Asking:
         again = replace(self, question=replace(self.question, models={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
+        )
+
+
+def _check_compile(compile: Any) -> None:
+    if not isinstance(compile, bool | str):
+        raise ValueError(
+            f"compile must be True, or the name of a target such as 'h100', not {brief(compile)}"
         )
 
 
