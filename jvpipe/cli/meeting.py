@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import digest
+from jvpipe.runtime.engine.failures import HostLost
+from jvpipe.runtime.engine.hosts import digest
 
 VARIABLE = "JVPIPE_SECRET_FILE"
 """Names the file where `--secret-file` does not."""

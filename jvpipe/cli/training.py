@@ -19,14 +19,14 @@ from jvpipe.cli.shell import StopRequest
 from jvpipe.cli.speech import Speech, places
 from jvpipe.cli.train_options import kept_options
 from jvpipe.cost.utilisation import ideal_s
-from jvpipe.ir.paths import path_name
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
 from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
-from jvpipe.runtime.hosts import ALONE, Hosts
-from jvpipe.runtime.monitor import Measured
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.trace.graph import Traced
+from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
 """A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""

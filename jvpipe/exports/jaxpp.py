@@ -6,12 +6,12 @@ from typing import Any
 
 from jvpipe.exports.format import Format, by_device, lists_for, ranks_of, with_lists
 from jvpipe.exports.torch_csv import RULES, with_sends
-from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, text
 from jvpipe.schedules.halves import merged
+from jvpipe.util.brief import brief
 
 _CODE = '''
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.rough_plan import RoughPlan
 from jvpipe.planners.model.forecast import simulated_step_s
@@ -16,7 +17,8 @@ from jvpipe.planners.model.stage_cost import Evaluation
 class Answer:
     """What a planner says; without a decision, why there is none.
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too.
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too; `compiled` is what the
+    hardware's compiler says of each stage, if it was asked.
     """
 
     planner: str
@@ -27,6 +29,7 @@ class Answer:
     splits: tuple[int, ...] = ()
     plan: Plan | None = None
     kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
+    compiled: tuple[CompiledStage, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
         """Tells whether there is a plan, and it keeps the limit."""

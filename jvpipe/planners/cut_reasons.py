@@ -2,9 +2,9 @@
 
 from itertools import pairwise
 
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, stage_cost
+from jvpipe.util.sizes import format_bytes
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:

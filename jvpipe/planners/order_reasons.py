@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.planners.joint.order_search import OrderedPlan
 from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import Evaluation, evaluate
 from jvpipe.schedules import find_schedule
+from jvpipe.util.sizes import format_bytes
 
 
 def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jvpipe.ir.compiled_stage import CompiledStage
 from jvpipe.ir.plan import Plan, Stage
 
 
@@ -36,6 +37,7 @@ class AnsweredPlan:
         plan: the best that was found.
         names: of the devices of each stage; empty where all devices are alike.
         costs: what each stage takes per micro-batch and holds at most, by the names of `--json`.
+        compiled: what the compiler of the hardware says of each stage, if it was asked.
         microbatches: of a step.
         bottleneck_s: seconds of the slowest stage.
         step_s: seconds of a simulated step.
@@ -53,6 +55,7 @@ class AnsweredPlan:
     plan: Plan | None = None
     names: tuple[str, ...] = ()
     costs: tuple[Mapping[str, float], ...] = ()
+    compiled: tuple[CompiledStage, ...] = ()
     microbatches: int = 0
     bottleneck_s: float = math.inf
     step_s: float = math.inf
@@ -76,9 +79,14 @@ class AnsweredPlan:
                 "stages": [],
                 "planning_s": self.planning_s,
             }
-        stages = zip(self.plan.stages, self.costs, strict=True)
+        stages = [
+            _stage_json(stage, costs)
+            for stage, costs in zip(self.plan.stages, self.costs, strict=True)
+        ]
+        for stage, said in zip(stages, self.compiled, strict=False):
+            stage |= said.to_json()
         found = head | {
-            "stages": [_stage_json(stage, costs) for stage, costs in stages],
+            "stages": stages,
             "bottleneck_s": self.bottleneck_s,
             "step_s": self.step_s,
             "lower_bound_s": self.lower_bound_s if math.isfinite(self.lower_bound_s) else None,

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
-from jvpipe.ir.columns import columns
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan, Stage
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
+from jvpipe.util.columns import columns
+from jvpipe.util.sizes import format_bytes
 
 
 def explain(

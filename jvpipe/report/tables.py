@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.report.answers import AnsweredPlan
 from jvpipe.report.console import in_runs
+from jvpipe.util.sizes import format_bytes
 
 
 def stage_table(answer: AnsweredPlan) -> Table:

@@ -31,12 +31,12 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.host_link import link_between
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
-from jvpipe.runtime.monitor import Measured, Monitor, Record
-from jvpipe.runtime.tensors import Limits
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.host_link import link_between
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.monitor import Measured, Monitor, Record
+from jvpipe.runtime.engine.tensors import Limits
+from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.session.asking import Planned
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import planned_again

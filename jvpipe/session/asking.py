@@ -32,7 +32,7 @@ from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.order_reasons import order_reasons, search_reasons
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
-from jvpipe.runtime.replicas import check_replicable
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, GivenLists
 from jvpipe.session.measuring import LIMITS, Measurement
 from jvpipe.trace.spread import CoupledError

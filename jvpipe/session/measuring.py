@@ -20,12 +20,9 @@ from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.cost.presets import accelerator_like, accelerator_of
 from jvpipe.cost.state_away import with_state_away
-from jvpipe.ir.brief import brief
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
-from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import limits_of_each
 from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
@@ -34,12 +31,15 @@ from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.schedules.auto import AUTO, may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_whole, several
+from jvpipe.util.sizes import limits_of_each
 
 
 @dataclass(frozen=True)

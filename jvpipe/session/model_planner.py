@@ -18,10 +18,10 @@ from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fate
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import Leaf, Name
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
 from jvpipe.session.arguments import dealt
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch

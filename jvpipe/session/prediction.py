@@ -23,10 +23,10 @@ from jvpipe.ir.plan import Plan, Stage
 from jvpipe.ir.reductions import AuxReduction, Reductions
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.hosts import Carried
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import State
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import Carried
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.training_state import State
 from jvpipe.schedules import find_schedule
 from jvpipe.session.evaluation import forwards, holding, newest_arrays
 from jvpipe.session.session import Session

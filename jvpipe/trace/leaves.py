@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.ir.brief import brief
-from jvpipe.ir.paths import path_name
+from jvpipe.util.brief import brief
+from jvpipe.util.paths import path_name
 
 Tree = Any
 Role = Literal[
@@ -31,9 +31,9 @@ _CURES: dict[Role, str] = {
 
 
 def canonical(dtype: Any) -> Any:
-    """The type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
+    """Returns the type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
 
-    One that no device has stays as it is.
+    A type that no device has stays as it is.
 
     >>> str(canonical(np.dtype("int64")))
     'int32'
@@ -45,10 +45,14 @@ def canonical(dtype: Any) -> Any:
 
 
 def abstract(tree: Tree, role: Role = "parameter") -> Tree:
-    """Gives the shapes of a tree of arrays, and the types that they have on a device.
+    """Returns the shapes of a tree of arrays, and the types that they have on a device.
+
+    Args:
+        tree: of arrays, numbers or shapes.
+        role: of its leaves, for messages.
 
     Raises:
-        ValueError: a leaf is none that a device can hold; it is named by its `role` and path.
+        ValueError: no device can hold a leaf; the message names it by its role and path.
 
     >>> abstract({"x": np.zeros(3)}, "batch leaf")
     {'x': ShapeDtypeStruct(shape=(3,), dtype=float32)}
@@ -66,7 +70,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
 
 
 def check(tree: Tree, role: Role) -> None:
-    """Raises ValueError if a leaf is none that a device can hold; arrays may be traced."""
+    """Raises ValueError if no device can hold a leaf; arrays may be traced."""
     jax.tree_util.tree_map_with_path(lambda path, leaf: _type_of(path, leaf, role), tree)
 
 
@@ -78,12 +82,14 @@ def is_initialiser(params: Any) -> bool:
     """
     if not callable(params) or not jax.tree_util.all_leaves([params]):
         return False
+    takes_key = True
     try:
         inspect.signature(params).bind("key")
-        fits = not isinstance(params, type)
-    except (TypeError, ValueError) as error:  # a ValueError is of one that Python cannot look into
-        fits = isinstance(error, ValueError) and not isinstance(params, type)
-    if not fits:
+    except TypeError:
+        takes_key = False
+    except ValueError:  # of a function whose signature Python cannot see: it is tried
+        pass
+    if not takes_key or isinstance(params, type):
         raise ValueError(
             f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them"
         )
@@ -91,14 +97,14 @@ def is_initialiser(params: Any) -> bool:
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
-    """The shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
+    """Returns the shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
 
-    def made(rng: jax.Array) -> Tree:
+    def checked(rng: jax.Array) -> Tree:
         params = initialiser(rng)
         check(params, "parameter")
         return params
 
-    return jax.eval_shape(made, rng)
+    return jax.eval_shape(checked, rng)
 
 
 def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
@@ -113,7 +119,7 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
 
 
 def named(path: Sequence[Any], role: Role) -> str:
-    """A leaf as a message names it; of a tree that is one array its role is enough.
+    """Returns a leaf as a message names it; if the tree is a single array, its role is enough.
 
     >>> named((jax.tree_util.DictKey("x"),), "batch leaf"), named((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')

@@ -15,7 +15,7 @@ import pytest
 import jvpipe
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.runtime.versions import Reads
+from jvpipe.runtime.engine.versions import Reads
 from jvpipe.schedules import PipeDream, PipeMare, Schedule, TwoBW, XPipe
 from jvpipe.trace.model import trace_model
 from tests.end_to_end.test_exactness import batch_of, key_of

@@ -15,7 +15,7 @@ import pytest
 
 from experiments.hosts.run import free_port
 from jvpipe.cli.shell import ExitCode
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 from tests.forks import LIMIT_S, Fork, Main, environment, forked
 from tests.hosts import dying, enduring, worker

@@ -6,7 +6,7 @@ import pytest
 
 import jvpipe
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.session.adapt import ADAPTING, Adapter
 from tests.runtime.test_hosts import Store
 from tests.runtime.test_migrate import assert_same, started
