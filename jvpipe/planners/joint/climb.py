@@ -84,12 +84,13 @@ class Climb:
     def rank(self, decision: Decision) -> Rank:
         """Says what orders plans: the first is the best. Of what is over a limit, seconds are infinite."""
         if decision not in self.ranks:
-            step_s, *rest = self._unranked(decision)
-            if step_s < OVER:
+            rank = self._unranked(decision)
+            if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
-                step_s = float(f"{step_s:.9e}")  # equal plans are not told apart by rounding
-            self.ranks[decision] = step_s, *rest
+                # Equal plans are not told apart by rounding.
+                rank = float(f"{step_s:.9e}"), *rank[1:]
+            self.ranks[decision] = rank
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
@@ -115,8 +116,9 @@ class Climb:
         """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
         most = PLAN.clocked // self._each
         some = [one for one in islice(neighbours, most) if one not in self.ranks]
-        if not some:
+        if not some or self.tasks <= 0:
             return best
+        self.tasks -= len(some) * self._each // PLAN.clocked_for_one
         loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
         least_s = least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
         for at in least_s.argsort(kind="stable"):
