@@ -18,8 +18,6 @@ from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import find_planner
 from jvpipe.report.explain import explain, stage_table
-from jvpipe.report.order_reasons import order_reasons, search_reasons
-from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.runtime.hosts import present_hosts, telling
 from jvpipe.runtime.state import State, given_leaves, made_leaves
 from jvpipe.runtime.tensors import Ledger
@@ -54,6 +52,7 @@ from jvpipe.session.inner_axes import inner_axes
 from jvpipe.session.measuring import checked_speeds, device_limits
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.prediction import predict
+from jvpipe.session.reasons import reasons_of
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
@@ -239,28 +238,10 @@ class Pipeline:
 
     def explain(self) -> str:
         """Says what runs where, what it costs and why."""
-        session, compiled = self.session, self.session.compiled
-        planned = session.planned  # of another plan its reasons are none
-        holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
-        reasons: list[str] = []
-        layer_s = session.compiled_plans.layer_s
-        if planned and holds:
-            layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
-            reasons = [
-                *device_reasons(planned.problem),
-                *cut_reasons(planned.problem, planned.decision),
-            ]
-            reasons += order_reasons(
-                planned.problem, planned.decision, compiled.optimizer.cross_layer
-            )
-            reasons += [search_reasons(planned.ordered)] if planned.ordered else []
-        shape = session.compiled_plans.shape
-        chosen = shape and shape.planned
-        if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
-            reasons = [*shape.why, *reasons]
-        return explain(
-            session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons
-        )
+        session = self.session
+        plan, devices = session.compiled.plan, session.settings.devices
+        layer_s, reasons = reasons_of(session)
+        return explain(session.graph, plan, session.peaks, layer_s, devices, reasons)
 
     # A run
 

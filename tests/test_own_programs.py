@@ -2,8 +2,8 @@
 
 A program of `own_programs/` is one of plain JAX; what a pipeline changes is marked in it:
 
-    line  #-      is taken out
-    #+ line       is put in
+    line  # -     is taken out
+    # + line      is put in
 """
 
 import difflib
@@ -26,14 +26,14 @@ DRAWS = ("diffusion", "nnx_dropout_batch_norm")
 
 def plain(name: str) -> str:
     text = (FOLDER / f"{name}.py").read_text()
-    kept = [line for line in text.splitlines() if not line.lstrip().startswith("#+ ")]
-    return "\n".join(line.removesuffix("  #-") for line in kept)
+    kept = [line for line in text.splitlines() if not line.lstrip().startswith("# + ")]
+    return "\n".join(line.removesuffix("  # -") for line in kept)
 
 
 def changed(name: str) -> str:
     text = (FOLDER / f"{name}.py").read_text()
-    kept = [line for line in text.splitlines() if not line.endswith("  #-")]
-    return "\n".join(re.sub(r"^( *)#\+ ", r"\1", line) for line in kept)
+    kept = [line for line in text.splitlines() if not line.endswith("  # -")]
+    return "\n".join(re.sub(r"^( *)# \+ ", r"\1", line) for line in kept)
 
 
 def run(text: str, stages: int = 0) -> Any:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-#+ import jvpipe
+# + import jvpipe
 
 WIDTH, STEPS = 8, 100
 optimizer, key = optax.adam(1e-2), jax.random.key(0)
@@ -33,13 +33,14 @@ params = {
     "out": jax.random.normal(keys[5], (WIDTH, 2)) / 3,
 }
 batch = jax.random.normal(jax.random.key(1), (8, 2))
-opt_state = optimizer.init(params)  #-
-#+ pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
-#+ state = pipe.init(params, batch, key)
+opt_state = optimizer.init(params)  # -
+# + pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
+# + state = pipe.init(params, batch, key)
 losses = []
 for step in range(3):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch, jax.random.fold_in(key, step))  #-
-    updates, opt_state = optimizer.update(grads, opt_state, params)  #-
-    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    rng = jax.random.fold_in(key, step)  # -
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)  # -
+    updates, opt_state = optimizer.update(grads, opt_state, params)  # -
+    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))

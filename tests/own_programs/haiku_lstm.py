@@ -4,7 +4,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-#+ import jvpipe
+# + import jvpipe
 
 TIME, WIDTH = 10, 8
 
@@ -28,13 +28,14 @@ def loss_fn(params, batch, rng):
 
 
 params = model.init(key, batch["x"].swapaxes(0, 1))
-opt_state = optimizer.init(params)  #-
-#+ pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
-#+ state = pipe.init(params, batch, key)
+opt_state = optimizer.init(params)  # -
+# + pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
+# + state = pipe.init(params, batch, key)
 losses = []
 for step in range(3):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch, jax.random.fold_in(key, step))  #-
-    updates, opt_state = optimizer.update(grads, opt_state, params)  #-
-    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    rng = jax.random.fold_in(key, step)  # -
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)  # -
+    updates, opt_state = optimizer.update(grads, opt_state, params)  # -
+    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-#+ import jvpipe
+# + import jvpipe
 
 
 class Net(nn.Module):
@@ -32,14 +32,14 @@ def loss_fn(params, statistics, batch, rng):
 
 variables = model.init(key, batch["x"])
 params, statistics = variables["params"], variables["batch_stats"]
-opt_state = optimizer.init(params)  #-
-#+ pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=1, has_state=True)
-#+ state = pipe.init(params, batch, key, statistics)
+opt_state = optimizer.init(params)  # -
+# + pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=1, has_state=True)
+# + state = pipe.init(params, batch, key, statistics)
 losses = []
 for step in range(3):
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)  #-
-    (loss, statistics), grads = gradient(params, statistics, batch, None)  #-
-    updates, opt_state = optimizer.update(grads, opt_state, params)  #-
-    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)  # -
+    (loss, statistics), grads = gradient(params, statistics, batch, None)  # -
+    updates, opt_state = optimizer.update(grads, opt_state, params)  # -
+    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-#+ import jvpipe
+# + import jvpipe
 
 VOCABULARY, WIDTH, TOKENS = 50, 16, 12
 
@@ -27,7 +27,11 @@ class GPT(nn.Module):
         return embed.attend(nn.LayerNorm()(x))
 
 
-model, optimizer, key = GPT(), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), jax.random.key(0)
+model, optimizer, key = (
+    GPT(),
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    jax.random.key(0),
+)
 ids = jax.random.randint(jax.random.key(1), (4, TOKENS + 1), 0, VOCABULARY)
 batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
 
@@ -38,13 +42,14 @@ def loss_fn(params, batch, rng):
 
 
 params = model.init(key, batch["tokens"])
-opt_state = optimizer.init(params)  #-
-#+ pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
-#+ state = pipe.init(params, batch, key)
+opt_state = optimizer.init(params)  # -
+# + pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=2)
+# + state = pipe.init(params, batch, key)
 losses = []
 for step in range(3):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch, jax.random.fold_in(key, step))  #-
-    updates, opt_state = optimizer.update(grads, opt_state, params)  #-
-    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    rng = jax.random.fold_in(key, step)  # -
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)  # -
+    updates, opt_state = optimizer.update(grads, opt_state, params)  # -
+    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-#+ import jvpipe.nnx
+# + import jvpipe.nnx
 
 
 class Net(nnx.Module):
@@ -26,15 +26,15 @@ def loss_fn(net, batch):
     return jnp.mean((net(batch["x"]) - batch["y"]) ** 2)
 
 
-net = Net(nnx.Rngs(0))  #-
-optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)  #-
-#+ made, key = jvpipe.nnx.loss(Net, loss_fn), jax.random.key(0)
-#+ pipe = jvpipe.Pipeline(made, optax.adam(1e-2), STAGES, 2, has_state=made.has_state)
-#+ state = pipe.init(made.init, batch, key, made.model_state(key))
+net = Net(nnx.Rngs(0))  # -
+optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)  # -
+# + made, key = jvpipe.nnx.loss(Net, loss_fn), jax.random.key(0)
+# + pipe = jvpipe.Pipeline(made, optax.adam(1e-2), STAGES, 2, has_state=made.has_state)
+# + state = pipe.init(made.init, batch, key, made.model_state(key))
 losses = []
 for step in range(3):
-    loss, grads = nnx.value_and_grad(loss_fn)(net, batch)  #-
-    optimizer.update(net, grads)  #-
-    metrics = {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    loss, grads = nnx.value_and_grad(loss_fn)(net, batch)  # -
+    optimizer.update(net, grads)  # -
+    metrics = {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))

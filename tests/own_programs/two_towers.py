@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-#+ import jvpipe
+# + import jvpipe
 
 WIDTH = 8
 optimizer, key = optax.adam(1e-2), jax.random.key(0)
@@ -20,7 +20,10 @@ def embedded(weights, x):
 
 
 def loss_fn(params, batch, rng):
-    images, texts = embedded(params["images"], batch["images"]), embedded(params["texts"], batch["texts"])
+    images, texts = (
+        embedded(params["images"], batch["images"]),
+        embedded(params["texts"], batch["texts"]),
+    )
     logits = images @ texts.T * jnp.exp(params["temperature"])
     own = jnp.arange(logits.shape[0])
     rows = optax.softmax_cross_entropy_with_integer_labels(logits, own).mean()
@@ -30,13 +33,14 @@ def loss_fn(params, batch, rng):
 params = {"images": tower(key), "texts": tower(jax.random.key(1)), "temperature": jnp.float32(1.0)}
 x = jax.random.normal(jax.random.key(2), (2, 8, WIDTH))
 batch = {"images": x[0], "texts": x[1]}
-opt_state = optimizer.init(params)  #-
-#+ pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=1)
-#+ state = pipe.init(params, batch, key)
+opt_state = optimizer.init(params)  # -
+# + pipe = jvpipe.Pipeline(loss_fn, optimizer, stages=STAGES, microbatches=1)
+# + state = pipe.init(params, batch, key)
 losses = []
 for step in range(3):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch, jax.random.fold_in(key, step))  #-
-    updates, opt_state = optimizer.update(grads, opt_state, params)  #-
-    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  #-
-    #+ state, metrics = pipe.step(state, batch)
+    rng = jax.random.fold_in(key, step)  # -
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)  # -
+    updates, opt_state = optimizer.update(grads, opt_state, params)  # -
+    params, metrics = optax.apply_updates(params, updates), {"loss": loss}  # -
+    # + state, metrics = pipe.step(state, batch)
     losses.append(float(metrics["loss"]))
