@@ -104,6 +104,7 @@ def as_json(
             "replicas": len(stage.devices),
             **_stage_json(cost),
             "fates": dict(stage.fates),
+            **({"state_fates": dict(stage.state_fates)} if stage.state_fates else {}),
         }
         for (i, j), stage, cost in zip(
             pairwise(answer.decision.bounds), plan.stages, answer.evaluation.stages, strict=True

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,15 +42,18 @@ from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
     check_chooser,
+    checked_fates,
     checked_name,
     checked_schedule,
     whole_number,
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
+from jvpipe.session.model_planner import away_s, state_bytes
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import split_as_planned
 
 Tree = Any
 
@@ -59,7 +62,8 @@ Tree = Any
 class Forecast:
     """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
 
-    Where the number of devices of each stage was decided too, `shapes` are those that there were.
+    Where the number of devices of each stage was decided too, `shapes` are those that there were. The optimizer's state
+    that lies on the host comes and goes in `state_s` seconds a step, which nothing hides.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -77,6 +81,7 @@ class Forecast:
     title: str = ""
     question: Question | None = None
     shapes: Shapes | None = None
+    state_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -129,7 +134,8 @@ class Forecast:
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.answers[0].evaluation
-        return math.inf if best is None else simulated_step_s(self.problem, best.stages)
+        own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
+        return own_s + self.state_s
 
     @property
     def reasons(self) -> list[str]:
@@ -138,7 +144,15 @@ class Forecast:
         unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
         kinds = self.answers[0].kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
-        return [*unlike, *shape, *cut_reasons(self.problem, decision)]
+        state = (
+            [
+                "the optimizer's state that lies on the host comes before its update and goes back after it: "
+                f"{self.state_s:.3g} s a step more, at most"
+            ]
+            if self.state_s
+            else []
+        )
+        return [*unlike, *shape, *cut_reasons(self.problem, decision), *state]
 
     @cached_property
     def lower_bound_s(self) -> float:
@@ -224,6 +238,7 @@ def plan_for(
     has_state: bool = False,
     stacked: str | None = None,
     frozen: Sequence[str] | None = None,
+    state_fates: Mapping[str, str] | None = None,
     title: str = "",
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
@@ -250,6 +265,8 @@ def plan_for(
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, likewise.
+        state_fates: where the optimizer's state of parameters lies between updates, likewise; on the devices unless
+            given.
         title: of the figure.
 
     Raises:
@@ -261,25 +278,22 @@ def plan_for(
         if isinstance(hardware, Cluster)
         else find_cluster(checked_name("hardware", hardware, "h100"))
     )
-    named = checked_frozen(frozen)
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
+    of_parameters = "parameters, such as {'*': 'swap'}"
+    named, states = checked_frozen(frozen), checked_fates(state_fates, "state_fates", of_parameters)
+    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named, states
     if devices is None and replicas is None and cuts is None:
         counts = (
             _count("stages", stages, USUAL_STAGES),
             _count("microbatches", microbatches, USUAL_MICROBATCHES),
         )
-        return _straight(
-            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest),
-            cluster,
-            limit,
-            names,
-            title,
-        )
+        question = Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest)
+        return _with_state(_straight(question, cluster, limit, names, title))
     whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
     pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
     check_shape_planner(names, whole.schedule)
     there, given = given_pins(whole, cluster, devices, **pins)
-    return _shaped(whole, whole.shapes(cluster, there, given, limit)[0], names[0], title)
+    shapes = whole.shapes(cluster, there, given, limit)[0]
+    return _with_state(_shaped(whole, shapes, names[0], title))
 
 
 def _count(name: str, value: int | None, usual: int) -> int:
@@ -332,6 +346,27 @@ def _straight(
     forecast = asked(question.problem(cluster, limit), names, title, question)
     splits = not any(find_planner(name).as_paper for name in names)
     return with_splits(question, forecast) if splits else forecast
+
+
+def _with_state(forecast: Forecast) -> Forecast:
+    """Puts into the plans where the optimizer's state lies, and counts the seconds of its way to the host and back."""
+    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
+    if question is None or not question.state_fates or best is None or cluster is None:
+        return forecast
+    model = question.trace()
+
+    def told(given: Answer) -> Answer:
+        if given.plan is None:
+            return given
+        traced = split_as_planned(model.traced, given.splits)
+        return replace(given, plan=question.with_state_fates(traced, given.plan))
+
+    answers = tuple(map(told, forecast.answers))
+    assert answers[0].plan is not None
+    sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+    updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
+    state_s = updates * away_s(answers[0].plan, sizes, cluster.host)
+    return replace(forecast, answers=answers, state_s=state_s)
 
 
 def planner_names(planner: str | Sequence[str]) -> list[str]:

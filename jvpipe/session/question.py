@@ -1,6 +1,6 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +11,8 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.cost.state_away import with_state_away
+from jvpipe.ir.fates import states_away
 from jvpipe.ir.given import checked_flags
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
@@ -20,6 +22,7 @@ from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.compiled_plan import CompiledPlan
@@ -60,6 +63,7 @@ class Question:
     has_state: bool = False
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
+    state_fates: Mapping[str, str] = field(default_factory=dict)
     _cutters: dict[int, OptimizerCutter] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -137,7 +141,16 @@ class Question:
             model = self.trace()
             traced, optimizer = model.traced, self.cut(model, model.traced)
         split = may_split(self.schedule, self.stages, self.microbatches)
-        return estimate(traced, cluster, optimizer, self.microbatches, split=split)
+        costs = estimate(traced, cluster, optimizer, self.microbatches, split=split)
+        if not self.state_fates:
+            return costs
+        assert optimizer is not None
+        plan = self.with_state_fates(traced, Plan.from_cuts([len(traced.graph.layers)]))
+        return with_state_away(costs, optimizer, states_away(traced.graph, plan))
+
+    def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
+        """A plan of these layers with the optimizer's state where it is wanted."""
+        return with_state_fates(traced.graph, plan, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
