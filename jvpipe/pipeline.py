@@ -9,18 +9,16 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.given import check_callback, checked_flags, checked_frozen, checked_path
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
-from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
-from jvpipe.papers.registry import find_planner
+from jvpipe.papers.registry import find_planner, reason_of
 from jvpipe.report.explain import explain, stage_table
-from jvpipe.runtime.hosts import present_hosts, telling
-from jvpipe.runtime.state import State, given_leaves, made_leaves
-from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.engine.hosts import present_hosts, telling
+from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
 from jvpipe.session.adapt import beside_training
@@ -57,6 +55,8 @@ from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.leaves import is_initialiser, made_shapes
+from jvpipe.util.given import check_callback, checked_flags, checked_frozen, checked_path
+from jvpipe.util.sizes import parse_bytes, parse_limits
 
 Tree = Any
 
@@ -241,7 +241,8 @@ class Pipeline:
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
         layer_s, reasons = reasons_of(session)
-        return explain(session.graph, plan, session.peaks, layer_s, devices, reasons)
+        why = reason_of(plan.planner)
+        return explain(session.graph, plan, session.peaks, layer_s, devices, why, reasons)
 
     # A run
 

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer
 
-from jvpipe.ir.extras import extra
 from jvpipe.models.text_files import MESSAGES
 from jvpipe.models.workload import Batch
+from jvpipe.util.extras import extra
 
 Message = Mapping[str, Any]
 FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
@@ -207,7 +207,7 @@ class Chats:
 def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
     """`tokens`, the `targets` that follow them, and `weights`: 1 where a target is learned.
 
-    >>> example = learned_tokens(np.array([[1, 7, 8], [0, 0, 1]]), np.random.default_rng(0))
+    >>> example = learned_tokens(np.array([[1, 7, 8], [0, 0, 1]], np.int32), np.random.default_rng(0))
     >>> example["tokens"].tolist(), example["targets"].tolist(), example["weights"].tolist()
     ([1, 7], [7, 8], [0.0, 1.0])
     """

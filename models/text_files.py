@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.extras import extra
+from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
 """Of the files that a folder is searched for; a plain text may have any other."""

@@ -28,16 +28,16 @@ from jvpipe.cli.train_options import (
     kept_options,
     retrained,
 )
-from jvpipe.ir.extras import extra
 from jvpipe.models.workload import OF_FOLDERS, format_of
-from jvpipe.runtime.checkpoints.generations import DamageError
-from jvpipe.runtime.checkpoints.saving import checkpoint_plan
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
+from jvpipe.util.extras import extra
 
 
 def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:
@@ -280,7 +280,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     with suppress(RuntimeError):  # JAX has its devices already: there may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
-    _keep_compiled()
+    keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
         "model", lambda: find_model(options.model, options.size, fields_of(options))
@@ -431,7 +431,7 @@ def _first_params(job: Job) -> Any:
         return first_params(job.options, job.workload)
 
 
-def _keep_compiled() -> None:
+def keep_compiled() -> None:
     """Keeps compiled programs in the user's cache, so that the next start finds them."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -14,11 +14,11 @@ from jvpipe.cli import outputs
 from jvpipe.cli.command_line import as_type, is_type, parsed, read_options
 from jvpipe.cli.plan_options import Options as PlanOptions
 from jvpipe.cli.run_folder import KEPT_CHECKPOINTS, RunDir, check_made_here
-from jvpipe.ir.brief import brief
-from jvpipe.ir.names import did_you_mean
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
 from jvpipe.report.trackers import find_tracker
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, whole_numbers
+from jvpipe.util.brief import brief
+from jvpipe.util.names import did_you_mean
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""

@@ -23,10 +23,10 @@ from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
 from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
 from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
-from jvpipe.runtime.hosts import ALONE, Hosts
-from jvpipe.runtime.monitor import Measured
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.leaves import path_name
+from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
 """A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from jvpipe.ir.brief import brief
-from jvpipe.trace.leaves import path_names
+from jvpipe.util.brief import brief
+from jvpipe.util.paths import path_names
 
 _MOST_S = 1e12
 """No run takes as long."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import jax
 
-from jvpipe.ir.extras import extra
-from jvpipe.ir.names import did_you_mean
 from jvpipe.report.metrics import scalars_in
+from jvpipe.util.extras import extra
+from jvpipe.util.names import did_you_mean
 
 
 class Tracker(Protocol):

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 from jvpipe.ir.values import ValueKind
-from jvpipe.report.order_reasons import order_reasons, search_reasons
-from jvpipe.report.reasons import cut_reasons, device_reasons
 from jvpipe.session.session import Session
 from jvpipe.trace.graph import Traced
 
@@ -15,10 +13,7 @@ def reasons_of(session: Session) -> tuple[Sequence[float] | None, list[str]]:
     layer_s, reasons = session.compiled_plans.layer_s, list[str]()
     if planned and planned.plan.cuts == compiled.plan.cuts:  # of another plan its reasons are none
         layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
-        problem, decision = planned.problem, planned.decision
-        reasons += [*device_reasons(problem), *cut_reasons(problem, decision)]
-        reasons += order_reasons(problem, decision, compiled.optimizer.cross_layer)
-        reasons += [search_reasons(planned.ordered)] if planned.ordered else []
+        reasons = planned.reasons(compiled.optimizer.cross_layer)
     shape = session.compiled_plans.shape
     chosen = shape and shape.planned
     if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):

@@ -16,8 +16,8 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import (
     array_digest,

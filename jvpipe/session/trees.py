@@ -11,10 +11,11 @@ import numpy as np
 from jvpipe._jax import Tracer, is_plain
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.value_shapes import shape
+from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import abstract, canonical, named, path_name
+from jvpipe.trace.leaves import abstract, canonical, named
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 Tree = Any
 
