@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe.ir.given import checked_flags
+from jvpipe.ir.given import checked_flag
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, numbers_of
@@ -67,7 +67,7 @@ class OneFOneB(Schedule):
     """
 
     def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
-        checked_flags(eager=eager)
+        checked_flag("eager", eager)
         most = None if most is None else numbers_of(0, "most", most)
         if eager and most is not None:
             raise ValueError(

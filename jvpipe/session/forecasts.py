@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.ir.brief import brief
 from jvpipe.ir.extras import extra
-from jvpipe.ir.given import checked_frozen, several
+from jvpipe.ir.given import several
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import parse_limits
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
@@ -42,17 +41,18 @@ from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
     check_chooser,
+    check_functions,
     checked_name,
-    checked_schedule,
-    whole_number,
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
+from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.trace.graph import Traced
 
 Tree = Any
+USUAL_HARDWARE = "a100-40gb"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def plan_for(
     devices: int | None = None,
     replicas: Sequence[int] | str | None = None,
     cuts: Sequence[int] | str | None = None,
-    hardware: str | Cluster = "a100-40gb",
+    hardware: str | Cluster | None = None,
     memory_limit: int | str | Sequence[int | str] | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
@@ -234,13 +234,14 @@ def plan_for(
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
-        stages: how many; 4 unless given or decided.
+        stages: how many; 2 unless given or decided.
         devices: how many all stages share; all of the hardware's unless given or told by `replicas`.
         replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
         cuts: layers of each stage.
         hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
+            "a100-40gb" unless given.
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
-        microbatches: how many a batch is split into; 8 unless given or decided.
+        microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
         planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
             "pipedream" or "dapple".
@@ -255,45 +256,31 @@ def plan_for(
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
     """
-    names, limit = planner_names(planner), parse_limits(memory_limit)
-    cluster = (
-        hardware
-        if isinstance(hardware, Cluster)
-        else find_cluster(checked_name("hardware", hardware, "h100"))
+    names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
+    check_functions(loss_fn, optimizer := _usual(optimizer), has_state=told["has_state"])
+    pins = {name: told.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
+    there, limit = told.pop("devices"), told.pop("memory_limit")
+    cluster = told.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    question_of = partial(
+        Question,
+        loss_fn=loss_fn,
+        params=params,
+        batch=batch,
+        optimizer=optimizer,
+        model_state=model_state,
+        **told,
     )
-    named = checked_frozen(frozen)
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
-    if devices is None and replicas is None and cuts is None:
-        counts = (
-            _count("stages", stages, USUAL_STAGES),
-            _count("microbatches", microbatches, USUAL_MICROBATCHES),
-        )
-        return _straight(
-            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest),
-            cluster,
-            limit,
-            names,
-            title,
-        )
-    whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
-    pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
+    if there is None and pins["replicas"] is None and pins["cuts"] is None:
+        stages, microbatches = pins["stages"] or USUAL_STAGES, pins["microbatches"]
+        question = question_of(stages=stages, microbatches=microbatches or USUAL_MICROBATCHES)
+        return _straight(question, cluster, limit, names, title)
+    whole = question_of(stages=1, microbatches=1)
     check_shape_planner(names, whole.schedule)
-    there, given = given_pins(whole, cluster, devices, **pins)
+    there, given = given_pins(whole, cluster, there, **pins)
     return _shaped(whole, whole.shapes(cluster, there, given, limit)[0], names[0], title)
 
 
-def _count(name: str, value: int | None, usual: int) -> int:
-    """A number that may be left out.
-
-    Args:
-        name: of the option.
-        value: as given.
-        usual: if nothing is.
-    """
-    return usual if value is None else whole_number(name, value)
-
-
-def _usual(optimizer: Optimizer | None) -> Optimizer:
+def _usual(optimizer: Any) -> Any:
     """The optimizer; AdamW unless given."""
     if optimizer is not None:
         return optimizer
@@ -334,18 +321,18 @@ def _straight(
     return with_splits(question, forecast) if splits else forecast
 
 
-def planner_names(planner: str | Sequence[str]) -> list[str]:
-    """The names of planners that there are: of all, of some with commas between, or as a list.
+def planner_names(option: str, planner: Any) -> list[str]:
+    """The names of planners that there are: of all, of some with commas between, or as a list; an `option` gives them.
 
-    >>> planner_names("even,dapple")
+    >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
     """
     given = planner.split(",") if isinstance(planner, str) else several(planner)
     if not given:
         raise ValueError(
-            f"planner must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
+            f"{option} must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
         )
-    given = [checked_name("planner", name, "jvpipe") for name in given]
+    given = [checked_name(option, name, "jvpipe") for name in given]
     names = [p.name for p in PLANNERS] if given == ["all"] else given
     for name in names:
         find_planner(name)

@@ -23,12 +23,11 @@ from jvpipe.runtime.phases import phase
 from jvpipe.runtime.state import Leaf, Name
 from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO
-from jvpipe.session.arguments import dealt
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
 from jvpipe.session.measuring import Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import ROUNDS, CutCandidate, Splitter, decide
-from jvpipe.session.settings import Settings
+from jvpipe.session.settings import Settings, dealt
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
