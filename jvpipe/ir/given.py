@@ -27,7 +27,7 @@ def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     ('base/*',)
     """
     given = [] if frozen is None else several(frozen)
-    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) for x in given):
+    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) and x for x in given):
         raise ValueError(
             f"{name} must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
         )

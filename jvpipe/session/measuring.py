@@ -57,8 +57,6 @@ def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    if speeds is None:
-        return ()
     given: list[Any] = (
         [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
     )

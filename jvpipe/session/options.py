@@ -244,8 +244,8 @@ class PipelineOptions:
         "pattern",
         EVERY,
     )
-    speeds: tuple[float, ...] = option(
-        (),
+    speeds: tuple[float, ...] | None = option(
+        None,
         checked_speeds,
         "How fast each device is beside the others; measured if left out.",
         "pipeline",

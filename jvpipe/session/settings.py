@@ -144,7 +144,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
     given, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
     used, places = place(stages, given, schedule, counts, shares=shares)
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
-    check_speeds(told["speeds"], planned)
+    check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
     return Settings(
         loss_fn=loss_fn,
@@ -153,6 +153,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
         microbatches=microbatches,
         limits=device_limits(take("memory_limit"), used, planned, hosts),
         host_limit_bytes=take("host_memory_limit"),
+        speeds=speeds,
         fates=take("fates") or {},
         state_fates=take("state_fates") or {},
         devices=used,
