@@ -19,16 +19,15 @@ ALIKE = {
     ("ir/rows:AskRun", "ir/rows:OfferRun"),
     ("ir/rows:Row", "lowering/operation:Operation"),
     ("lowering/stream/parts:Versions", "programs/layer:LayerPrograms"),
-    ("lowering/stream/parts:Versions", "runtime/versions:Reads"),
+    ("lowering/stream/parts:Versions", "runtime/engine/versions:Reads"),
     ("planners/joint/cut_windows:Reach", "planners/joint/device_fates:DeviceFates"),
     ("programs/flow:Flow", "trace/loss:LossJaxpr"),
-    ("programs/layer:LayerPrograms", "runtime/versions:Reads"),
+    ("programs/layer:LayerPrograms", "runtime/engine/versions:Reads"),
     ("programs/optimizer:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),
     ("programs/split_backward:Halves", "programs/split_backward:_Cut"),
-    ("runtime/migrate:PlanChange", "runtime/model_change:ModelChange"),
+    ("runtime/state/migrate:PlanChange", "runtime/state/model_change:ModelChange"),
     ("session/measuring:Measurement", "session/model_planner:ModelPlanner"),
     ("session/measuring:Request", "session/settings:Settings"),
-    ("session/question:Question", "session/trees:Trees"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
 DEFINED = "option("

@@ -19,13 +19,13 @@ from jvpipe.cli.outputs import check_figure, check_new_folder, check_writable
 from jvpipe.cli.own_model import ENTRY_POINTS
 from jvpipe.cli.run_folder import MARK, RECORDED, RunDir, check_made_here
 from jvpipe.cost.presets import PRESETS
-from jvpipe.ir.brief import brief
-from jvpipe.ir.extras import MissingExtraError, extra
-from jvpipe.ir.names import did_you_mean
 from jvpipe.papers.registry import PLANNERS
-from jvpipe.report.trackers import check_tracker
+from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
 from jvpipe.session.options import Group, Option, PipelineOptions, options_of
+from jvpipe.util.brief import brief
+from jvpipe.util.extras import MissingExtraError, extra
+from jvpipe.util.names import did_you_mean
 
 _WORDS = {
     bool: "true or false",
@@ -187,7 +187,7 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
     if options.export_weights:
         check_new_folder(Path(options.export_weights))
     for tracker in options.track:
-        check_tracker(tracker)
+        find_tracker(tracker)
     return options
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jvpipe.ir.given import checked_flag, checked_path, several
 from jvpipe.models.recipe import OPTIMIZERS
 from jvpipe.session.arguments import (
     USUAL_STAGES,
@@ -26,6 +25,7 @@ from jvpipe.session.options import (
     options_of,
     resumed,
 )
+from jvpipe.util.given import checked_flag, checked_path, several
 
 MOST = 2**31 - 1
 """Of what is counted: steps are counted in 32 bits."""
@@ -179,7 +179,8 @@ class TrainOptions(ModelOptions):
     data: str | None = option(
         None,
         file_option,
-        'A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the '
+        'A text file or a folder of them, .jsonl and .parquet files with a field "text" or "messages" among them, '
+        "or OWNER/NAME of a hub; by default the "
         "English prose that comes with Python. For models of images a folder with a folder for each class; by default "
         "the digits of scikit-learn. For models that translate a folder with files such as train.en and train.de; by "
         "default the message catalogues of Django.",
@@ -198,8 +199,8 @@ class TrainOptions(ModelOptions):
         None,
         file_option,
         "Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and "
-        "model.safetensors or its parts, as transformers writes it. The model is as config.json tells, and so is the "
-        "tokenizer, if there is a tokenizer.json.",
+        "model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model is as "
+        "config.json tells, and so is the tokenizer, if there is a tokenizer.json.",
         "model",
         "folder",
     )
@@ -290,7 +291,8 @@ class TrainOptions(ModelOptions):
     track: tuple[str, ...] = option(
         (),
         _texts,
-        "Where metrics go beside metrics.jsonl: tensorboard, wandb; may be given again.",
+        "Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the tracker of an installed "
+        "package; may be given again.",
         "run",
         "tracker",
     )

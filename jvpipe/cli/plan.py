@@ -10,21 +10,23 @@ from typing import ClassVar
 from rich.console import Console
 
 from jvpipe.cli.command_line import read
+from jvpipe.cli.job import keep_compiled
 from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
 from jvpipe.cli.outputs import check_figure, check_outputs, writing
 from jvpipe.cli.own_model import find_model
+from jvpipe.cli.speech import progress
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.given import checked_flag
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
 from jvpipe.session.forecasts import Forecast, asked, plan_for, planner_names
-from jvpipe.session.options import PLAN, PLAN_FOR, Taker, option, options_of, passed
+from jvpipe.session.options import PLAN, PLAN_FOR, Taker, checked_target, option, options_of, passed
 from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
+from jvpipe.util.given import checked_flag
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class PlanOptions(ModelOptions):
         "Several planners side by side: `all`, or names with commas between.",
         "pipeline",
         "planners",
+    )
+    target: str | None = option(
+        None,
+        checked_target,
+        "With --compile: another device than the hardware's, such as h200 or v5e:4x4.",
+        "memory",
+        "target",
     )
     export: str | None = option(
         None,
@@ -106,6 +115,8 @@ class PlanOptions(ModelOptions):
                 raise ValueError(
                     f"{flag} {told} is of a --model, a --graph has its own: leave it out"
                 )
+        if self.target is not None and not self.compile:
+            raise ValueError(f"--target {self.target} is for --compile: give both")
         check_each(self)
         schedule = find_schedule(self.schedule)
         names = planner_names("--compare", self.compare or [self.planner])
@@ -136,6 +147,7 @@ class PlanOptions(ModelOptions):
 
 
 _OF_MODELS = (
+    "compile",
     "batch_size",
     "sequence_length",
     "devices",
@@ -168,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = PlanOptions(**read(PlanOptions, arguments, "jvpipe.plan"))
         names = options.check()
-        forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
+        forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
     piped = options.export is not None and not options.export.partition(":")[2]
@@ -183,6 +195,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if forecast.fits else 1
 
 
+def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
+    """What planners answer; while a compiler is asked, how far it is."""
+    if options.graph is not None:
+        return of_graph(options, names)
+    if not options.compile:
+        return of_model(options, names)
+    keep_compiled()
+    with progress():
+        return of_model(options, names)
+
+
 def _error(mistake: Exception) -> int:
     print("error:", *str(mistake).splitlines(), file=sys.stderr)
     return 2
@@ -195,7 +218,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
         workload.loss_fn,
         workload.init,
         workload.abstract_batch(options.batch_size or workload.batch_size),
-        **passed(options, PLAN_FOR),
+        **(passed(options, PLAN_FOR) | {"compile": options.target or options.compile}),
         planner=names,
         optimizer=workload.optimizer(workload.steps),
         model_state=workload.initial_state(),

@@ -22,7 +22,7 @@ from jvpipe.cli.processes import Watch, join, leave
 from jvpipe.cli.shell import ExitCode, StopRequest
 from jvpipe.cli.speech import Speech
 from jvpipe.cli.training import train
-from jvpipe.runtime.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

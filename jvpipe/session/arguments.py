@@ -11,17 +11,18 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Device, Tracer
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.lazy_array import LazyArray
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, path_name
+from jvpipe.trace.leaves import Role
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_stream, is_whole, several
+from jvpipe.util.names import did_you_mean
+from jvpipe.util.paths import path_name
 
 Tree = Any
 PER_LAYER = "per_layer"

@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
-from jvpipe.ir.given import checked_flag, checked_frozen
+from jvpipe.cost.targets import Target, find_target
 from jvpipe.ir.reductions import AuxReduction, StateReduction, checked_reduction
-from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.user_fates import MODES
 from jvpipe.session.arguments import (
@@ -28,6 +27,9 @@ from jvpipe.session.arguments import (
 )
 from jvpipe.session.inner_axes import checked_sharding
 from jvpipe.session.measuring import checked_speeds
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_flag, checked_frozen
+from jvpipe.util.sizes import parse_bytes, parse_limits
 
 Check = Callable[[str, Any], Any]
 """Takes an option as its user calls it, and what is given for it; gives what that means, or a ValueError."""
@@ -140,6 +142,17 @@ def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
 
 def _cluster(said: str, value: Any) -> Cluster:
     return value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
+
+
+def checked_target(name: str, value: Any) -> Target | bool:
+    """Whether a compiler is asked, or for which device: a target's name."""
+    if isinstance(value, str):
+        return find_target(value)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"{name} must be True, or the name of a target such as 'h100', not {brief(value)}"
+        )
+    return value
 
 
 def _planner(said: str, value: Any) -> str:
@@ -299,6 +312,15 @@ class PipelineOptions:
         "model",
         "",
         PIPELINE,
+    )
+    compile: bool = option(
+        False,
+        checked_target,
+        "Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes on "
+        "until a plan keeps the limit so.",
+        "memory",
+        "",
+        PLANS,
     )
     memory_limit: str | None = option(
         None,

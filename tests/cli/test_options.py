@@ -1,4 +1,4 @@
-"""Options are defined whole, read by somebody, on the page of options; and a wrong value of each is told in one line."""
+"""Options are defined whole, read, and on the page of options; a wrong value of each is told in one line."""
 
 import ast
 import inspect
@@ -229,6 +229,8 @@ PLANS: dict[str, tuple[str, str]] = {
     "--export": ("megatrn", "did you mean 'megatron'"),
     "--import": ("megatron", "FORMAT:FILE, such as"),
     "--lossy": ("5", "5"),
+    "--compile": ("5", "5"),
+    "--target": ("h10", "--compile"),
     "--json": ("nowhere/plan.json", "make it, or give another path"),
     "--timeline": ("nowhere/plan.json", "make it, or give another path"),
 }
@@ -278,6 +280,7 @@ SAID: dict[str, tuple[Any, str]] = {
     "batch_axis": (3, "must be a name"),
     "aux_reduce": ({"a": "total"}, "write one of 'mean'"),
     "model_state_reduce": ({"a": "total"}, "write one of 'mean'"),
+    "compile": ("h10", "did you mean"),
     "memory_limit": (-1, "write bytes"),
     "host_memory_limit": ("much", "write bytes"),
     "checkpoint": ("alwys", "did you mean"),

@@ -22,9 +22,10 @@ RESUMED = {
 HEAD = """# Options
 
 Every option of `jvpipe.Pipeline`, `jvpipe.plan_for` and both commands, as they are defined in
-`jvpipe/session/options.py` and `jvpipe/cli/options.py`. Python has their names without hyphens, and takes sequences, plans and
-schedules too where text stands for them; files of `--config` have either name. The last column is what `--resume` makes of
-another value than the run had. This page is made of the definitions (`python -m tests.docs.options_page`).
+`jvpipe/session/options.py` and `jvpipe/cli/options.py`. Python has their names without hyphens, and takes
+sequences, plans and schedules too where text stands for them; files of `--config` have either name. The last
+column is what `--resume` makes of another value than the run had. This page is made of the definitions
+(`python -m tests.docs.options_page`).
 """
 
 
@@ -59,8 +60,11 @@ def page() -> str:
     parts = [HEAD]
     for group in get_args(Group):
         title = f"## {group.capitalize()}"
-        head = "| option | what it says | of | default | taken by | resumed |\n|---|---|---|---|---|---|"
-        parts.append("\n".join([title, "", head, *rows(group), ""]))
+        head = (
+            "| option | what it says | of | default | taken by | resumed |",
+            "|---|---|---|---|---|---|",
+        )
+        parts.append("\n".join([title, "", *head, *rows(group), ""]))
     return "\n".join(parts)
 
 
