@@ -10,7 +10,7 @@ from typing import Any
 
 from jvpipe.ir.outline import Outline
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_flags, checked_path, is_whole, several, whole_numbers
+from jvpipe.util.given import checked_flag, checked_path, is_whole, several, whole_numbers
 from jvpipe.util.names import did_you_mean
 
 
@@ -264,7 +264,7 @@ class Plan:
         splits, unsplit = (
             whole_numbers(name, told.get(name, ())) for name in ("splits", "unsplit")
         )
-        checked_flags(keep_last=(keep_last := told.get("keep_last", False)))
+        keep_last = checked_flag("keep_last", told.get("keep_last", False))
         schedule, planner, tasks = told["schedule"], told["planner"], told.get("tasks", ())
         lines = None if isinstance(tasks, str) else several(tasks)
         if lines is None or not all(isinstance(line, str) for line in lines):

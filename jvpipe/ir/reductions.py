@@ -37,31 +37,20 @@ class Reductions:
 R = TypeVar("R", AuxReduction, StateReduction)
 
 
-def checked_reductions(aux: Any, state: Any, *, has_aux: bool, has_state: bool) -> Reductions:
+def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
     """Reductions by pattern, as a user gave them.
 
     Args:
-        aux: None, or names of reductions by pattern.
-        state: likewise.
-        has_aux: whether there are leaves of aux.
-        has_state: whether there are leaves of a model state.
+        option: its name.
+        given: names of reductions by pattern.
+        kind: of reductions.
 
     Raises:
-        ValueError: one is no such mapping, names another reduction or speaks of no leaf.
+        ValueError: it is no such mapping, or names another reduction.
 
-    >>> checked_reductions({"largest": "max"}, None, has_aux=True, has_state=False).aux
+    >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
     {'largest': <AuxReduction.MAX: 'max'>}
     """
-    return Reductions(
-        _checked("aux_reduce", aux, AuxReduction, "" if has_aux else "has_aux"),
-        _checked("model_state_reduce", state, StateReduction, "" if has_state else "has_state"),
-    )
-
-
-def _checked(option: str, given: Any, kind: type[R], needed: str) -> dict[str, R]:
-    """One of these options; `needed` is the flag without which there are no such leaves."""
-    if given is None:
-        return {}
     known = [reduction.value for reduction in kind]
     if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(
@@ -72,10 +61,6 @@ def _checked(option: str, given: Any, kind: type[R], needed: str) -> dict[str, R
             raise ValueError(
                 f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}"
             )
-    if given and needed:
-        raise ValueError(
-            f"{option} is given, but the loss returns nothing of that kind: say {needed}=True"
-        )
     return {pattern: kind(name) for pattern, name in given.items()}
 
 
