@@ -10,7 +10,7 @@ rank, of which there are only so many, or no tasks are left to simulate.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -66,7 +66,8 @@ class Climb:
         for one in sorted(every, key=self.rank):
             first.setdefault(one.bounds, one)
         starts = list(first.values())[: PLAN.starts]
-        return min(map(self.climbed, starts), key=self.rank, default=None)
+        best = min(map(self.climbed, starts), key=self.rank, default=None)
+        return best and self._kept_where_free(best)
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from better to better neighbours, until none is better."""
@@ -79,6 +80,23 @@ class Climb:
                 best = self._best_of(best, self._others(best))
             if best is before and self.problem.schedule.chunks > 1 and self.places > 1:
                 best = self._best_of(best, self._shifted(best))
+        return best
+
+    def _kept_where_free(self, best: Decision) -> Decision:
+        """Keeps what is swapped or computed again and makes the step no faster.
+
+        A climb prefers fewer bytes among plans that are equally fast, for they leave room to go on.
+        At its end nobody needs that room.
+        """
+        kept = Decision.keeping_all(best.bounds)
+        step_s = self.rank(best)[0]
+        if self.rank(kept)[0] <= step_s:
+            return kept
+        for at, choice in enumerate(best.choices):
+            begins_run = RECOMPUTE_CHAIN in best.choices[at : at + 2]
+            if choice != 0 and not begins_run and self.tasks > 0:
+                other = replace(best, choices=(*best.choices[:at], 0, *best.choices[at + 1 :]))
+                best = other if self.rank(other)[0] <= step_s else best
         return best
 
     def rank(self, decision: Decision) -> Rank:
