@@ -20,7 +20,7 @@ from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.tensors import parked_bytes
-from jvpipe.runtime.engine.training_state import migrate
+from jvpipe.runtime.state import migrate
 from tests.grid import grid
 
 D, LAYERS, MICRO = 32, 6, 4
