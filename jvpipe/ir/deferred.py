@@ -29,7 +29,7 @@ class BatchStatistics(NamedTuple):
 
     @staticmethod
     def of(features: int) -> "BatchStatistics":
-        """Those before the first batch: a mean of 0, a variance of 1.
+        """Makes the statistics before the first batch: a mean of 0, a variance of 1.
 
         Args:
             features: the size of the last axis of what is normalised.
@@ -95,7 +95,7 @@ def _remembered(
     microbatches: int,
     momentum: float,
 ) -> BatchStatistics:
-    """The statistics after one more micro-batch, whose values and their squares come to these sums.
+    """Returns the statistics after one more micro-batch, given the sums of its values and of their squares.
 
     Args:
         before: the statistics.

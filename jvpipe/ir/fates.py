@@ -86,7 +86,7 @@ def left_by(
 
 
 def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
-    """The parameters whose optimizer state lies on the host between updates.
+    """Finds the parameters whose optimizer state lies on the host between updates.
 
     Raises:
         ValueError: a state fate for what is no parameter of a layer of its stage.

@@ -31,13 +31,13 @@ class LazyArray(jax.ShapeDtypeStruct):
         self._read, self._at = read, at
 
     def __getitem__(self, i: int) -> "LazyArray":
-        """The part at an index of the first axis, still to be read."""
+        """Returns the part at an index of the first axis, still to be read."""
         if not 0 <= i < self.shape[0]:
             raise IndexError(f"index {i} is out of bounds for {self.shape[0]}")
         return LazyArray(self.shape[1:], self.dtype, self._read, *self._at, i)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, read now.
+        """Reads the numbers.
 
         Raises:
             ValueError: what was read is of another shape or type.

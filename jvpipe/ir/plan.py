@@ -89,7 +89,7 @@ class Plan:
     def from_cuts(
         layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any
     ) -> "Plan":
-        """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`, one or several.
+        """Makes a plan from the number of layers per stage; stage s runs on device s, or on `devices[s]` (one or more).
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
@@ -148,7 +148,7 @@ class Plan:
         return any(count > 1 for count in self.replicas)
 
     def on(self, devices: Sequence[Sequence[int]]) -> "Plan":
-        """The same stages on other devices, some for each.
+        """Returns a plan of the same stages on other devices, one or several for each.
 
         >>> Plan.from_cuts([2, 1]).on([(0, 1), (2,)]).replicas
         (2, 1)
@@ -159,7 +159,7 @@ class Plan:
         )
 
     def turn(self, m: int) -> "Plan":
-        """The devices that a micro-batch runs on where those of a stage take turns.
+        """Returns the plan of a micro-batch if the devices of each stage take turns: with those whose turn it is.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -169,11 +169,11 @@ class Plan:
         return self.on([(stage.devices[m % len(stage.devices)],) for stage in self.stages])
 
     def stage_of(self, layer: int) -> int:
-        """The stage that a layer runs in."""
+        """Returns the stage that a layer runs in."""
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """The same placement for another schedule; the order of tasks is for one alone."""
+        """Returns the same placement for another schedule; task lists are dropped, for they belong to one schedule."""
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
@@ -190,7 +190,7 @@ class Plan:
         return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
-        """The same placement with everything kept between forwards and backwards."""
+        """Returns the same placement with everything kept between forwards and backwards."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
@@ -302,7 +302,7 @@ EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
 
 
 def _stage(s: int, data: Any) -> Stage:
-    """A stage of what `to_json` gave."""
+    """Reads a stage as `to_json` writes it."""
     told = _entries(f"stage {s}", data, ("layers", "devices"))
     layers, devices = (
         whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices")

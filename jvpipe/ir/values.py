@@ -125,7 +125,7 @@ class Value(NamedTuple):
     examples: Examples | None = None
 
     def shifted(self, microbatches: int, versions: int) -> "Value":
-        """The same value of another round of a stream: so many micro-batches and versions later.
+        """Names the same value in another round of a stream, a number of micro-batches and versions later.
 
         >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
         'parameter 4 version -1'

@@ -16,7 +16,7 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> TaskLists:
-    """The task lists of GPipe.
+    """Makes the task lists of GPipe.
 
     >>> from jvpipe.ir.task import text
     >>> text(gpipe(2, 2)[1])

@@ -33,17 +33,18 @@ class OneByOneLists:
         """Makes a list per device."""
         lists: list[list[Task]] = [[] for _ in range(devices)]
         stages = range(self.placed.stages_on(devices))
-        trip = [*((Kind.F, s) for s in stages), *((Kind.B, s) for s in reversed(stages))]
+        trip = [(Kind.F, s) for s in stages]
+        trip += [(Kind.B, s) for s in reversed(stages)]
         for m, (kind, s) in product(range(microbatches), trip):
             lists[self.placed.device_of(s, devices)].append(Task(s, kind, m))
         return tuple(map(tuple, lists))
 
 
 def one_by_one(placed: Schedule) -> Schedule:
-    """The schedule of one micro-batch in flight whose stages lie on devices as those of another one do.
+    """Makes the schedule of one micro-batch in flight, over the stages of another schedule.
 
     Args:
-        placed: the other one.
+        placed: the other one; it says on which devices the stages lie.
 
     >>> from jvpipe.schedules import find_schedule
     >>> one_by_one(find_schedule("v-half")).held(2, 3)
