@@ -25,7 +25,7 @@ READERS = (
     "device_fates",
     "device_orders",
     "floor",
-    "local_search",
+    "climb",
     "lower_bound",
     "min_bytes",
     "order_climb",
@@ -38,7 +38,6 @@ READERS = (
     "stage_fates",
     "surrogate",
     "trips",
-    "working_tiers",
 )
 
 
