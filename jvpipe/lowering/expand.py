@@ -87,7 +87,7 @@ class Expander:
                 return self.weights.reading(ref.index, layer.id, m, back=back)
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
-            case ValueKind.STATE if ref.index not in self._written:
+            case ValueKind.STATE if ref.index not in self._written:  # the same for all
                 return Value(ValueKind.STATE, ref.index)
             case ValueKind.STATE | ValueKind.BATCH | ValueKind.SEED | ValueKind.TENSOR:
                 return Value(ref.kind, ref.index, microbatch=m)

@@ -32,9 +32,9 @@ class MicrobatchLayout:
     graph: LayerGraph
     plan: Plan
     fates: Fates
-    signatures: Sequence[Signature]
-    halves: Mapping[int, SplitSignature] = field(default_factory=dict)
-    sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)
+    signatures: Sequence[Signature]  # by layer
+    halves: Mapping[int, SplitSignature] = field(default_factory=dict)  # by layer
+    sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)  # by slice
 
     @staticmethod
     def of(
@@ -88,6 +88,7 @@ class MicrobatchLayout:
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:
                     values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+        # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

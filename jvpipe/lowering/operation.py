@@ -83,4 +83,4 @@ def summed(
     for part in others:
         reads = tuple(chain(*zip(before, part, strict=True)))
         yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), run)
-        before, run = sums, AddRun()
+        before, run = sums, AddRun()  # from now on in place

@@ -67,6 +67,7 @@ def lower_step(
         replicas = updating(graph, plans[0], optimizer)
         slicing = Slicing(placer.where, batching, by_number, replicas)
     left = _place_tasks(expander, placer, layouts, lists, slicing)
+    # The update runs under the last plan, once everything has moved there.
     placer.begin()
     placer.enter(plans[-1])
     placer.bring_state()
@@ -114,6 +115,7 @@ def _place_tasks(
         _perform(placer, _expanded(expander, task, layout, batch), slicing)
         if task.kind == Kind.F:
             left[task] = swapped_by(placer, layout, task, slicing)
+        # After a stage's last backward its replicas' sums are whole.
         to_accumulate[task.stage] -= KINDS[task.kind].accumulates
         if slicing and not to_accumulate[task.stage]:
             _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
@@ -151,7 +153,7 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     Args:
         move: from place to place.
     """
-    rows = [replace(row, frees=()) for row in move.rows]
+    rows = [replace(row, frees=()) for row in move.rows]  # ends are found anew
     copies = [row for row in rows if KINDS[row.kind].link]
     drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))

@@ -60,6 +60,7 @@ def given(lines: Sequence[str]) -> Schedule:
     places = {task.stage: d for d, tasks in enumerate(read_lines(lists.lines)) for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
     chunks = max(1, stages // devices)
+    # The order of stages on devices tells whether it is a loop or a vee.
     for vee in (False, True):
         schedule = Schedule(name="auto", lists=lists, chunks=chunks, vee=vee)
         expected = {s: schedule.device_of(s, devices) for s in range(stages)}

@@ -29,6 +29,7 @@ def _merged(tasks: Sequence[Task]) -> Iterator[Task]:
         if task == (0, Kind.I, m) and following == (0, Kind.W, m):
             whole.add(m)
     for task in tasks:
+        # Of a joined pair I becomes the whole backward, and W is left out.
         is_half = task.stage == 0 and KINDS[task.kind].between != 0
         if not is_half or task.microbatch not in whole:
             yield task

@@ -57,6 +57,7 @@ class InterleavedLists:
         forwards = [(chunk, m) for batch in rounds for chunk in chunks for m in batch]
         backwards = [(chunk, m) for batch in rounds for chunk in reversed(chunks) for m in batch]
         warm = min(self._warm(devices - 1 - d, len(rounds[0])), len(forwards))
+        # The backwards of a device that the user says to be 0 late stay whole.
         split = self.split and (late > 0 or self.late is None)
         work = [(Kind.F, one) for one in forwards[:warm]]
         following = iter(forwards[warm:])
@@ -65,9 +66,9 @@ class InterleavedLists:
             if forward is not None:
                 work.append((Kind.F, forward))
             work.append((Kind.I if split else Kind.B, one))
-            if split and i >= late:
+            if split and i >= late:  # the second half of an earlier backward
                 work.append((Kind.W, backwards[i - late]))
-        if split:
+        if split:  # the second halves that are left fill the drain
             work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]]
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
 
@@ -116,7 +117,7 @@ class Interleaved(Schedule):
         late = None if late is None else numbers_of(0, "late", late)
         if late is not None and not split:
             raise ValueError(f"late={late} is for the second halves of backwards: add split=True")
-        words = ["zb-h1"]
+        words = ["zb-h1"]  # the name of one chunk with split backwards
         if not split or chunks > 1:
             words = ["interleaved"]
             if chunks != 2:

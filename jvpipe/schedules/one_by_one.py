@@ -35,6 +35,7 @@ class OneByOneLists:
         stages = range(self.placed.stages_on(devices))
         trip = [(Kind.F, s) for s in stages]
         trip += [(Kind.B, s) for s in reversed(stages)]
+        # A micro-batch makes its whole trip before the next one begins.
         for m, (kind, s) in product(range(microbatches), trip):
             lists[self.placed.device_of(s, devices)].append(Task(s, kind, m))
         return tuple(map(tuple, lists))

@@ -18,7 +18,7 @@ from jvpipe.util.brief import brief
 
 
 def _and_correction(stage: int, stages: int) -> int:
-    return 1 + (stage < stages - 1)
+    return 1 + (stage < stages - 1)  # delta; there is none on the last stage, where tau = 0
 
 
 class PipeMare(Schedule):

@@ -50,6 +50,7 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
     for tasks in lists:
         stages = sorted({task.stage for task in tasks})
+        # A list is run by one device, or by one group of replicas.
         groups = {plan.stages[s].devices for s in stages}
         if len(groups) > 1:
             devices = sorted(d for group in groups for d in group)
@@ -65,6 +66,7 @@ def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     """Raises ValueError unless every stage has a forward and a whole backward of every micro-batch, in some list."""
     counts = Counter(task for tasks in lists for task in tasks)
     for s, m in product(range(stages), range(microbatches)):
+        # What is popped is accounted for; what is left at the end belongs nowhere.
         times = [counts.pop(Task(s, kind, m), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
         if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(

@@ -62,6 +62,7 @@ class Schedule:
     @property
     def options(self) -> dict[str, Any]:
         """Lists what distinguishes it from other schedules, as JSON."""
+        # Lists with options of their own are dataclasses; those of a function have none.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if is_dataclass(self.lists) and not isinstance(self.lists, type):
             for name, value in asdict(self.lists).items():
@@ -71,7 +72,8 @@ class Schedule:
     def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
         """Makes a schedule of the same rules over other lists."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Schedule(**values | {"lists": lists})
+        values["lists"] = lists
+        return Schedule(**values)
 
     def device_of(self, stage: int, devices: int) -> int:
         """Returns the device of a stage, of a number of devices.
@@ -171,6 +173,7 @@ class Schedule:
         """
         if self.synchronous:
             return
+        # An update stands behind a whole backward of the only stage of its device.
         split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"

@@ -60,6 +60,7 @@ class VeeLists:
                 work = _repeated(_slots(self.memory, d, devices), microbatches)
             case _:
                 assert_never(self.memory)
+        # There and back: the second chunk of the last device comes right after its first.
         stage = {True: 2 * devices - 1 - d, False: d}  # by whether it is of the second chunk
         return tuple(
             Task(stage[letter.islower()], Kind(letter.upper()), m)
@@ -127,7 +128,7 @@ def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str
         for m in range(microbatches):
             at[slot + PERIOD_SLOTS * m] = letter, m
     late: deque[tuple[str, int]] = deque()  # second halves that wait for a slot
-    for slot in range(max(at) + 1):
+    for slot in range(max(at) + 1):  # an empty slot is for a second half, if one waits
         if slot in at:
             letter, m = at[slot]
             yield letter, m

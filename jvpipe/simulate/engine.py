@@ -61,6 +61,7 @@ class Work:
             self._before.append(before)
             for r in in_turn:
                 last[r] = i
+        # Both directions: who is waited for, to start; who waits, to be told of an end.
         self._after = _turned(self._before)
         self._order = self._sorted()
         if len(self._order) < len(occupies):

@@ -65,6 +65,7 @@ def simulate(
     """
     rows, buffers = lowered.rows, lowered.buffers
     devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
+    # Devices come first among the resources; links are numbered as they are met.
     names = {f"device {d}": d for d in range(devices)}
     links_of = links_of or links_between_devices(lowered)
     occupies: list[tuple[int, ...]] = []
@@ -102,6 +103,7 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
         for b in row.writes:
             needs.update(readers.pop(b, ()))
+        # A copy waits for room where it arrives, too.
         touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
         before = programs.setdefault(row.place, [])

@@ -410,11 +410,12 @@ def _device(
                 after = half_answer if (s + 1, m) in halves else answer
                 needs = (F + m,) if after is None else (F + m, after + m)
                 if on.swaps and last != (F + m,):
+                    # Before its first B a device has room once the OUT before the last has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
                 begun = (*last, *needs, *outs[-1:])
-                if on.recompute:
+                if on.recompute:  # right before the backward, when the cotangents are there
                     yield R + m, needs
                     needs = (R + m,)
                 last = (parts[PARTS.index(kind)] + m,)

@@ -43,7 +43,7 @@ class Curve:
         if not changes:
             return Curve(place, space, np.zeros(1), np.array([base_bytes]))
         times, group = np.unique([t for t, _ in changes], return_inverse=True)
-        sums = np.zeros(len(times), int)
+        sums = np.zeros(len(times), int)  # all changes of an instant count as one
         np.add.at(sums, group, [n for _, n in changes])
         if times[0] > 0:  # a curve begins at 0
             times, sums = np.append(0.0, times), np.append(0, sums)

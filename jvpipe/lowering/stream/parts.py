@@ -100,9 +100,11 @@ def parts(
         first: list[tuple[Task, ...]] = []
         rest: list[tuple[Task, ...]] = []
         for tasks in _without(done, lists(n)):
+            # A stage's part of the step ends where its first forward of the next step stands.
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])
+        # Tasks that are needed early follow the step's own, in their order.
         moved = early(tuple(first), tuple(rest))
         part = tuple(
             (*tasks, *(task for task in later if task in moved))

@@ -112,6 +112,7 @@ class Unrolled:
         m0, v0 = self._base(n)
         rows = self.rows[self.bounds[n] : self.bounds[n + 1]]
         before, after, metrics = self._alive(n), self._alive(n + 1), self.metrics[n]
+        # Equal steps get equal numbers: what was there before by name, then as it is touched.
         touched = [b for row in rows for b in (*row.reads, *row.writes)]
         numbered = dict.fromkeys([*(b for _, b in before), *touched])
         ids = {b: i for i, b in enumerate(numbered)}
@@ -169,9 +170,10 @@ def dropping(drain: Step, last: Step) -> Step:
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
     buffers += old.buffers[known:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]
+    # From the numbers of the drain to the new ones.
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
     ids |= {b: b + len(unread) for b in range(known, len(old.buffers))}
-    drops = []
+    drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
         drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))

@@ -55,6 +55,7 @@ class StreamWeights:
         if parameter.frozen:
             return False
         stage = self.timeline.layout(m).stage
+        # Layers of one stage read the stage's version, as if one layer read it.
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
@@ -90,6 +91,7 @@ class StreamWeights:
             m: the micro-batch.
             back: by the backward rather than the forward.
         """
+        # `shifts` has computed it before, if the schedule does and there was something to add.
         shifted = self._shifted(p, m, back=back)
         if shifted in self.existing and not self.is_tied(p, m):
             return shifted
@@ -124,6 +126,7 @@ class StreamWeights:
             reads.append(Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)))
             memories.append(Value(memory, p))
             writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
+        # From here on `reading` names the shifted weights.
         self.existing.update(write.value for write in writes)
         yield Operation(
             Kind.SHIFT,
@@ -259,7 +262,7 @@ class StreamUpdates:
             operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif before:
+        elif before:  # its last piece ends what the layer remembered at earlier stages
             operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
         return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
 
