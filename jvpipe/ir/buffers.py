@@ -101,7 +101,8 @@ class Buffer:
 class Lowered:
     """A step as rows in the order of their dispatch; a place's own list is the rows that run there.
 
-    The first `persistent` buffers exist before the step; `final` are the buffers that hold the same things after it.
+    The first `persistent` buffers exist before the step; `final` are the buffers that hold the same
+    things after it.
     """
 
     rows: tuple[Row, ...]

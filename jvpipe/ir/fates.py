@@ -17,9 +17,10 @@ Edge = tuple[int, int]
 class Fates:
     """The fate of every candidate of every layer, and of every edge that a stage holds.
 
-    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
-    host in between. `recomputed` are layers whose forward runs once more before the backward of what reads their
-    outputs. `away` are edges that go to the host in between, `dropped` those that their stage recomputes.
+    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them
+    that go to the host in between. `recomputed` are layers whose forward runs once more before the
+    backward of what reads their outputs. `away` are edges that go to the host in between, `dropped`
+    those that their stage recomputes.
     """
 
     kept: tuple[frozenset[str], ...]

@@ -24,7 +24,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 class Array:
     """The shape and type of an array, and the name a reader knows it by.
 
-    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of one of them.
+    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of
+    one of them.
     """
 
     name: str
@@ -41,10 +42,11 @@ Source = tuple[Literal["input", "output", "residual"], int]
 class Signature:
     """The interface between a layer's forward and its backward: what is left, taken and given.
 
-    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals` exist for the
-    backward alone; `sources` are the inputs, outputs and residuals it reads; `cotangents` the outputs whose
-    cotangents it takes; `partial` the inputs whose cotangent it adds to a sum that comes in; `gradients` and
-    `returned` the inputs whose gradients and cotangents it yields.
+    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals`
+    exist for the backward alone; `sources` are the inputs, outputs and residuals it reads;
+    `cotangents` the outputs whose cotangents it takes; `partial` the inputs whose cotangent it adds
+    to a sum that comes in; `gradients` and `returned` the inputs whose gradients and cotangents it
+    yields.
     """
 
     residuals: tuple[Array, ...]
@@ -64,7 +66,8 @@ class Signature:
 class SplitSignature:
     """The interface of a backward in two halves: `input` yields cotangents alone, `weight` gradients alone.
 
-    `handed` is what the first leaves the second, beside what the forward left. The second adds to no partial sums.
+    `handed` is what the first leaves the second, beside what the forward left. The second adds to
+    no partial sums.
     """
 
     handed: tuple[Array, ...]

@@ -10,8 +10,9 @@ import numpy as np
 class LazyArray(jax.ShapeDtypeStruct):
     """An array of which only shape and type are known until it is read, such as a tensor in a file.
 
-    Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns it, and keeps no copy.
-    So may the leaves of a batch: each process reads the examples that its own stages and replicas read, and no others.
+    Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns
+    it, and keeps no copy. So may the leaves of a batch: each process reads the examples that its
+    own stages and replicas read, and no others.
 
     Args:
         shape: of the whole.

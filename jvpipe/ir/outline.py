@@ -13,8 +13,8 @@ Block = tuple[str, int]
 class LayerOutline:
     """A layer by name; `block` is that of its parameters, if they are of a numbered module.
 
-    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are the tensors that
-    no layer of another block reads.
+    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are
+    the tensors that no layer of another block reads.
     """
 
     name: str

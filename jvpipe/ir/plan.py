@@ -26,8 +26,8 @@ class Fate(StrEnum):
 class FateInfo:
     """What every part must know of a fate.
 
-    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in between. `again`:
-    its layer's forward runs once more before the backward.
+    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in
+    between. `again`: its layer's forward runs once more before the backward.
     """
 
     saved: bool
@@ -51,9 +51,9 @@ MOST_LAYERS = 1_000_000
 class Stage:
     """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
-    `devices` are indices into the pipeline's devices; with several, each of them is a replica of the stage.
-    `fates` names what is not kept; `state_fates` are those of the optimizer's state between updates, by the path of
-    the parameter that it belongs to.
+    `devices` are indices into the pipeline's devices; with several, each of them is a replica of
+    the stage. `fates` names what is not kept; `state_fates` are those of the optimizer's state
+    between updates, by the path of the parameter that it belongs to.
     """
 
     layers: tuple[int, ...]
@@ -66,11 +66,12 @@ class Stage:
 class Plan:
     """Stages in the order of the forward; `schedule` and `planner` say what it was made for (None: any) and by.
 
-    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
-    places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves. `tasks`
-    are those of each device in order, as text (none: as the schedule's rule has them); where they split backwards,
-    those of the layers in `unsplit` stay whole. `outline` is what exporting it must know of its model; it is no part of
-    the plan, and is not saved.
+    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything.
+    `splits` are the places, inside of what a trace calls a layer, at which layers are cut in two:
+    the stages count both halves. `tasks` are those of each device in order, as text (none: as the
+    schedule's rule has them); where they split backwards, those of the layers in `unsplit` stay
+    whole. `outline` is what exporting it must know of its model; it is no part of the plan, and is
+    not saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)

@@ -12,8 +12,8 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules from paths of parameters to axes, and the sizes of these axes.
 
-    A path that no rule matches has its parameter whole on each device of a place. Batches are cut along `batch_axis`,
-    example by example, if there is one.
+    A path that no rule matches has its parameter whole on each device of a place. Batches are cut
+    along `batch_axis`, example by example, if there is one.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})

@@ -24,8 +24,8 @@ class SliceLayout:
 class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
 
-    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of the slices that
-    replicas work on.
+    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of
+    the slices that replicas work on.
     """
 
     number: int

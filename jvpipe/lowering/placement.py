@@ -99,9 +99,9 @@ class Placement:
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps.
 
-        These are parameters (a copy per place that reads one), the optimizer's state (at the replica that updates the
-        layer, or on its host), model state, constants. Optimizer state of no parameter (step counts) has a copy per
-        layer, so that layers can move.
+        These are parameters (a copy per place that reads one), the optimizer's state (at the
+        replica that updates the layer, or on its host), model state, constants. Optimizer state of
+        no parameter (step counts) has a copy per layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []

@@ -4,9 +4,9 @@
     process 0    0F0  0SEND0: offer t0                 1SEND0: ask for g     0B0
     process 1         0SEND0: ask for t0     1F0  1B0  1SEND0: offer g
 
-A copy between two processes is one row, of which each runs its half at its place in the list. All lists
-are in the order of one list, so nobody deadlocks: of all halves that wait for another process, the first
-in that list finds its partner.
+A copy between two processes is one row, of which each runs its half at its place in the list. All
+lists are in the order of one list, so nobody deadlocks: of all halves that wait for another
+process, the first in that list finds its partner.
 """
 
 from collections.abc import Iterable, Sequence

@@ -8,7 +8,8 @@
     prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
 
-Tasks go through the first four one at a time, for what one makes the next one reads; the others take whole steps.
+Tasks go through the first four one at a time, for what one makes the next one reads; the others
+take whole steps.
 """
 
 from collections import Counter
@@ -48,8 +49,9 @@ def lower_step(
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
-    Where a micro-batch runs under another plan than the one before, what belongs to the layers that move follows:
-    their weights one micro-batch ahead, their sums of gradients and model state between two tasks.
+    Where a micro-batch runs under another plan than the one before, what belongs to the layers that
+    move follows: their weights one micro-batch ahead, their sums of gradients and model state
+    between two tasks.
 
     Args:
         graph: the layers.

@@ -13,8 +13,9 @@
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds of S to 2S - 1, sizes equal to within one, so that for every M >= S a step takes
-(M + (S - 1) / v) (F + B). Backwards run in ascending order per stage, as in every other schedule.
+Micro-batches pass the chunks in rounds of S to 2S - 1, sizes equal to within one, so that for every
+M >= S a step takes (M + (S - 1) / v) (F + B). Backwards run in ascending order per stage, as in
+every other schedule.
 """
 
 from collections.abc import Sequence
@@ -100,8 +101,9 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 class Interleaved(Schedule):
     """1F1B over several chunks per device; the first, the (S + 1)-th ... stage are on the first device.
 
-    With `split` a backward runs in two halves, and the second one comes a number of backwards `late`: a number per
-    device (where it is 0 the backward is whole), or None: device d, counted from 0, is d late.
+    With `split` a backward runs in two halves, and the second one comes a number of backwards
+    `late`: a number per device (where it is 0 the backward is whole), or None: device d, counted
+    from 0, is d late.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

@@ -6,7 +6,8 @@
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less: each stage has some micro-batch in flight at some time. None takes longer.
+No order of the same stages holds less: each stage has some micro-batch in flight at some time. None
+takes longer.
 """
 
 from dataclasses import dataclass

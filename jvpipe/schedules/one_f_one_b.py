@@ -6,9 +6,9 @@
     stage 1     F0 F1    B0 F2 B1 F3 B2    B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), sends
-are hidden. With K[s] in flight on stage s and sends of c seconds, a micro-batch takes in the long run the maximum, over
-stages a < b, of
+min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager",
+DAPPLE's policy B), sends are hidden. With K[s] in flight on stage s and sends of c seconds, a
+micro-batch takes in the long run the maximum, over stages a < b, of
 
     ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """

@@ -1,14 +1,15 @@
 """The lists of asynchronous schedules whose stages have several devices, on which micro-batches take turns (PipeDream).
 
-Micro-batch m runs whole on device m mod r of a stage of r devices. Replicas 2:1, an update every 2 micro-batches:
+Micro-batch m runs whole on device m mod r of a stage of r devices. Replicas 2:1, an update every 2
+micro-batches:
 
     stage 0   even   F0 F2     B0 F4   ...
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
-A stage has as many micro-batches in flight as the next one, and one more for each of its devices, rounded up to the
-same number for each: with fewer (PipeDream counts the devices from the stage on) those of a stage that is wider than
-its neighbours wait for one another.
+A stage has as many micro-batches in flight as the next one, and one more for each of its devices,
+rounded up to the same number for each: with fewer (PipeDream counts the devices from the stage on)
+those of a stage that is wider than its neighbours wait for one another.
 """
 
 import math

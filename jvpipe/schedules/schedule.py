@@ -29,20 +29,22 @@ def one_version(stage: int, stages: int) -> int:
 class Schedule:
     """A family of task lists.
 
-    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if the schedule is
-    `synchronous`, of a whole stream with its warm-up and drain if it is not. A device runs as many stages as there are
-    `chunks`; they lie on the devices in a loop, with `vee` there and back:
+    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if
+    the schedule is `synchronous`, of a whole stream with its warm-up and drain if it is not. A
+    device runs as many stages as there are `chunks`; they lie on the devices in a loop, with `vee`
+    there and back:
 
         chunks=2             0 1 2 0 1 2      the device of each stage, of three devices
         chunks=2, vee=True   0 1 2 2 1 0
 
     `versions` counts the versions of its parameters that a stage (counted from 0) holds.
 
-    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a step). A forward reads
-    the version that `rule` says. A backward reads the same if the schedule stashes it, else its stage's newest:
-    corrected with the discrepancy of PipeMare if there is a `decay`; then updates are scaled down for the first
-    `anneal_updates`, and the first `warmup_updates` are synchronous. With `predicts` a forward reads the weights that
-    its backward is expected to find (XPipe).
+    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a
+    step). A forward reads the version that `rule` says. A backward reads the same if the schedule
+    stashes it, else its stage's newest: corrected with the discrepancy of PipeMare if there is a
+    `decay`; then updates are scaled down for the first `anneal_updates`, and the first
+    `warmup_updates` are synchronous. With `predicts` a forward reads the weights that its backward
+    is expected to find (XPipe).
     """
 
     name: str
@@ -103,9 +105,10 @@ class Schedule:
     def held(self, devices: int, microbatches: int) -> tuple[tuple["Holding", ...], ...]:
         """Finds the most that each device holds at once, whatever the sizes are; counted from the lists.
 
-        That is a set of vectors, of which none is exceeded by another in every entry. A vector has (k, w) for each
-        chunk: k micro-batches of which a forward has left A bytes, w of which the second half of the backward still
-        needs H. So a device's peak is the maximum, over its vectors, of the sum over its chunks of k A + w H.
+        That is a set of vectors, of which none is exceeded by another in every entry. A vector has
+        (k, w) for each chunk: k micro-batches of which a forward has left A bytes, w of which the
+        second half of the backward still needs H. So a device's peak is the maximum, over its
+        vectors, of the sum over its chunks of k A + w H.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("zb-h1").held(2, 8)
@@ -131,8 +134,8 @@ class Schedule:
     def phases(self, devices: int, microbatches: int) -> int:
         """Counts how often a step waits for its slowest stage in turn, from the lists.
 
-        Twice, if every forward of a device comes before its first backward: the slowest forward and the slowest
-        backward need not be of one stage. Once, if they alternate.
+        Twice, if every forward of a device comes before its first backward: the slowest forward and
+        the slowest backward need not be of one stage. Once, if they alternate.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]

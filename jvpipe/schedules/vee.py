@@ -1,7 +1,7 @@
 """Two chunks per device in a vee, backwards in two halves (zb-v, v-half, v-min: Controllable Memory, NeurIPS 2024).
 
-The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second chunk follows its
-first at once, and loss and embedding share device 0.
+The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second
+chunk follows its first at once, and loss and embedding share device 0.
 
     F<m>, I<m>, W<m>: forward and the halves of the backward of micro-batch m; small letters: of the device's second
     chunk. zb-v, S = 3, M = 5:
@@ -16,8 +16,9 @@ first at once, and loss and embedding share device 0.
     device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
     device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
-zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and v-min ("least") at most
-S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch; only its order counts.
+zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and
+v-min ("least") at most S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch;
+only its order counts.
 """
 
 from collections import deque

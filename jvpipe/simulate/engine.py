@@ -1,12 +1,14 @@
 """The simulator's engine: tasks that wait for each other and take turns on resources.
 
-A resource is anything that does one thing at a time: a device, a link, several links that are one. Some serve their
-tasks strictly in the order of their numbers (a device runs its list), the others in the order in which tasks become
-ready (a link), of equals the lower number first. A task that occupies two links holds both from its start.
+A resource is anything that does one thing at a time: a device, a link, several links that are one.
+Some serve their tasks strictly in the order of their numbers (a device runs its list), the others
+in the order in which tasks become ready (a link), of equals the lower number first. A task that
+occupies two links holds both from its start.
 
-Serving in order is waiting for the task before on the resource, so it becomes one more thing to wait for, and only
-links have queues. If no task queues, starts are the longest paths of a graph; else a heap holds the tasks that are
-ready. It is exact: a task that is ready later cannot be served earlier, so the first of the heap is final.
+Serving in order is waiting for the task before on the resource, so it becomes one more thing to
+wait for, and only links have queues. If no task queues, starts are the longest paths of a graph;
+else a heap holds the tasks that are ready. It is exact: a task that is ready later cannot be served
+earlier, so the first of the heap is final.
 
 A million tasks take a few seconds: `python -m experiments.planners.simulator`.
 """

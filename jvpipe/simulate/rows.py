@@ -1,8 +1,8 @@
 """The simulator: a step's rows, or a schedule's task lists, and their seconds become a timeline.
 
-Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A row waits for the
-rows that wrote what it reads and, before it overwrites a buffer, for those that still read it. Three rules keep memory
-within what the ledger counts:
+Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A
+row waits for the rows that wrote what it reads and, before it overwrites a buffer, for those that
+still read it. Three rules keep memory within what the ledger counts:
 
     FREE    holds back the rows of its device that come after it, and what is sent there
     IN      waits for the program before it
@@ -28,7 +28,8 @@ Links = Callable[[Row], Sequence[str]]
 def links_between_devices(lowered: Lowered) -> Links:
     """Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
 
-    Every ordered pair of devices has a link, every device has one to the host, for both ways. A FEED costs nothing.
+    Every ordered pair of devices has a link, every device has one to the host, for both ways. A
+    FEED costs nothing.
 
     Args:
         lowered: whose buffers say where a copy goes.

@@ -6,31 +6,33 @@
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
     REDUCE          of gradients among the replicas of a stage, once, after its last backward
 
-A list is that of a device, and its tasks name their stages. At most two micro-batches' swapped bytes are on the device:
-an F waits for the OUT of the F before the last one; an IN waits until the B before its own begins, and until the F
-before that B is out. What is read by a B that follows its own F stays.
+A list is that of a device, and its tasks name their stages. At most two micro-batches' swapped
+bytes are on the device: an F waits for the OUT of the F before the last one; an IN waits until the
+B before its own begins, and until the F before that B is out. What is read by a B that follows its
+own F stays.
 
     device    F0 F1 F2 F3 ...  B0 B1 B2        F2 waits for OUT0: of F0 and F1 only F1 is left
     host         OUT0 OUT1 ...  IN1 IN2        IN2 waits for B1 to begin, so that B0's bytes are gone
 
-The replicas of a stage are in step, so a device here may be a group of devices at a place. If their machines are given,
-transfers between places and reduces take the networks of machines, out and in, on which those of several stages wait
-for each other.
+The replicas of a stage are in step, so a device here may be a group of devices at a place. If their
+machines are given, transfers between places and reduces take the networks of machines, out and in,
+on which those of several stages wait for each other.
 
-A device's link to its host carries OUT and IN and, if the host is between the devices, the device's sends too, all one
-at a time; otherwise devices whose stages follow each other have a link for each direction. R waits for the cotangents,
-as B does.
+A device's link to its host carries OUT and IN and, if the host is between the devices, the device's
+sends too, all one at a time; otherwise devices whose stages follow each other have a link for each
+direction. R waits for the cotangents, as B does.
 
-`jvpipe.simulate.rows` simulates the rows that a controller dispatches (tests/simulate/test_two_levels.py holds the two
-together). Bytes are the same. Seconds are, too, with these exceptions:
+`jvpipe.simulate.rows` simulates the rows that a controller dispatches
+(tests/simulate/test_two_levels.py holds the two together). Bytes are the same. Seconds are, too,
+with these exceptions:
 
     with swaps    the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe)
                   the rows' IN waits for the task before it in the dispatch to end, here for the B before it to begin
                   (1F1B)
     with R        the rows recompute while the cotangents are on their way
 
-Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times. Both lie between a step
-whose copies take no time and that step plus all its copies.
+Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times.
+Both lie between a step whose copies take no time and that step plus all its copies.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -150,8 +152,8 @@ class StageWork:
 
         code = slot M + micro-batch         slot = 10 stage + part         M is `microbatches`
 
-    Task i of the work has `codes[i]`. The seconds of all stages stand in one list, `PARTS` of each stage after another:
-    those of task i are at `slots[i]`.
+    Task i of the work has `codes[i]`. The seconds of all stages stand in one list, `PARTS` of each
+    stage after another: those of task i are at `slots[i]`.
     """
 
     work: Work
@@ -336,7 +338,8 @@ def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[i
 class _Around(NamedTuple):
     """Codes of a stage's `parts` for micro-batch 0, and of what they wait for; those of micro-batch m are m larger.
 
-    F waits for the `source`, B for the `answer`, or for the `half_answer` where the next stage splits its backward.
+    F waits for the `source`, B for the `answer`, or for the `half_answer` where the next stage
+    splits its backward.
     """
 
     parts: tuple[int, ...]

@@ -59,9 +59,10 @@ class Curve:
 class Timeline:
     """A simulated run: when each task ran on what, and the bytes over time.
 
-    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the first `devices` of
-    these are devices, the others links. `curves` hold the bytes of each device over time, and last those of the host.
-    `peak_bytes` are their peaks; for rows they are counted in the order of dispatch, as the ledger does.
+    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the
+    first `devices` of these are devices, the others links. `curves` hold the bytes of each device
+    over time, and last those of the host. `peak_bytes` are their peaks; for rows they are counted
+    in the order of dispatch, as the ledger does.
     """
 
     tasks: Sequence[Task | Row]

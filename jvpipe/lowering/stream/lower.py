@@ -2,9 +2,10 @@
 
     order -> expand -> place -> swap -> prefetch -> period
 
-The first steps of a stream fill the pipeline; from some step on, each is the one before with all numbers moved on. So
-a stream is lowered once, up to that step, and cut into its steps (period.py). It must repeat itself: once the pipeline
-is full, the order of tasks has the period of a step, and so has everything that follows from the order.
+The first steps of a stream fill the pipeline; from some step on, each is the one before with all
+numbers moved on. So a stream is lowered once, up to that step, and cut into its steps (period.py).
+It must repeat itself: once the pipeline is full, the order of tasks has the period of a step, and
+so has everything that follows from the order.
 
     step        0     1     2     3     4 ...
     what        fill  fill  full  full  full        0, 1, 2 are lowered; 3 equals 2, and so do all later ones
@@ -44,8 +45,8 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream to be lowered.
 
-    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the step in which a span
-    begins, the names of all that the spans before have left in flight.
+    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the
+    step in which a span begins, the names of all that the spans before have left in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor

@@ -3,9 +3,10 @@
     rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
     as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
 
-A step begins with what the one before left in flight. Its buffers are numbered anew: those first, in the order of
-their names, then the others as the rows touch them. Names count micro-batches and versions from the step's first ones.
-So two steps that do the same are equal, and a stream needs as many lowered steps as differ.
+A step begins with what the one before left in flight. Its buffers are numbered anew: those first,
+in the order of their names, then the others as the rows touch them. Names count micro-batches and
+versions from the step's first ones. So two steps that do the same are equal, and a stream needs as
+many lowered steps as differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +39,9 @@ class Step:
 class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
-    Step n has the rows from `bounds[n]` to `bounds[n + 1]`; at each bound buffers have the `spots` of that moment.
-    `lasting` are buffers that outlive every step. M: micro-batches of a step; `every`: those of an update. If the
-    stream ends with the last step, `end` is what is left then.
+    Step n has the rows from `bounds[n]` to `bounds[n + 1]`; at each bound buffers have the `spots`
+    of that moment. `lasting` are buffers that outlive every step. M: micro-batches of a step;
+    `every`: those of an update. If the stream ends with the last step, `end` is what is left then.
     """
 
     graph: LayerGraph
@@ -72,7 +73,8 @@ class Unrolled:
     def _base(self, n: int) -> tuple[int, int]:
         """Returns the micro-batch and the version from which step n counts.
 
-        The end of a stream is a step without forwards; it counts from the micro-batch that would come next.
+        The end of a stream is a step without forwards; it counts from the micro-batch that would
+        come next.
         """
         step = min(n, len(self.bounds) - 1 - (self.end is not None))
         return step * self.M, step * self.M // self.every

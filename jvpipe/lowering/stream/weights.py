@@ -4,12 +4,13 @@
     PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
     XPipe            F reads the newest, moved ahead by the last update: SHIFT, then F; U, SETTLE
 
-On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's running mean d of a
-parameter's updates, a backward reads w - tau d: about the weights that its forward read. With XPipe's last update u, a
-forward reads w + k u, if k updates lie between it and its backward: about the weights that its backward will read.
+On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's
+running mean d of a parameter's updates, a backward reads w - tau d: about the weights that its
+forward read. With XPipe's last update u, a forward reads w + k u, if k updates lie between it and
+its backward: about the weights that its backward will read.
 
-A parameter that several stages read follows its first reader: its versions are those of that stage, and it is neither
-corrected nor predicted.
+A parameter that several stages read follows its first reader: its versions are those of that stage,
+and it is neither corrected nor predicted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -191,8 +192,8 @@ class StreamWeights:
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One that `remembers`
-    reads the weights before and after it, so that it cannot overwrite them.
+    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One
+    that `remembers` reads the weights before and after it, so that it cannot overwrite them.
     """
 
     layer: int
