@@ -50,6 +50,7 @@ from jvpipe.session.inner_axes import inner_axes
 from jvpipe.session.measuring import checked_speeds, device_limits
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.prediction import predict
+from jvpipe.session.reasons import reasons_of
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
@@ -237,20 +238,11 @@ class Pipeline:
 
     def explain(self) -> str:
         """Says what runs where, what it costs and why."""
-        session, compiled = self.session, self.session.compiled
-        planned = session.planned  # of another plan its reasons are none
-        holds = planned is not None and planned.plan.cuts == compiled.plan.cuts
-        reasons: list[str] = []
-        layer_s = session.compiled_plans.layer_s
-        if planned and holds:
-            layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
-            reasons = planned.reasons(compiled.optimizer.cross_layer)
-        shape = session.compiled_plans.shape
-        chosen = shape and shape.planned
-        if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
-            reasons = [*shape.why, *reasons]
-        devices, why = session.settings.devices, reason_of(compiled.plan.planner)
-        return explain(session.graph, compiled.plan, session.peaks, layer_s, devices, why, reasons)
+        session = self.session
+        plan, devices = session.compiled.plan, session.settings.devices
+        layer_s, reasons = reasons_of(session)
+        why = reason_of(plan.planner)
+        return explain(session.graph, plan, session.peaks, layer_s, devices, why, reasons)
 
     # A run
 

@@ -6,9 +6,9 @@ from jvpipe import models, plan_for
 from jvpipe.exports.format import losses, outline_for
 from jvpipe.exports.registry import FORMATS
 from jvpipe.ir.plan import Plan
+from jvpipe.schedules import SCHEDULES
 from jvpipe.session.forecasts import Forecast
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "auto", "pipedream")
 STAGES, MICROBATCHES = 2, 4
 WORDS = {
     "the model is no embedding": "no stack",

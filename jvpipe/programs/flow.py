@@ -98,10 +98,9 @@ class Flow:
         For layers that are alike they are in the same order, so that these share a program.
         """
         if home == "global":
-            homes = [self.placement.of(eqn.outvars[0]).home for eqn in self.eqns]
-            return [
-                eqn for eqn, home in zip(self.eqns, homes, strict=True) if not isinstance(home, int)
-            ]
+            of_layers = [eqns for at, eqns in self._eqns_of.items() if isinstance(at, int)]
+            theirs = {id(eqn) for eqns in of_layers for eqn in eqns}
+            return [eqn for eqn in self.eqns if id(eqn) not in theirs]
         return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
@@ -116,6 +115,7 @@ class Flow:
         """Returns the vectors that a layer or the global program makes, by phase."""
         sent: dict[int, list[Slot]] = {}
         for slot in self._vectors:
+            # A vector of the global program goes to all layers, one of a layer's to that program.
             maker = "global" if slot.kind is SlotKind.GLOBAL else slot.source
             if home == maker:
                 sent.setdefault(slot.index, []).append(slot)
@@ -123,6 +123,7 @@ class Flow:
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
         """Yields a piece for each phase in which something is sent; all results are made in the last."""
+        # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))
         results = [out for out in of_home if not self._unchanged(out)]
         sent = self._sent_by(home)
@@ -158,6 +159,7 @@ class Flow:
         for phase, atoms in needed.items():
             run = _Run.of(eqns, atoms, self.constants)
             runs[phase] = run
+            # What a layer has computed at a cost it keeps for the phases after this.
             done = {id(eqn) for eqn in run.eqns if home != "global" and not is_cheap(eqn)}
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
         return runs

@@ -63,10 +63,10 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
         left = 1 - jnp.minimum(done, np.float32(1))
         return np.float32(tau) ** -left
 
+    # Factors have the type of what they multiply: a float32 one would make bfloat16 arrays wider.
     def mean(delta: jax.Array, update: jax.Array) -> Any:
         return np.asarray(gamma, delta.dtype) * delta + np.asarray(1 - gamma, delta.dtype) * update
 
-    # Factors have the type of what they multiply: a float32 one would make bfloat16 arrays wider.
     def run(*values: jax.Array) -> list[Any]:
         old, new, delta, t = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[-1]
         by = scale(t)

@@ -124,4 +124,6 @@ def _stage_json(stage: Stage, costs: Mapping[str, float]) -> dict[str, Any]:
     """Returns a stage in the form of `--json`."""
     where = {"layers": list(stage.layers), "devices": list(stage.devices)}
     numbers = {name: number for name, number in costs.items() if name != "host_bytes"}
-    return where | {"replicas": len(stage.devices)} | numbers | {"fates": dict(stage.fates)}
+    away = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
+    fates = {"fates": dict(stage.fates), **away}
+    return where | {"replicas": len(stage.devices)} | numbers | fates

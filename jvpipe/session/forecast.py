@@ -30,7 +30,8 @@ from jvpipe.util.extras import extra
 class Forecast:
     """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
 
-    Where the number of devices of each stage was decided too, `shapes` are those that there were.
+    Where the number of devices of each stage was decided too, `shapes` are those that there were. The optimizer's state
+    that lies on the host comes and goes in `state_s` seconds a step, which nothing hides.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -48,6 +49,7 @@ class Forecast:
     title: str = ""
     question: Question | None = None
     shapes: Shapes | None = None
+    state_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -107,7 +109,8 @@ class Forecast:
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.answers[0].evaluation
-        return math.inf if best is None else simulated_step_s(self.problem, best.stages)
+        own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
+        return own_s + self.state_s
 
     @property
     def reasons(self) -> list[str]:
@@ -116,7 +119,12 @@ class Forecast:
         unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
         kinds = self.answers[0].kinds
         shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
-        return [*unlike, *shape, *cut_reasons(self.problem, decision)]
+        state = (
+            "the optimizer's state that lies on the host comes before its update and goes back after it: "
+            f"{self.state_s:.3g} s a step more, at most"
+        )
+        away = [state] if self.state_s else []
+        return [*unlike, *shape, *cut_reasons(self.problem, decision), *away]
 
     @cached_property
     def lower_bound_s(self) -> float:

@@ -1,7 +1,7 @@
 """Plans for hardware that is not here, from shapes alone: planners are asked, and the hardware's compiler."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +23,19 @@ from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
     check_chooser,
+    checked_fates,
     checked_name,
     checked_schedule,
     whole_number,
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
 from jvpipe.session.forecast import Forecast
+from jvpipe.session.model_planner import away_s, state_bytes
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.signing import Signer, signed
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_frozen, several
 from jvpipe.util.sizes import limits_of_each, parse_limits
@@ -62,6 +65,7 @@ def plan_for(
     has_state: bool = False,
     stacked: str | None = None,
     frozen: Sequence[str] | None = None,
+    state_fates: Mapping[str, str] | None = None,
     compile: bool | str = False,
     title: str = "",
 ) -> Forecast:
@@ -92,6 +96,8 @@ def plan_for(
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, likewise.
+        state_fates: where the optimizer's state of parameters lies between updates, likewise; on the devices unless
+            given.
         compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
         title: of the figure.
 
@@ -105,8 +111,9 @@ def plan_for(
         if isinstance(hardware, Cluster)
         else find_cluster(checked_name("hardware", hardware, "h100"))
     )
-    named = checked_frozen(frozen)
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
+    of_parameters = "parameters, such as {'*': 'swap'}"
+    named, states = checked_frozen(frozen), checked_fates(state_fates, "state_fates", of_parameters)
+    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named, states
     given = None
     if devices is None and replicas is None and cuts is None:
         there = _count("stages", stages, USUAL_STAGES)
@@ -141,9 +148,9 @@ class _Asking:
         """
         question, cluster = replace(self.question, said=said), self.cluster
         if self.pins is None:
-            return _straight(question, cluster, limits, self.names, self.title)
+            return _with_state(_straight(question, cluster, limits, self.names, self.title))
         shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
-        return _shaped(question, shapes, self.names[0], self.title)
+        return _with_state(_shaped(question, shapes, self.names[0], self.title))
 
     def signed(self, limit: Limits, target: bool | str) -> Forecast:
         """The plan that the compiler of the hardware signs.
@@ -225,6 +232,27 @@ def _straight(
     forecast = asked(question.problem(cluster, limit), names, title, question)
     splits = not any(find_planner(name).as_paper for name in names)
     return with_splits(question, forecast) if splits else forecast
+
+
+def _with_state(forecast: Forecast) -> Forecast:
+    """Puts into the plans where the optimizer's state lies, and counts the seconds of its way to the host and back."""
+    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
+    if question is None or not question.state_fates or best is None or cluster is None:
+        return forecast
+    model = question.trace()
+
+    def told(given: Answer) -> Answer:
+        if given.plan is None:
+            return given
+        traced = split_as_planned(model.traced, given.splits)
+        return replace(given, plan=question.with_state_fates(traced, given.plan))
+
+    answers = tuple(map(told, forecast.answers))
+    assert answers[0].plan is not None
+    sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+    updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
+    state_s = updates * away_s(answers[0].plan, sizes, cluster.host)
+    return replace(forecast, answers=answers, state_s=state_s)
 
 
 def planner_names(planner: str | Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
+from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
 from jvpipe.trace.structure import structure
 
@@ -96,7 +97,12 @@ class OptimizerCutter:
         except Exception:
             freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
             raise
-        return freeze(traced, found)
+        left = freeze(traced, found)
+        graph = left.graph
+        warn_of_statistics(
+            [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
+        )
+        return left
 
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
         """Writes the update of a graph's parameters, in words that are mostly the same in every process."""

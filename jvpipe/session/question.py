@@ -1,6 +1,6 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +12,8 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
+from jvpipe.cost.state_away import with_state_away
+from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
@@ -19,6 +21,7 @@ from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
 from jvpipe.planners.model.shapes import Shapes
+from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import ProgramStore, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -62,6 +65,7 @@ class Question:
     has_state: bool = False
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
+    state_fates: Mapping[str, str] = field(default_factory=dict)
     said: Said = field(default_factory=dict, repr=False, compare=False)
     models: dict[tuple[int, int | None], Model] | None = field(
         default=None, repr=False, compare=False
@@ -150,7 +154,16 @@ class Question:
             traced, optimizer = model.traced, self.cut(model, model.traced)
         split = may_split(self.schedule, self.stages, self.microbatches)
         said = self.said
-        return estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
+        costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
+        if not self.state_fates:
+            return costs
+        assert optimizer is not None
+        plan = self.with_state_fates(traced, Plan.from_cuts([len(traced.graph.layers)]))
+        return with_state_away(costs, optimizer, states_away(traced.graph, plan))
+
+    def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
+        """A plan of these layers with the optimizer's state where it is wanted."""
+        return with_state_fates(traced.graph, plan, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int

@@ -1,6 +1,8 @@
-"""NNX modules that are passed whole as parameters: what of them cannot be trained is named in an error."""
+"""Modules of Flax that are passed whole as parameters: what of them cannot be trained, or should not, is said."""
 
+import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +10,9 @@ import jax
 from jvpipe.util.paths import path_name
 
 Tree = Any
+_STATISTICS = "batch_stats"
+"""Linen's collection of the running statistics of batch norm."""
+_log = logging.getLogger("jvpipe")
 
 
 def check_modules(params: Tree) -> None:
@@ -31,3 +36,20 @@ def check_modules(params: Tree) -> None:
                 "jvpipe.nnx.loss(model_fn, loss_fn) takes a module apart, as `nnx.split(model, nnx.Param, ...)` does, "
                 "and keeps its batch statistics as model state (has_state=True)"
             )
+
+
+def warn_of_statistics(trained: Sequence[str]) -> None:
+    """Warns of running statistics among the parameters that an optimizer trains: Linen's variables, given whole.
+
+    Args:
+        trained: the paths of these parameters.
+    """
+    named = [name for name in trained if name.split("/")[0] == _STATISTICS]
+    if named:
+        _log.warning(
+            "parameter '%s' and %d others are running statistics of batch norm, and the optimizer trains them: give "
+            "variables['params'] alone, and carry variables['batch_stats'] as model state (has_state=True); or freeze "
+            "them, frozen=['batch_stats/*']",
+            named[0],
+            len(named) - 1,
+        )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jvpipe.cli.own_model import own_data, shapes
+from tests.grid import grid
 from tests.own import Ends, Full, Plain
 
 
@@ -41,7 +42,9 @@ class Loading(Plain):
         return Loader()
 
 
-@pytest.mark.parametrize("model", [Plain(), Full(), Loading()])
+@pytest.mark.parametrize(
+    "model", grid([plain := Plain(), Full(), loading := Loading()], plain, loading)
+)
 def test_batches_go_on_where_they_were(model: Any) -> None:
     one, other = data(model), data(model)
     seen = [next(one.train)["x"] for _ in range(2)]

@@ -105,9 +105,7 @@ def test_code_runs(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    grid(
-        [page for page in PAGES if list(commands(page))], "README.md", "start.md", "command_line.md"
-    ),
+    grid([page for page in PAGES if list(commands(page))], "README.md", "start.md"),
 )
 def test_commands_run(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)

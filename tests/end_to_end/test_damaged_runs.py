@@ -124,7 +124,7 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("what", METRICS)
+@pytest.mark.parametrize("what", grid(METRICS, "a list", "a number of many digits"))
 def test_metrics_that_were_changed(what: str, run: Path) -> None:
     value, told = METRICS[what]
     log = run / "metrics.jsonl"

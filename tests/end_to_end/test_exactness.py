@@ -135,18 +135,7 @@ def assert_same_bits(
         np.testing.assert_array_equal(a, b)
 
 
-SEVERAL = (
-    "mlp",
-    "chained-keys",
-    "scanned",
-    "resnet",
-    "three-readers",
-    "integers",
-    "one-hot",
-    "with-aux",
-    "nnx",
-    "noisy",
-)
+SEVERAL = ("mlp", "scanned", "resnet", "three-readers", "integers", "with-aux", "noisy")
 
 
 @pytest.mark.parametrize("name", grid(CASES, *SEVERAL))

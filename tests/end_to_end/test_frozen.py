@@ -135,8 +135,8 @@ SCHEDULES = {
     "recomputed": {"fates": {"*": "recompute"}},
     "swapped": {"fates": {"*": "swap"}},
 }
-KINDS = ("zb-h1", "interleaved", "pipedream", "pipemare", "replicas of halves", "recomputed")
-"""One of each kind: backwards in two parts, chunks, versions, corrected weights, replicas, fates."""
+KINDS = ("zb-h1", "pipedream", "replicas of halves", "recomputed")
+"""One of each kind: backwards in two parts, versions, replicas, fates."""
 
 
 @pytest.mark.parametrize("name", grid(SCHEDULES, *KINDS))

@@ -160,6 +160,7 @@ def test_a_folder_that_moves_away_is_said_and_not_made_anew(
     assert len(lines(moved)) == 12
 
 
+@pytest.mark.thorough
 def test_a_run_stops_early_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = finished(

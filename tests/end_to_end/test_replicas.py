@@ -180,7 +180,7 @@ WIDTHS = [(2, 1), (1, 2), (3, 2), (2, 3, 1), (2, 2)]
                 ("plain", (3, 1)),
             )
         ),
-        *(("tied", widths, "1f1b") for widths in WIDTHS[:-1]),
+        *(("tied", widths, "1f1b") for widths in WIDTHS[2:4]),
         ("plain", (3, 1), "gpipe"),
     ),
 )

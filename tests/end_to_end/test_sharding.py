@@ -11,6 +11,7 @@ import pytest
 
 import jvpipe
 from jvpipe._jax import Device
+from tests.grid import grid
 from tests.sharded import (
     FULLY,
     HIDDEN,
@@ -70,12 +71,16 @@ def held(state: Any) -> dict[Device, int]:
 
 @pytest.mark.parametrize(
     ("sizes", "rules", "options"),
-    [
-        ((2,), TENSOR_PARALLEL, {}),
-        ((2, 2), FULLY, {"checkpoint": "except_last"}),
-        ((2,), TENSOR_PARALLEL, {"fates": {"*": "swap"}}),
-        ((2,), TENSOR_PARALLEL, {"replicas": (2, 1)}),
-    ],
+    grid(
+        [
+            ((2,), TENSOR_PARALLEL, {}),
+            fully := ((2, 2), FULLY, {"checkpoint": "except_last"}),
+            ((2,), TENSOR_PARALLEL, {"fates": {"*": "swap"}}),
+            replicated := ((2,), TENSOR_PARALLEL, {"replicas": (2, 1)}),
+        ],
+        fully,
+        replicated,
+    ),
     ids=["tensor parallel", "fully sharded, recomputed", "swapped", "replicated"],
 )
 def test_meshes_compute_what_one_device_does(

@@ -74,7 +74,7 @@ def alone(name: str) -> tuple[list[Any], float, jvpipe.Pipeline]:
     return stepped(case(name), 1, "gpipe")
 
 
-@pytest.mark.parametrize("name", grid(MODELS, "transformer", "unet"))
+@pytest.mark.parametrize("name", grid(MODELS, "unet"))
 def test_gradients_equal_plain_jax(name: str) -> None:
     m, (after, found, _) = case(name), alone(name)
     loss, gradients, state = plain_gradients(m, plain_gradient(m), MICRO)
@@ -90,7 +90,7 @@ def test_gradients_equal_plain_jax(name: str) -> None:
     ("name", "schedule"),
     grid(
         product(MODELS, SYNCHRONOUS),
-        *product(("transformer", "resnet"), SYNCHRONOUS),
+        *product(("transformer",), SYNCHRONOUS),
         ("unet", "zb-v"),
     ),
 )

@@ -71,7 +71,7 @@ def test_an_example_has_the_bits_of_one_device(file: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(values, alone[name])
 
 
-@pytest.mark.parametrize("file", grid(sorted(NAMES.keys() - ALSO_ALONE), "llama.py", "with_nnx.py"))
+@pytest.mark.parametrize("file", grid(sorted(NAMES.keys() - ALSO_ALONE), "with_nnx.py"))
 def test_an_example_trains(file: str, tmp_path: Path) -> None:
     losses, params = trained(file, 2, tmp_path / "two")
     assert len(losses) == 2

@@ -67,6 +67,7 @@ def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.Monke
     assert float(a[4]) < float(b[4])
 
 
+@pytest.mark.thorough
 def test_other_planners_are_told_beside_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = LayerCost("l", 1.0, 2.0, (Option(1),), parameter_bytes=10)
     monkeypatch.setattr(run, "costs_of", lambda _: LocalCosts((1,), (Costs((alone,) * 16),)))

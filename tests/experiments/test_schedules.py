@@ -32,6 +32,7 @@ def test_a_send_takes_its_share_of_a_devices_forward() -> None:
     assert stages[1].comm_s / 2 == pytest.approx(0.2 * stages[1].forward_s)
 
 
+@pytest.mark.thorough
 def test_auto_is_no_slower_than_any_family_and_keeps_the_limit(rows: list[run.Row]) -> None:
     free, tight = rows
     assert set(free.planned) == {schedule.name for schedule in run.FAMILIES} | {run.AUTO}

@@ -13,6 +13,7 @@ import pytest
 
 import jvpipe
 from jvpipe.cli.plan import main
+from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.cost.presets import CORE, H100, RTX_2080TI
 from jvpipe.models.recipe import Recipe
@@ -170,3 +171,30 @@ def test_unlike_devices_get_layers_by_what_they_can_do(tmp_path: Path) -> None:
 def test_mistakes(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         jvpipe.plan_for(loss_fn, [WIDE] * 4, WIDE, **options)
+
+
+def test_the_optimizer_s_state_may_lie_on_the_host() -> None:
+    wide = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    asked = {"stages": 2, "hardware": "h100", "optimizer": optax.adam(1e-3), "planner": "even"}
+    kept, away = (
+        jvpipe.plan_for(loss_fn, [wide] * 8, wide, state_fates=fates, **asked)
+        for fates in (None, {"*": "swap", "7": "keep"})
+    )
+    fates = dict.fromkeys("456", "swap") | {"7": "keep"}
+    assert [s.state_fates for s in away.plan.stages] == [dict.fromkeys("0123", "swap"), fates]
+    moments = 2 * 512 * 512 * 4
+    assert away.state_s == pytest.approx(find_cluster("h100").host.seconds(4 * moments), rel=0.1)
+    assert away.step_s == pytest.approx(kept.step_s + away.state_s)
+    told, other = (f.to_json()["stages"] for f in (away, kept))
+    assert told[0]["peak_bytes"] == other[0]["peak_bytes"] - 2 * moments  # that of two stays
+    assert told[1]["state_fates"] == fates
+    assert "state_fates" not in other[0]
+    assert away.reasons[-1].startswith("the optimizer's state that lies on the host")
+    with pytest.raises(ValueError, match="unknown parameter 'x' in state_fates"):
+        jvpipe.plan_for(loss_fn, [wide] * 8, wide, state_fates={"x": "swap"}, **asked)

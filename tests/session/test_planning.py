@@ -28,8 +28,8 @@ def test_a_limit_is_answered_alike_whatever_the_seconds(
 ) -> None:
     monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
     question = Question(CASES["mlp"](), stages, schedule, planner, random.Random(0))
-    asked = list(asked_limits(question, 3))
-    assert [question.wrong(limit) for limit in asked] == [""] * 3
+    asked = list(asked_limits(question, 1))
+    assert [question.wrong(limit) for limit in asked] == [""] * len(asked)
     assert len(question.smallest) == 1
 
 

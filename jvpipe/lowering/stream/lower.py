@@ -51,7 +51,7 @@ class StreamLowering:
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
     >>> from jvpipe.ir.plan import Plan
-    from jvpipe.ir.rows import Row
+    >>> from jvpipe.ir.rows import Row
     >>> from jvpipe.lowering.layout import MicrobatchLayout
     >>> from jvpipe.schedules import find_schedule
     >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)

@@ -10,7 +10,7 @@ rank, of which there are only so many, or no tasks are left to simulate.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -66,7 +66,8 @@ class Climb:
         for one in sorted(every, key=self.rank):
             first.setdefault(one.bounds, one)
         starts = list(first.values())[: PLAN.starts]
-        return min(map(self.climbed, starts), key=self.rank, default=None)
+        best = min(map(self.climbed, starts), key=self.rank, default=None)
+        return best and self._kept_where_free(best)
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from better to better neighbours, until none is better."""
@@ -81,15 +82,33 @@ class Climb:
                 best = self._best_of(best, self._shifted(best))
         return best
 
+    def _kept_where_free(self, best: Decision) -> Decision:
+        """Keeps what is swapped or computed again and makes the step no faster.
+
+        A climb prefers fewer bytes among plans that are equally fast, for they leave room to go on.
+        At its end nobody needs that room.
+        """
+        kept = Decision.keeping_all(best.bounds)
+        step_s = self.rank(best)[0]
+        if self.rank(kept)[0] <= step_s:
+            return kept
+        for at, choice in enumerate(best.choices):
+            begins_run = RECOMPUTE_CHAIN in best.choices[at : at + 2]
+            if choice != 0 and not begins_run and self.tasks > 0:
+                other = replace(best, choices=(*best.choices[:at], 0, *best.choices[at + 1 :]))
+                best = other if self.rank(other)[0] <= step_s else best
+        return best
+
     def rank(self, decision: Decision) -> Rank:
         """Says what orders plans: the first is the best. Of what is over a limit, seconds are infinite."""
         if decision not in self.ranks:
-            step_s, *rest = self._unranked(decision)
-            if step_s < OVER:
+            rank = self._unranked(decision)
+            if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
-                step_s = float(f"{step_s:.9e}")  # equal plans are not told apart by rounding
-            self.ranks[decision] = step_s, *rest
+                # Equal plans are not told apart by rounding.
+                rank = float(f"{step_s:.9e}"), *rank[1:]
+            self.ranks[decision] = rank
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
@@ -115,8 +134,9 @@ class Climb:
         """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
         most = PLAN.clocked // self._each
         some = [one for one in islice(neighbours, most) if one not in self.ranks]
-        if not some:
+        if not some or self.tasks <= 0:
             return best
+        self.tasks -= len(some) * self._each // PLAN.clocked_for_one
         loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
         least_s = least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
         for at in least_s.argsort(kind="stable"):

@@ -152,6 +152,7 @@ class PlanEffort:
         paths: of the surrogate's best cuts that are simulated.
         tasks: that are simulated in all.
         clocked: tasks of neighbours that are clocked at once.
+        clocked_for_one: so many of them are worth one that is simulated.
         noticed_link: where links take more than this share of the work's seconds, round trips are looked at.
         imbalance: how many times longer than its even share of the work the slowest stage takes where more is sought.
         host_crowding: how many times slower the link to the host is taken to be. A link that is never idle keeps others
@@ -169,6 +170,7 @@ class PlanEffort:
     paths: int = 6
     tasks: int = 300_000
     clocked: int = 2_000_000
+    clocked_for_one: int = 16
     noticed_link: float = 0.02
     imbalance: float = 1.01
     host_crowding: float = 3.0

@@ -171,7 +171,7 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
     # Whole micro-batches and slices of them cannot be mixed in one step.
     if starts_inside and not (old.plan.replicated or new.plan.replicated):
         ways.insert(0, "inside")
-    # What went through the host would be lost with a process that fails meanwhile.
+    # By host, arrays are freed before all has come: what failed in one process could not be undone in the others.
     if not new.hosts:
         ways.append("by host")
     return ways

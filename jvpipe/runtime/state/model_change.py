@@ -96,7 +96,7 @@ def plan_model_switch(
     hosts.together("new model", origins.check)
     hosts.together("limits", check_after)
     if new.hosts is not None:
-        # What went through the host would be lost with a process that fails meanwhile: there is no other way.
+        # By host, arrays are freed before all has come: what failed in one process could not be undone in the others.
         hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
         return switch
     try:
