@@ -65,7 +65,7 @@ class Spot(NamedTuple):
     copy: Copy = Copy.OWN
 
     def shifted(self, microbatches: int, versions: int) -> "Spot":
-        """The same of another round of a stream."""
+        """Names the same copy in another round of a stream, a number of micro-batches and versions later."""
         return Spot(self.value.shifted(microbatches, versions), self.place, self.copy)
 
     def __str__(self) -> str:
@@ -101,7 +101,8 @@ class Buffer:
 class Lowered:
     """A step as rows in the order of their dispatch; a place's own list is the rows that run there.
 
-    The first `persistent` buffers exist before the step; `final` are the buffers that hold the same things after it.
+    The first `persistent` buffers exist before the step; `final` are the buffers that hold the same
+    things after it.
     """
 
     rows: tuple[Row, ...]
@@ -111,11 +112,11 @@ class Lowered:
     metrics: tuple[int, ...]
 
     def place_rows(self, place: int) -> tuple[Row, ...]:
-        """One place's list."""
+        """Returns the rows of one place."""
         return tuple(row for row in self.rows if row.place == place)
 
     def changes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Per row, the buffers that are born and those that die at it."""
+        """Returns, per row, the buffers that are born and those that die at it."""
         alive = set(range(self.persistent))
         changes = []
         for row in self.rows:
@@ -135,72 +136,83 @@ class Peak:
     holders: tuple[tuple[str, int], ...]
 
     def beside(self, owner: str, size: int) -> "Peak":
-        """The same while an owner holds so many bytes more."""
-        return (
-            replace(self, bytes=self.bytes + size, holders=((owner, size), *self.holders))
-            if size
-            else self
-        )
+        """Returns the peak while an owner holds more.
+
+        Args:
+            owner: who does.
+            size: the additional bytes.
+        """
+        if not size:
+            return self
+        holders = ((owner, size), *self.holders)
+        return replace(self, bytes=self.bytes + size, holders=holders)
 
 
 def peaks(lowered: Lowered, places: int, temporary: Sequence[int] = ()) -> tuple[Peak, ...]:
-    """Counts each place's peak, and last the host's.
+    """Counts the peak of each place, and last that of the host.
 
     Args:
         lowered: the step.
         places: how many there are.
         temporary: bytes that the program of each row takes while it runs.
     """
-    live = np.zeros(places + 1, int)
+    live = np.zeros(places + 1, int)  # HOST, -1, is the last one
     for buffer in lowered.buffers[: lowered.persistent]:
         live[buffer.memory] += buffer.bytes
-    best, at = live.copy(), [-1] * len(live)
+    best = live.copy()
+    best_row = [-1] * len(live)
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
+        grown = {row.place}
         for b in born:
-            live[lowered.buffers[b].memory] += lowered.buffers[b].bytes
-        for d in {row.place, *(lowered.buffers[b].memory for b in born)}:
-            now = live[d] + (temporary[i] if temporary and d == row.place else 0)
-            if now > best[d]:
-                best[d], at[d] = now, i
+            buffer = lowered.buffers[b]
+            live[buffer.memory] += buffer.bytes
+            grown.add(buffer.memory)
+        # What dies with a row is still there while it runs.
+        for d in grown:
+            running = temporary[i] if temporary and d == row.place else 0
+            if live[d] + running > best[d]:
+                best[d] = live[d] + running
+                best_row[d] = i
         for b in dead:
             live[lowered.buffers[b].memory] -= lowered.buffers[b].bytes
-    return tuple(
-        Peak(
-            int(best[d]),
-            lowered.rows[at[d]] if at[d] >= 0 else None,
-            _holders(lowered, d, at[d], temporary[at[d]] if temporary and at[d] >= 0 else 0),
-        )
-        for d in (*range(places), HOST)
-    )
+    result = []
+    for d in (*range(places), HOST):
+        i = best_row[d]
+        row = lowered.rows[i] if i >= 0 else None
+        running = temporary[i] if temporary and i >= 0 else 0
+        result.append(Peak(int(best[d]), row, _holders(lowered, d, i, running)))
+    return tuple(result)
 
 
 def _holders(
     lowered: Lowered, memory: int, until: int, temporary_bytes: int
 ) -> tuple[tuple[str, int], ...]:
-    """Bytes by owner in a memory while row `until` runs, the largest first; older versions are their own owner."""
+    """Counts the bytes by owner in a memory while a row runs, the largest first; older versions are their own owner.
+
+    Args:
+        lowered: the step.
+        memory: of a place, or HOST.
+        until: the row; -1: before the first one.
+        temporary_bytes: what its program takes, at its place.
+    """
     alive = set(range(lowered.persistent))
-    for i, (row, (born, _)) in enumerate(
-        zip(lowered.rows[: until + 1], lowered.changes(), strict=False)
-    ):
+    for i, (born, dead) in enumerate(lowered.changes()[: until + 1]):
         alive.update(born)
         if i < until:
-            alive.difference_update(row.frees)
-    here = [buffer for buffer in (lowered.buffers[b] for b in alive) if buffer.memory == memory]
-    newest: dict[int, int] = {}
-    for buffer in here:
-        if buffer.value.kind is ValueKind.PARAMETER:
-            newest[buffer.value.index] = max(
-                newest.get(buffer.value.index, buffer.value.version), buffer.value.version
-            )
-    if until >= 0 and lowered.rows[until].place != memory:
-        temporary_bytes = 0
-    total: dict[Owner, int] = {Owner.TEMPORARY: temporary_bytes} if temporary_bytes else {}
+            alive.difference_update(dead)
+    here = [lowered.buffers[b] for b in alive if lowered.buffers[b].memory == memory]
+    newest: dict[int, int] = {}  # by parameter: its newest version here
     for buffer in here:
         kind, p, _, _, version, _ = buffer.value
-        owner = (
-            Owner.VERSION if kind is ValueKind.PARAMETER and version < newest[p] else buffer.owner
-        )
+        if kind is ValueKind.PARAMETER:
+            newest[p] = max(newest.get(p, version), version)
+    total: dict[Owner, int] = {}
+    if temporary_bytes and lowered.rows[until].place == memory:
+        total[Owner.TEMPORARY] = temporary_bytes
+    for buffer in here:
+        kind, p, _, _, version, _ = buffer.value
+        is_older = kind is ValueKind.PARAMETER and version < newest[p]
+        owner = Owner.VERSION if is_older else buffer.owner
         total[owner] = total.get(owner, 0) + buffer.bytes
-    return tuple(
-        sorted(((str(owner), size) for owner, size in total.items()), key=lambda item: -item[1])
-    )
+    largest_first = sorted(total.items(), key=lambda item: -item[1])
+    return tuple((str(owner), size) for owner, size in largest_first)

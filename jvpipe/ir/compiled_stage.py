@@ -10,9 +10,10 @@ from jvpipe.util.sizes import format_bytes
 class CompiledStage:
     """A stage's bytes as planned and as compiled: where several stages share a device, those of the device.
 
-    `row` is where the device holds the most: its program has `temporary_bytes`, where the plan counted on
-    `working_bytes` for all that the layer works with. `padding_bytes` is what buffers take beyond their elements, as
-    the target lays them; `host_bytes` are copies of values on the host.
+    `row` is where the device holds the most: its program has `temporary_bytes`, where the plan
+    counted on `working_bytes` for all that the layer works with. `padding_bytes` is what buffers
+    take beyond their elements, as the target lays them; `host_bytes` are copies of values on the
+    host.
     """
 
     target: str

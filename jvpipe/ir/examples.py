@@ -26,7 +26,7 @@ class Examples(NamedTuple):
 
 
 def divided(examples: int, parts: int) -> tuple[Examples | None, ...]:
-    """The slices of a micro-batch, none larger than another by more than one; None: one part has all of it.
+    """Divides a micro-batch into slices whose sizes differ by at most one; None: one part has all of it.
 
     >>> [str(part) for part in divided(8, 3)], divided(8, 1)
     (['0:2', '2:5', '5:8'], (None,))

@@ -17,9 +17,10 @@ Edge = tuple[int, int]
 class Fates:
     """The fate of every candidate of every layer, and of every edge that a stage holds.
 
-    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them that go to the
-    host in between. `recomputed` are layers whose forward runs once more before the backward of what reads their
-    outputs. `away` are edges that go to the host in between, `dropped` those that their stage recomputes.
+    `kept[layer]` are the candidates that the layer's forward saves, `swapped[layer]` those of them
+    that go to the host in between. `recomputed` are layers whose forward runs once more before the
+    backward of what reads their outputs. `away` are edges that go to the host in between, `dropped`
+    those that their stage recomputes.
     """
 
     kept: tuple[frozenset[str], ...]
@@ -43,25 +44,30 @@ class Fates:
             ValueError: a fate for a name that the stage does not know, or a tensor to recompute that its stage
                 does not make.
         """
-        typed = [{name: Fate(fate) for name, fate in stage.fates.items()} for stage in plan.stages]
-        plan = replace(  # users write fates as text, too
-            plan,
-            stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, typed, strict=True)),
-        )
+        plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
         dropped = frozenset(edge for edge, fate in edges.items() if FATES[fate].again)
         recomputed = frozenset(graph.tensors[t].producer for _, t in dropped)
         fates = {layer: stage.fates for stage in plan.stages for layer in stage.layers}
         for layer in recomputed:  # what it leaves is recomputed with its outputs, and needs no fate
             fates[layer] = {}
-        left = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
+        by_layer = [(layer, fates.get(layer.id, {})) for layer in graph.layers]
         return Fates(
-            kept=tuple(left_by(graph, *of, lambda info: info.saved) for of in left),
-            swapped=tuple(left_by(graph, *of, lambda info: info.away) for of in left),
+            kept=tuple(left_by(graph, *pair, lambda info: info.saved) for pair in by_layer),
+            swapped=tuple(left_by(graph, *pair, lambda info: info.away) for pair in by_layer),
             recomputed=recomputed,
             away=frozenset(edge for edge, fate in edges.items() if FATES[fate].away),
             dropped=dropped,
         )
+
+
+def _typed(plan: Plan) -> Plan:
+    """Returns a plan whose fates are `Fate`: users write them as text, too."""
+    stages = []
+    for stage in plan.stages:
+        fates = {name: Fate(fate) for name, fate in stage.fates.items()}
+        stages.append(replace(stage, fates=fates))
+    return replace(plan, stages=tuple(stages))
 
 
 def left_by(
@@ -79,14 +85,16 @@ def left_by(
         column: of the table.
     """
     label = graph.label(layer)
-    names = [candidate.name for candidate in layer.candidates]
-    return frozenset(
-        name for name in names if column(FATES[fates.get(f"{label}/{name}", Fate.KEEP)])
-    )
+    left: set[str] = set()
+    for candidate in layer.candidates:
+        fate = fates.get(f"{label}/{candidate.name}", Fate.KEEP)
+        if column(FATES[fate]):
+            left.add(candidate.name)
+    return frozenset(left)
 
 
 def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
-    """The parameters whose optimizer state lies on the host between updates.
+    """Finds the parameters whose optimizer state lies on the host between updates.
 
     Raises:
         ValueError: a state fate for what is no parameter of a layer of its stage.
@@ -99,12 +107,13 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
     """
     away: set[int] = set()
     for s, stage in enumerate(plan.stages):
-        own = {graph.parameters[p].array.name: p for i in stage.layers for p in graph.owned(i)}
+        owned = [p for layer in stage.layers for p in graph.owned(layer)]
+        parameters = {graph.parameters[p].array.name: p for p in owned}
         for name, fate in stage.state_fates.items():
-            if name not in own:
-                raise ValueError(did_you_mean(f"parameter of stage {s}", name, list(own)))
+            if name not in parameters:
+                raise ValueError(did_you_mean(f"parameter of stage {s}", name, list(parameters)))
             if FATES[Fate(fate)].away:
-                away.add(own[name])
+                away.add(parameters[name])
     return frozenset(away)
 
 

@@ -57,13 +57,13 @@ class Link(Enum):
 class KindInfo:
     """The line of a kind in the table.
 
-    `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same layer, where an
-    order is made without measuring. `in_flight`: how many micro-batches more are in flight on its stage afterwards;
-    `between`: how many more are between the halves of their backward. `back`: of those that read weights, if they read
-    them as a backward does. `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which
-    bubbles are measured by. `link`: of copies. `gathers`: reads
-    what others tell it, by copies. `scheduled`: stands in a schedule's lists. `watched`: a copy whose end
-    is worth knowing.
+    `look`: its name and its colour in pictures. `weight`: seconds relative to a forward of the same
+    layer, where an order is made without measuring. `in_flight`: how many micro-batches more are in
+    flight on its stage afterwards; `between`: how many more are between the halves of their
+    backward. `back`: of those that read weights, if they read them as a backward does.
+    `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which bubbles
+    are measured by. `link`: of copies. `gathers`: reads what others tell it, by copies.
+    `scheduled`: stands in a schedule's lists. `watched`: a copy whose end is worth knowing.
     """
 
     runs: Runs

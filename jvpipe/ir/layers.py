@@ -24,7 +24,8 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 class Array:
     """The shape and type of an array, and the name a reader knows it by.
 
-    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of one of them.
+    `spec` says how it lies over the devices of a place, if there are several; `bytes` are those of
+    one of them.
     """
 
     name: str
@@ -41,10 +42,11 @@ Source = tuple[Literal["input", "output", "residual"], int]
 class Signature:
     """The interface between a layer's forward and its backward: what is left, taken and given.
 
-    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals` exist for the
-    backward alone; `sources` are the inputs, outputs and residuals it reads; `cotangents` the outputs whose
-    cotangents it takes; `partial` the inputs whose cotangent it adds to a sum that comes in; `gradients` and
-    `returned` the inputs whose gradients and cotangents it yields.
+    All indices are positions in the layer's `reads` (inputs) and `writes` (outputs). `residuals`
+    exist for the backward alone; `sources` are the inputs, outputs and residuals it reads;
+    `cotangents` the outputs whose cotangents it takes; `partial` the inputs whose cotangent it adds
+    to a sum that comes in; `gradients` and `returned` the inputs whose gradients and cotangents it
+    yields.
     """
 
     residuals: tuple[Array, ...]
@@ -64,7 +66,8 @@ class Signature:
 class SplitSignature:
     """The interface of a backward in two halves: `input` yields cotangents alone, `weight` gradients alone.
 
-    `handed` is what the first leaves the second, beside what the forward left. The second adds to no partial sums.
+    `handed` is what the first leaves the second, beside what the forward left. The second adds to
+    no partial sums.
     """
 
     handed: tuple[Array, ...]
@@ -116,11 +119,11 @@ class Layer:
     flops: int = 0
 
     def reading(self, kind: ValueKind) -> tuple[int, ...]:
-        """The indices of the values of one kind that the layer reads."""
+        """Returns the indices of the values of one kind that the layer reads."""
         return tuple(ref.index for ref in self.reads if ref.kind == kind)
 
     def writing(self, kind: ValueKind) -> tuple[int, ...]:
-        """The indices of the values of one kind that the layer writes."""
+        """Returns the indices of the values of one kind that the layer writes."""
         return tuple(ref.index for ref in self.writes if ref.kind == kind)
 
 
@@ -158,11 +161,11 @@ class LayerGraph:
         return self.batch[0].shape[0]
 
     def owned(self, layer: int) -> tuple[int, ...]:
-        """The parameters that a layer owns."""
+        """Finds the parameters that a layer owns."""
         return tuple(i for i, p in enumerate(self.parameters) if p.owner == layer)
 
     def trained(self, parameters: Iterable[int]) -> tuple[int, ...]:
-        """Those of some parameters that have a gradient and an update."""
+        """Filters parameters: returns those that have a gradient and an update."""
         return tuple(p for p in parameters if not self.parameters[p].frozen)
 
     def parameter(self, p: int, version: int) -> Value:
@@ -183,18 +186,18 @@ class LayerGraph:
         return next(layer.id for layer in self.layers if Ref(ValueKind.LOSS, 0) in layer.writes)
 
     def aux_reduction(self, group: int) -> AuxReduction | None:
-        """How a leaf of aux is reduced over the micro-batches; None: they are stacked. A pair is `Weighted`: a mean."""
+        """Tells how a leaf of aux is reduced over the micro-batches; None: stacked. A pair is `Weighted`: a mean."""
         first = self.aux[self.aux_groups[group][0]]
         is_mean = len(self.aux_groups[group]) > 1 or (first.shape == () and "float" in first.dtype)
         said = self.aux_chosen[group] if self.aux_chosen else None
         return said or (AuxReduction.MEAN if is_mean else None)
 
     def skips(self) -> Iterator[Tensor]:
-        """The tensors that are read beyond the next layer."""
+        """Yields the tensors that are read beyond the next layer."""
         return (t for t in self.tensors if t.readers[-1] > t.producer + 1)
 
     def tied(self) -> Iterator[Parameter]:
-        """The parameters that several layers read."""
+        """Yields the parameters that several layers read."""
         return (p for p in self.parameters if len(p.readers) > 1)
 
     def __str__(self) -> str:

@@ -10,8 +10,9 @@ import numpy as np
 class LazyArray(jax.ShapeDtypeStruct):
     """An array of which only shape and type are known until it is read, such as a tensor in a file.
 
-    Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns it, and keeps no copy.
-    So may the leaves of a batch: each process reads the examples that its own stages and replicas read, and no others.
+    Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns
+    it, and keeps no copy. So may the leaves of a batch: each process reads the examples that its
+    own stages and replicas read, and no others.
 
     Args:
         shape: of the whole.
@@ -35,7 +36,7 @@ class LazyArray(jax.ShapeDtypeStruct):
         self._read, self._at = read, at
 
     def __getitem__(self, i: int | slice) -> "LazyArray":
-        """The part at an index of the first axis, or of neighbours there, still to be read."""
+        """Returns the part at an index of the first axis, or at neighbouring ones, still to be read."""
         before, begin = self._at, 0
         if before and isinstance(before[-1], slice):
             before, begin = before[:-1], before[-1].start
@@ -50,14 +51,14 @@ class LazyArray(jax.ShapeDtypeStruct):
         return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
 
     def astype(self, dtype: Any) -> "LazyArray":
-        """The same of another type, still to be read."""
+        """Returns the same array of another type, still to be read."""
         if np.dtype(dtype) == self.dtype:
             return self
         cast = lambda *at: np.asarray(self._read(*at)).astype(dtype)  # noqa: E731
         return LazyArray(self.shape, dtype, cast, *self._at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, read now.
+        """Reads the numbers.
 
         Raises:
             ValueError: what was read is of another shape or type.

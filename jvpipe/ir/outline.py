@@ -13,8 +13,8 @@ Block = tuple[str, int]
 class LayerOutline:
     """A layer by name; `block` is that of its parameters, if they are of a numbered module.
 
-    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are the tensors that
-    no layer of another block reads.
+    `values` are what its forward leaves for its backward, by the names that plans know; `inner` are
+    the tensors that no layer of another block reads.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Outline:
 
 
 def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
-    """The outline of a layer graph."""
+    """Makes the outline of a layer graph."""
     blocks = [_block(graph, layer.id) for layer in graph.layers]
     inner: list[list[str]] = [[] for _ in graph.layers]
     for tensor in graph.tensors:
@@ -50,7 +50,7 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 
 
 def block_of(path: str) -> Block | None:
-    """The numbered module of a parameter's path; a whole number comes before a number at the end of a word.
+    """Finds the numbered module of a parameter's path; a whole number comes before a number at the end of a word.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))
@@ -66,6 +66,6 @@ def block_of(path: str) -> Block | None:
 
 
 def _block(graph: LayerGraph, layer: int) -> Block | None:
-    """The block of a layer: of the first of its parameters that are in one."""
+    """Finds the block of a layer: that of the first of its parameters that is in one."""
     paths = (graph.parameters[i].array.name for i in graph.owned(layer))
     return next(filter(None, map(block_of, paths)), None)

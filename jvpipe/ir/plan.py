@@ -26,8 +26,8 @@ class Fate(StrEnum):
 class FateInfo:
     """What every part must know of a fate.
 
-    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in between. `again`:
-    its layer's forward runs once more before the backward.
+    `saved`: the forward's program gives the tensor to the backward. `away`: it lies on the host in
+    between. `again`: its layer's forward runs once more before the backward.
     """
 
     saved: bool
@@ -51,9 +51,9 @@ MOST_LAYERS = 1_000_000
 class Stage:
     """Consecutive layers on one device, or on several that share the examples of each micro-batch.
 
-    `devices` are indices into the pipeline's devices; with several, each of them is a replica of the stage.
-    `fates` names what is not kept; `state_fates` are those of the optimizer's state between updates, by the path of
-    the parameter that it belongs to.
+    `devices` are indices into the pipeline's devices; with several, each of them is a replica of
+    the stage. `fates` names what is not kept; `state_fates` are those of the optimizer's state
+    between updates, by the path of the parameter that it belongs to.
     """
 
     layers: tuple[int, ...]
@@ -66,11 +66,12 @@ class Stage:
 class Plan:
     """Stages in the order of the forward; `schedule` and `planner` say what it was made for (None: any) and by.
 
-    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything. `splits` are the
-    places, inside of what a trace calls a layer, at which layers are cut in two: the stages count both halves. `tasks`
-    are those of each device in order, as text (none: as the schedule's rule has them); where they split backwards,
-    those of the layers in `unsplit` stay whole. `outline` is what exporting it must know of its model; it is no part of
-    the plan, and is not saved.
+    With `keep_last` the fates do not hold for the last micro-batch of a step: it keeps everything.
+    `splits` are the places, inside of what a trace calls a layer, at which layers are cut in two:
+    the stages count both halves. `tasks` are those of each device in order, as text (none: as the
+    schedule's rule has them); where they split backwards, those of the layers in `unsplit` stay
+    whole. `outline` is what exporting it must know of its model; it is no part of the plan, and is
+    not saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)
@@ -89,17 +90,17 @@ class Plan:
     def from_cuts(
         layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any
     ) -> "Plan":
-        """A plan from the number of layers per stage; stage s runs on device s, or on `devices[s]`, one or several.
+        """Makes a plan from the number of layers per stage; stage s runs on device s, or on `devices[s]` (one or more).
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
         """
-        given = several(layers) or [layers]
-        if not all(is_whole(n) and n >= 1 for n in given):
+        counts = several(layers) or [layers]
+        if not all(is_whole(n) and n >= 1 for n in counts):
             raise ValueError(
                 f"every stage needs at least one layer, the cuts are {brief(layers)}: write [5, 2, 2]"
             )
-        layers = [int(n) for n in given]
+        layers = [int(n) for n in counts]
         if sum(layers) > MOST_LAYERS:
             raise ValueError(
                 f"the cuts {brief(layers)} are of {sum(layers)} layers: no plan has more than {MOST_LAYERS}"
@@ -113,14 +114,11 @@ class Plan:
             raise ValueError(
                 f"{len(layers)} stages need {len(layers)} devices, {len(where)} are given"
             )
-        bounds = [0, *accumulate(layers)]
-        places = [
-            whole_numbers(f"the devices of stage {s}", several(d) or [d])
-            for s, d in enumerate(where)
-        ]
-        stages = (
-            Stage(tuple(range(a, b)), d) for (a, b), d in zip(pairwise(bounds), places, strict=True)
-        )
+        stages = []
+        for s, (first, end) in enumerate(pairwise([0, *accumulate(layers)])):
+            places = several(where[s]) or [where[s]]
+            numbers = whole_numbers(f"the devices of stage {s}", places)
+            stages.append(Stage(tuple(range(first, end)), numbers))
         return Plan(tuple(stages), **kwargs)
 
     @property
@@ -148,18 +146,19 @@ class Plan:
         return any(count > 1 for count in self.replicas)
 
     def on(self, devices: Sequence[Sequence[int]]) -> "Plan":
-        """The same stages on other devices, some for each.
+        """Returns a plan of the same stages on other devices, one or several for each.
 
         >>> Plan.from_cuts([2, 1]).on([(0, 1), (2,)]).replicas
         (2, 1)
         """
-        both = zip(self.stages, devices, strict=True)
-        return replace(
-            self, stages=tuple(replace(stage, devices=tuple(there)) for stage, there in both)
+        stages = tuple(
+            replace(stage, devices=tuple(places))
+            for stage, places in zip(self.stages, devices, strict=True)
         )
+        return replace(self, stages=stages)
 
     def turn(self, m: int) -> "Plan":
-        """The devices that a micro-batch runs on where those of a stage take turns.
+        """Returns the plan of a micro-batch if the devices of each stage take turns: with those whose turn it is.
 
         >>> [Plan.from_cuts([2, 1], devices=[(0, 1), 2]).turn(m).stages[0].devices for m in range(3)]
         [(0,), (1,), (0,)]
@@ -169,15 +168,15 @@ class Plan:
         return self.on([(stage.devices[m % len(stage.devices)],) for stage in self.stages])
 
     def stage_of(self, layer: int) -> int:
-        """The stage that a layer runs in."""
+        """Returns the stage that a layer runs in."""
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """The same placement for another schedule; the order of tasks is for one alone."""
+        """Returns the same placement for another schedule; task lists are dropped, for they belong to one schedule."""
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
-        """The plan for a pipeline of this schedule; ValueError if it was made for another.
+        """Returns the plan for a pipeline of this schedule; raises ValueError if it was made for another.
 
         >>> Plan.from_cuts([2, 1]).under("gpipe").schedule
         'gpipe'
@@ -190,19 +189,19 @@ class Plan:
         return self.with_schedule(schedule)
 
     def without_fates(self) -> "Plan":
-        """The same placement with everything kept between forwards and backwards."""
+        """Returns the same placement with everything kept between forwards and backwards."""
         return replace(self, stages=tuple(replace(stage, fates={}) for stage in self.stages))
 
     def check(self, layers: int, devices: int) -> None:
         """Raises ValueError unless every layer is in one stage, in order, on devices that exist."""
-        held = [layer for stage in self.stages for layer in stage.layers]
-        if missing := sorted(set(range(layers)) - set(held)):
+        placed = [layer for stage in self.stages for layer in stage.layers]
+        if missing := sorted(set(range(layers)) - set(placed)):
             raise ValueError(
                 f"the plan misses layers {missing}: the model has layers 0 to {layers - 1}"
             )
-        if held != list(range(layers)):
+        if placed != list(range(layers)):
             raise ValueError(
-                f"the plan's stages hold layers {held}: they must be 0 to {layers - 1}, each once and in order"
+                f"the plan's stages hold layers {placed}: they must be 0 to {layers - 1}, each once and in order"
             )
         for s, stage in enumerate(self.stages):
             if not stage.layers or not stage.devices:
@@ -251,21 +250,21 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any) -> "Plan":
-        """Makes a plan of what `to_json` gave.
+        """Reads a plan that `to_json` wrote.
 
         Raises:
-            ValueError: it is none; the message names the entry.
+            ValueError: it is not a plan; the message names the entry.
         """
-        told = _entries("a plan", data, ("stages", "schedule", "planner"))
-        given = several(told["stages"])
-        if given is None:
-            raise ValueError(f"stages must be a list, not {brief(told['stages'])}")
-        stages = tuple(_stage(s, stage) for s, stage in enumerate(given))
-        splits, unsplit = (
-            whole_numbers(name, told.get(name, ())) for name in ("splits", "unsplit")
-        )
-        keep_last = checked_flag("keep_last", told.get("keep_last", False))
-        schedule, planner, tasks = told["schedule"], told["planner"], told.get("tasks", ())
+        entries = _entries("a plan", data, ("stages", "schedule", "planner"))
+        list_of_stages = several(entries["stages"])
+        if list_of_stages is None:
+            raise ValueError(f"stages must be a list, not {brief(entries['stages'])}")
+        stages = tuple(_stage(s, stage) for s, stage in enumerate(list_of_stages))
+        splits = whole_numbers("splits", entries.get("splits", ()))
+        unsplit = whole_numbers("unsplit", entries.get("unsplit", ()))
+        keep_last = checked_flag("keep_last", entries.get("keep_last", False))
+        schedule, planner = entries["schedule"], entries["planner"]
+        tasks = entries.get("tasks", ())
         lines = None if isinstance(tasks, str) else several(tasks)
         if lines is None or not all(isinstance(line, str) for line in lines):
             raise ValueError(f"tasks must be texts, one for each device, not {brief(tasks)}")
@@ -286,7 +285,7 @@ class Plan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            ValueError: there is no such file, or it is none of a plan.
+            ValueError: there is no such file, or it does not hold a plan.
         """
         file = checked_path(path)
         try:
@@ -302,34 +301,36 @@ EXPORTS: dict[str, Callable[[Plan, bool], str]] = {}
 
 
 def _stage(s: int, data: Any) -> Stage:
-    """A stage of what `to_json` gave."""
-    told = _entries(f"stage {s}", data, ("layers", "devices"))
-    layers, devices = (
-        whole_numbers(f"{name} of stage {s}", told[name]) for name in ("layers", "devices")
+    """Reads a stage as `to_json` writes it."""
+    entries = _entries(f"stage {s}", data, ("layers", "devices"))
+    layers = whole_numbers(f"layers of stage {s}", entries["layers"])
+    devices = whole_numbers(f"devices of stage {s}", entries["devices"])
+    fates = _fates(f"fates of stage {s}", entries.get("fates", {}), list(FATES))
+    state_fates = entries.get("state_fates", {})
+    return Stage(
+        layers,
+        devices,
+        fates,
+        state_fates=_fates(f"state_fates of stage {s}", state_fates, STATE_FATES),
     )
-    fates, state_fates = (
-        _fates(f"{name} of stage {s}", told.get(name, {}), known)
-        for name, known in (("fates", list(FATES)), ("state_fates", STATE_FATES))
-    )
-    return Stage(layers, devices, fates, state_fates)
 
 
-def _fates(what: str, data: Any, known: Sequence[Fate]) -> dict[str, Fate]:
-    """Fates by name, of what `to_json` gave."""
+def _fates(what: str, data: Any, allowed: Sequence[Fate]) -> dict[str, Fate]:
+    """Reads fates by name, as `to_json` writes them."""
     if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
         raise ValueError(f"{what} must map names of tensors, not {brief(data)}")
-    _check_fates(what, data, known)
+    _check_fates(what, data, allowed)
     return {name: Fate(fate) for name, fate in data.items()}
 
 
-def _check_fates(what: str, fates: Mapping[str, Any], known: Sequence[Fate]) -> None:
-    """Raises ValueError where fates are none of those that are known."""
-    if unknown := [fate for fate in fates.values() if fate not in known]:
-        raise ValueError(f"{what} has unknown fates {unknown}: there are {', '.join(known)}")
+def _check_fates(what: str, fates: Mapping[str, Any], allowed: Sequence[Fate]) -> None:
+    """Raises ValueError if a fate is not among those that are allowed."""
+    if unknown := [fate for fate in fates.values() if fate not in allowed]:
+        raise ValueError(f"{what} has unknown fates {unknown}: there are {', '.join(allowed)}")
 
 
 def _entries(what: str, data: Any, needed: Sequence[str]) -> Mapping[str, Any]:
-    """What JSON holds by name, with all that is needed."""
+    """Checks that what JSON holds is a mapping with all entries that are needed."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} must map {', '.join(needed)}, and is {brief(data)}")
     if missing := [name for name in needed if name not in data]:

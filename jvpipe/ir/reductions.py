@@ -65,7 +65,7 @@ def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:
-    """The reduction that is said of each leaf, if there is one; later patterns win.
+    """Returns the reduction that the user chose for each leaf, if any; later patterns win.
 
     Args:
         option: its name.

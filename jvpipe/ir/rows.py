@@ -138,9 +138,10 @@ Run = (
 class Row:
     """A lowered task: what the controller dispatches, one program or one copy.
 
-    `place` is where it runs. `reads`, `writes` and `frees` are ids in the buffer table; a buffer both read and written
-    is updated in place. Where a row is of no stage, layer or micro-batch it says -1. A copy between places is one row:
-    it runs at its source, and its target is where the buffer that it writes lies.
+    `place` is where it runs. `reads`, `writes` and `frees` are ids in the buffer table; a buffer
+    both read and written is updated in place. Where a row is of no stage, layer or micro-batch it
+    says -1. A copy between places is one row: it runs at its source, and its target is where the
+    buffer that it writes lies.
 
     >>> print(Row(Kind.F, 0, 1, 4, 2, reads=(0,), writes=(1,)))
     1F2[layer 4]

@@ -12,8 +12,8 @@ from jvpipe.ir.layers import Array, Spec
 class Sharding:
     """Rules from paths of parameters to axes, and the sizes of these axes.
 
-    A path that no rule matches has its parameter whole on each device of a place. Batches are cut along `batch_axis`,
-    example by example, if there is one.
+    A path that no rule matches has its parameter whole on each device of a place. Batches are cut
+    along `batch_axis`, example by example, if there is one.
 
     >>> sharding = Sharding({".*/kernel": (None, "model")}, {"model": 2})
     >>> sharding.specs({"up/kernel": (4, 8), "up/bias": (8,)})
@@ -27,7 +27,7 @@ class Sharding:
     batch_axis: str | None = None
 
     def specs(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Spec]:
-        """The axes that each parameter is cut along, by its path.
+        """Finds the axes that each parameter is cut along, by its path.
 
         Args:
             shapes: of the parameters, by their paths.
@@ -106,7 +106,7 @@ class Sharding:
 
 
 def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of a dimension.
+    """Returns the axes of a dimension.
 
     >>> _several(None), _several("model"), _several(("data", "model"))
     ((), ('model',), ('data', 'model'))
@@ -115,12 +115,12 @@ def _several(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def named_axes(spec: Spec) -> tuple[str, ...]:
-    """The axes that a spec names."""
+    """Finds the axes that a spec names."""
     return tuple(axis for axes in spec for axis in _several(axes))
 
 
 def words(spec: Spec) -> str:
-    """A spec as a user writes it.
+    """Writes a spec as a user does.
 
     >>> words((None, "model"))
     "P(None, 'model')"

@@ -11,9 +11,9 @@ from jvpipe.ir.kinds import Kind
 class Span:
     """One task on one row of a timeline.
 
-    `device` names the row: a device, or a link where transfers are to be seen beside the work they overlap.
-    Spans of one row follow each other. `name` is the task's text form (`2F0`); times count from any common origin;
-    `args` is whatever else to show (JSON-able).
+    `device` names the row: a device, or a link where transfers are to be seen beside the work they
+    overlap. Spans of one row follow each other. `name` is the task's text form (`2F0`); times count
+    from any common origin; `args` is whatever else to show (JSON-able).
 
     >>> span = Span("cpu:0", "2F0", 1.0, 1.5, Kind.F)
     >>> span.end_s - span.start_s

@@ -66,7 +66,7 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
 
 
 def _for_torch(text: str) -> str:
-    """The text of a task that torch has a word for."""
+    """Returns the text of a task, checked to be one that torch has a word for."""
     task = Task.parse(text)
     if task.kind not in _OF_TORCH:
         raise ValueError(
@@ -84,7 +84,7 @@ def read_csv(path: str | Path) -> TaskLists:
 
 
 def text(tasks: Sequence[Task]) -> str:
-    """Tasks on one line.
+    """Writes tasks on one line.
 
     >>> text([Task(0, Kind.F, 0), Task(0, Kind.B, 0)])
     '0F0 0B0'
@@ -93,7 +93,7 @@ def text(tasks: Sequence[Task]) -> str:
 
 
 def cannot_progress(missing: Mapping[Any, Iterable[Any]]) -> ValueError:
-    """The error for tasks that wait for what never comes.
+    """Makes the error for tasks that wait for what never comes.
 
     >>> print(cannot_progress({"0B0": ["1B0"], "1B0": ["1F0"]}))
     the schedule cannot progress: 0B0 waits for 1B0; 1B0 waits for 1F0

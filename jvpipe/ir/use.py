@@ -9,9 +9,9 @@ from jvpipe.ir.kinds import Kind
 class Use:
     """One layer, one micro-batch: the version that its forward (F) or backward (B) read, or that its update (U) made.
 
-    Numbers count from a first one that whoever keeps the use knows. `tied` are the versions of parameters (by index)
-    that follow another stage. Of a forward, `shift` is how many updates ahead its weights were predicted; of a
-    backward, by how many they were corrected.
+    Numbers count from a first one that whoever keeps the use knows. `tied` are the versions of
+    parameters (by index) that follow another stage. Of a forward, `shift` is how many updates ahead
+    its weights were predicted; of a backward, by how many they were corrected.
     """
 
     kind: Kind
@@ -22,7 +22,7 @@ class Use:
     shift: int = 0
 
     def moved(self, microbatches: int, versions: int) -> "Use":
-        """The same, counted from other numbers.
+        """Returns the same use, its micro-batch and version counted from other ones.
 
         >>> use = Use(Kind.F, 2, 1, 0).moved(8, 8)
         >>> use.microbatch, use.version
@@ -40,7 +40,7 @@ class Use:
 
 
 def synchronous_uses(layers: int, microbatches: int) -> tuple[Use, ...]:
-    """A synchronous step: all of its micro-batches read one version, and one update makes the next.
+    """Lists the uses of a synchronous step: all of its micro-batches read one version, and one update makes the next.
 
     >>> [f"{use.kind}{use.microbatch} {use.version}" for use in synchronous_uses(1, 2)]
     ['F0 0', 'B0 0', 'F1 0', 'B1 0', 'U1 1']

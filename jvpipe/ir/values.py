@@ -64,11 +64,11 @@ class Owner(StrEnum):
 class ValueInfo:
     """The line of a kind in the table.
 
-    `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
-    from the host when it is read. `follows`: belongs to a layer, so that it has arrived elsewhere before it ends where
-    the layer was. `passed_on`: grows from reader to reader, so that it is no longer where it was sent from.
-    `gathered`: updates of other layers gather it, by copies. `remembered`: what updates did, kept in a stream from one
-    to the next.
+    `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer
+    runs. `fed`: comes from the host when it is read. `follows`: belongs to a layer, so that it has
+    arrived elsewhere before it ends where the layer was. `passed_on`: grows from reader to reader,
+    so that it is no longer where it was sent from. `gathered`: updates of other layers gather it,
+    by copies. `remembered`: what updates did, kept in a stream from one to the next.
     """
 
     owner: Owner
@@ -111,7 +111,8 @@ VALUES: dict[ValueKind, ValueInfo] = {
 class Value(NamedTuple):
     """A thing that is computed: its kind, and what tells it from others of its kind. It does not know where it lies.
 
-    `examples` are those of its micro-batch that it is made of (of each, if it is a sum over several); None: of all.
+    `examples` are those of its micro-batch that it is made of (of each, if it is a sum over
+    several); None: of all.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1
@@ -125,7 +126,7 @@ class Value(NamedTuple):
     examples: Examples | None = None
 
     def shifted(self, microbatches: int, versions: int) -> "Value":
-        """The same value of another round of a stream: so many micro-batches and versions later.
+        """Names the same value in another round of a stream, a number of micro-batches and versions later.
 
         >>> str(Value(ValueKind.PARAMETER, 4, version=1).shifted(8, -2))
         'parameter 4 version -1'

@@ -1,7 +1,8 @@
 """The buffer table while a step is lowered: each buffer under the name that it has by now.
 
-A buffer's number is for good, its name (a `Spot`) is not: an update in place turns version 3 of a parameter into
-version 4, and what has moved away is stale. The table keeps names and numbers in step, both ways:
+A buffer's number is for good, its name (a `Spot`) is not: an update in place turns version 3 of a
+parameter into version 4, and what has moved away is stale. The table keeps names and numbers in
+step, both ways:
 
     ids         name -> number      of all buffers that may be asked for again
     spots       number -> name      of every buffer

@@ -5,12 +5,13 @@
     1I2    R(layer 3) I(layer 4) B(layer 3)                 which weights it reads from the rule of the schedule
     1W2    ZERO(layer 4) W(layer 4)
 
-A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them. In a split backward a
-layer that has no halves runs whole: with the first half of its stage if others wait for its cotangents, else with the
-second.
+A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
+In a split backward a layer that has no halves runs whole: with the first half of its stage if
+others wait for its cotangents, else with the second.
 
-Sums have one order, whatever the cut: gradients are added to one accumulator (ZERO makes it) micro-batch by
-micro-batch, cotangents of an edge from its last reader to its first. So results do not depend on the plan.
+Sums have one order, whatever the cut: gradients are added to one accumulator (ZERO makes it)
+micro-batch by micro-batch, cotangents of an edge from its last reader to its first. So results do
+not depend on the plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ class Expander:
                 return self.weights.reading(ref.index, layer.id, m, back=back)
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
-            case ValueKind.STATE if ref.index not in self._written:
+            case ValueKind.STATE if ref.index not in self._written:  # the same for all
                 return Value(ValueKind.STATE, ref.index)
             case ValueKind.STATE | ValueKind.BATCH | ValueKind.SEED | ValueKind.TENSOR:
                 return Value(ref.kind, ref.index, microbatch=m)

@@ -24,17 +24,17 @@ class SliceLayout:
 class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
 
-    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of the slices that
-    replicas work on.
+    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of
+    the slices that replicas work on.
     """
 
     number: int
     graph: LayerGraph
     plan: Plan
     fates: Fates
-    signatures: Sequence[Signature]
-    halves: Mapping[int, SplitSignature] = field(default_factory=dict)
-    sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)
+    signatures: Sequence[Signature]  # by layer
+    halves: Mapping[int, SplitSignature] = field(default_factory=dict)  # by layer
+    sliced: Mapping[Examples, SliceLayout] = field(default_factory=dict)  # by slice
 
     @staticmethod
     def of(
@@ -88,6 +88,7 @@ class MicrobatchLayout:
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:
                     values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+        # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
             if s == stage and is_read and self._stages_at(stage, t) == {stage}:

@@ -1,6 +1,10 @@
 """Liveness: each buffer ends with the last row that touches it, unless it outlives the step.
 
-F  writes a      SEND  reads a      B  reads a, writes b      ->  B frees a; b stays if it is final or a metric
+    F     writes a
+    SEND  reads a
+    B     reads a, writes b         frees a; b stays if it is final or a metric
+
+So a row says all that happens to memory: what it writes begins, what it frees ends.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

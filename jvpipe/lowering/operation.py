@@ -23,7 +23,8 @@ class Write(NamedTuple):
 class Delivery(NamedTuple):
     """A value that goes to where these layers run, as soon as it exists.
 
-    `examples` are the slices of those of their replicas that get it; None: the first replica gets it, or the only one.
+    `examples` are the slices of those of their replicas that get it; None: the first replica gets
+    it, or the only one.
     """
 
     value: Value
@@ -35,9 +36,9 @@ class Delivery(NamedTuple):
 class Operation:
     """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole step).
 
-    A value both read and written is updated in place. `delivers` are copies that leave at once for layers that may run
-    elsewhere. What it `forgets` nobody reads afterwards. Its `examples` tell which replica of its layer's stage runs it
-    (None: the first one).
+    A value both read and written is updated in place. `delivers` are copies that leave at once for
+    layers that may run elsewhere. What it `forgets` nobody reads afterwards. Its `examples` tell
+    which replica of its layer's stage runs it (None: the first one).
 
     >>> from jvpipe.ir.values import ValueKind
     >>> edge = Value(ValueKind.TENSOR, 7, microbatch=0)
@@ -83,4 +84,4 @@ def summed(
     for part in others:
         reads = tuple(chain(*zip(before, part, strict=True)))
         yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), run)
-        before, run = sums, AddRun()
+        before, run = sums, AddRun()  # from now on in place

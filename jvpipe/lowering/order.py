@@ -1,16 +1,17 @@
 """One order of dispatch for the lists of all devices: each task as early as what it waits for allows.
 
-The controller dispatches all tasks from one thread, so the lists of all stages have to become one list. It is the order
-in which tasks would start if every stage were equally fast:
+The controller dispatches all tasks from one thread, so the lists of all stages have to become one
+list. It is the order in which tasks would start if every stage were equally fast:
 
     stage 0   F0 F1       B0 B0 F2 B1 B1          a forward takes one unit of time, a backward two
     stage 1      F0 B0 B0 F1 B1 B1 F2
 
     0F0 1F0 0F1 1B0 1F1 0B0 1B1 0F2 1F2 ...
 
-A heap holds the next task of each stage whose needs are met, with the time from which it may start; stages that still
-wait are asked again after each task. Of tasks that could start at the same time the one of the latest stage goes first.
-Every turn either starts the earliest task or puts it off to when its device is free, so it ends.
+A heap holds the next task of each stage whose needs are met, with the time from which it may start;
+stages that still wait are asked again after each task. Of tasks that could start at the same time
+the one of the latest stage goes first. Every turn either starts the earliest task or puts it off to
+when its device is free, so it ends.
 """
 
 import heapq
@@ -88,8 +89,8 @@ def dispatch_order(
 class _Neighbours:
     """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward.
 
-    Those follow from the edges between layers, and from tied parameters: the owner sends each version on to the other
-    readers, and its update takes the gradients of all.
+    Those follow from the edges between layers, and from tied parameters: the owner sends each
+    version on to the other readers, and its update takes the gradients of all.
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:

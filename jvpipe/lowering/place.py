@@ -4,8 +4,9 @@
     B(layer 4) reads a sum that lies where it was       ->  MOVE          1B0[layer 4]
     U(layer 3) gathers what other layers say            ->  SEND          U[layer 3]
 
-This is the only pass that knows places. Values that a layer makes for others are sent to them at once. What belongs to
-a layer that has changed places is moved when it is first read at the new one, and what it leaves behind is stale.
+This is the only pass that knows places. Values that a layer makes for others are sent to them at
+once. What belongs to a layer that has changed places is moved when it is first read at the new one,
+and what it leaves behind is stale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -35,8 +36,8 @@ class Block:
 class Placer(BufferTable):
     """Places operations one after another, under the plan that holds for each.
 
-    `blocks` hold the rows. `moved` are buffers of layers that have moved, with their copies. With `by_host` whatever
-    moves waits on the host until all of it has left.
+    `blocks` hold the rows. `moved` are buffers of layers that have moved, with their copies. With
+    `by_host` whatever moves waits on the host until all of it has left.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -113,7 +114,8 @@ class Placer(BufferTable):
     def metric(self, value: Value) -> int | None:
         """Returns a buffer of a metric, if there is one.
 
-        It lies at home, or where the loss was under an earlier plan, whose last forward may come later.
+        It lies at home, or where the loss was under an earlier plan, whose last forward may come
+        later.
         """
         place = self._holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]

@@ -99,9 +99,9 @@ class Placement:
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
         """Lists what lies on the devices between steps.
 
-        These are parameters (a copy per place that reads one), the optimizer's state (at the replica that updates the
-        layer, or on its host), model state, constants. Optimizer state of no parameter (step counts) has a copy per
-        layer, so that layers can move.
+        These are parameters (a copy per place that reads one), the optimizer's state (at the
+        replica that updates the layer, or on its host), model state, constants. Optimizer state of
+        no parameter (step counts) has a copy per layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []
@@ -109,9 +109,11 @@ class Placement:
         def add(value: Value, places: Iterable[int], size: int, copy: Copy = Copy.OWN) -> None:
             buffers.extend(Buffer(value, place, size, copy) for place in places)
 
+        # A parameter has a copy wherever one of its readers runs.
         for p, parameter in enumerate(graph.parameters):
             reading = self._of_all(parameter.readers)
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
+        # Optimizer state lies where the update runs, one copy of it.
         places = self.updating(optimizer)
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
@@ -120,6 +122,7 @@ class Placement:
             add(value, [places[layer]], optimizer.state[j].array.bytes, copy)
         written = written_state(graph)
         for k, array in enumerate(graph.state):
+            # State that is written counts micro-batches: between steps it is what the first finds.
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):

@@ -4,9 +4,9 @@
     process 0    0F0  0SEND0: offer t0                 1SEND0: ask for g     0B0
     process 1         0SEND0: ask for t0     1F0  1B0  1SEND0: offer g
 
-A copy between two processes is one row, of which each runs its half at its place in the list. All lists
-are in the order of one list, so nobody deadlocks: of all halves that wait for another process, the first
-in that list finds its partner.
+A copy between two processes is one row, of which each runs its half at its place in the list. All
+lists are in the order of one list, so nobody deadlocks: of all halves that wait for another
+process, the first in that list finds its partner.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,9 +41,9 @@ def projected(lowered: Lowered, processes: Sequence[int], own: int) -> Lowered:
         row = replace(row, frees=local(row.frees))
         if x is None:
             rows += _as_received(row, lowered, processes)
-        elif here:
+        elif here:  # the source's half: the copy is made in another process
             rows.append(replace(row, writes=(), run=OfferRun(number, x.target)))
-        else:
+        else:  # the target's half runs where the copy will be
             place = lowered.buffers[x.copy].place
             rows.append(replace(row, place=place, reads=(), run=AskRun(number, x.source)))
     return replace(lowered, rows=tuple(rows), metrics=local(lowered.metrics))
@@ -78,7 +78,7 @@ def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
             if processes[metric.place] == process:
                 metrics.append(b)
                 continue
-            copy = len(buffers)
+            copy = len(buffers)  # the next number of the table
             rows.append(Row(Kind.SEND, metric.place, NONE, NONE, NONE, (b,), (copy,)))
             buffers.append(Buffer(metric.value, target, metric.bytes))
             metrics.append(copy)

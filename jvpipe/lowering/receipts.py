@@ -1,15 +1,17 @@
 """Receipts: what one process offers to another stays as it is until it has arrived there.
 
-A copy between places of two processes is offered by its source and taken by its target, some time later. The source may
-release its own reference at once, but it must not overwrite or delete the buffer before the copy has arrived. It learns
-of the arrival from a witness, a buffer that depends on the copy and has come back anyway (the cotangents of an
-activation, say); where there is none in time, the target sends a mark back:
+A copy between places of two processes is offered by its source and taken by its target, some time
+later. The source may release its own reference at once, but it must not overwrite or delete the
+buffer before the copy has arrived. It learns of the arrival from a witness, a buffer that depends
+on the copy and has come back anyway (the cotangents of an activation, say); where there is none in
+time, the target sends a mark back:
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
-Copies that follow one another share a mark. So do those of layers that move: what is left of them is dropped after it.
-Where no backward comes back, as in an evaluation, marks keep at most four offers open between two processes.
+Copies that follow one another share a mark. So do those of layers that move: what is left of them
+is dropped after it. Where no backward comes back, as in an evaluation, marks keep at most four
+offers open between two processes.
 """
 
 from collections import defaultdict
@@ -170,7 +172,8 @@ def _following(
 ) -> list[tuple[list[Crossing], int]]:
     """Groups the copies from one place to another that follow one another and must have arrived before the same row.
 
-    Only copies stand between those of a group, so a mark behind the last is hardly later for the first.
+    Only copies stand between those of a group, so a mark behind the last is hardly later for the
+    first.
     """
     # Copies have the same number here exactly if only copies stand between them.
     runs = list(accumulate(KINDS[row.kind].link is not Link.PEER for row in lowered.rows))

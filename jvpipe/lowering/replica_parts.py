@@ -24,10 +24,11 @@ class ReplicaParts:
     def named(self, value: Value, examples: Slice) -> Value:
         """Names the part of a value that is of some examples; what is the same for all of them is whole."""
         match value.kind:
-            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:
+            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # of no examples
                 return value
             case ValueKind.STATE:  # replicas find the whole of it
                 return value
+            # Its cotangent is another matter: each replica has what follows from its examples.
             case ValueKind.TENSOR if self.batching.tensors[value.index].over is Over.NONE:
                 return value
             case (
@@ -111,6 +112,7 @@ class ReplicaParts:
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer
+        # Cotangents come from the next later reader, which has added those of all after it.
         return next(reader for reader in tensor.readers if reader > layer)
 
     def makers(self, value: Value) -> Sequence[Slice]:

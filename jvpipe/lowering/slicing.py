@@ -13,10 +13,10 @@ Parts are cut at the bounds of both stages, so that each is sent once:
     one of three                 |   0:2   |   2:4   |   4:6 |
     what is sent                 |   0:2   |2:3|3:4|   4:6   |
 
-Names tell the examples, never the replica: what depends on no example keeps its name and is made alike at every
-replica. Replicas add their gradients up by themselves over the micro-batches of an update; REDUCE adds up theirs in
-ascending order, at the one that updates the layer, and sends the sum to the others. So the order of summation follows
-from the plan, and never from who was faster.
+Names tell the examples, never the replica: what depends on no example keeps its name and is made
+alike at every replica. Replicas add their gradients up by themselves over the micro-batches of an
+update; REDUCE adds up theirs in ascending order, at the one that updates the layer, and sends the
+sum to the others. So the order of summation follows from the plan, and never from who was faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,9 +6,9 @@
     spliced          0F0 0F1 0B0 0F2 0B1 0B2
                      1F1 1B1 1F2 1B2
 
-A stage's list is built forward by forward. Everything that precedes a forward in the list of its own plan precedes it
-in the spliced list. So a change of the number of stages fills or drains the pipeline gradually, and splicing two equal
-lists returns the same list.
+A stage's list is built forward by forward. Everything that precedes a forward in the list of its
+own plan precedes it in the spliced list. So a change of the number of stages fills or drains the
+pipeline gradually, and splicing two equal lists returns the same list.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,8 @@
     prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
     liveness     each buffer is freed at its last row                 (liveness.py)
 
-Tasks go through the first four one at a time, for what one makes the next one reads; the others take whole steps.
+Tasks go through the first four one at a time, for what one makes the next one reads; the others
+take whole steps.
 """
 
 from collections import Counter
@@ -48,8 +49,9 @@ def lower_step(
 ) -> Lowered:
     """Lowers one synchronous step: forwards, backwards and the update.
 
-    Where a micro-batch runs under another plan than the one before, what belongs to the layers that move follows:
-    their weights one micro-batch ahead, their sums of gradients and model state between two tasks.
+    Where a micro-batch runs under another plan than the one before, what belongs to the layers that
+    move follows: their weights one micro-batch ahead, their sums of gradients and model state
+    between two tasks.
 
     Args:
         graph: the layers.
@@ -67,6 +69,7 @@ def lower_step(
         replicas = updating(graph, plans[0], optimizer)
         slicing = Slicing(placer.where, batching, by_number, replicas)
     left = _place_tasks(expander, placer, layouts, lists, slicing)
+    # The update runs under the last plan, once everything has moved there.
     placer.begin()
     placer.enter(plans[-1])
     placer.bring_state()
@@ -114,6 +117,7 @@ def _place_tasks(
         _perform(placer, _expanded(expander, task, layout, batch), slicing)
         if task.kind == Kind.F:
             left[task] = swapped_by(placer, layout, task, slicing)
+        # After a stage's last backward its replicas' sums are whole.
         to_accumulate[task.stage] -= KINDS[task.kind].accumulates
         if slicing and not to_accumulate[task.stage]:
             _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
@@ -151,7 +155,7 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     Args:
         move: from place to place.
     """
-    rows = [replace(row, frees=()) for row in move.rows]
+    rows = [replace(row, frees=()) for row in move.rows]  # ends are found anew
     copies = [row for row in rows if KINDS[row.kind].link]
     drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))

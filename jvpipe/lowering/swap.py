@@ -1,14 +1,15 @@
 """Swapping: values that leave the device between a forward and its backward get their rows.
 
-F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that and frees it (FREE),
-`i<m>` fetches it back (IN).
+F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that
+and frees it (FREE), `i<m>` fetches it back (IN).
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
 
-A device holds what two micro-batches have swapped at most: one is in use, one is on its way. Fetching starts one task
-ahead, and only once all that is leaving has left. A micro-batch whose backward follows its forward at once stays. What
-a split backward reads stays until its second half has run.
+A device holds what two micro-batches have swapped at most: one is in use, one is on its way.
+Fetching starts one task ahead, and only once all that is leaving has left. A micro-batch whose
+backward follows its forward at once stays. What a split backward reads stays until its second half
+has run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -32,9 +32,10 @@ class Slots:
 
     def __init__(self, graph: LayerGraph, optimizer: OptimizerCut) -> None:
         self.graph, self.optimizer = graph, optimizer
-        self.newest = [0] * len(graph.parameters)
+        self.newest = [0] * len(graph.parameters)  # by parameter
         pieces = [*optimizer.update, *optimizer.init]
         slots = dict.fromkeys(slot for piece in pieces for slot in (*piece.reads, *piece.writes))
+        # What pieces exchange has no index: its slot is numbered instead.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
     def value(self, slot: Slot, layer: int, update: int = 0, m: int = NEVER) -> Value:
@@ -47,7 +48,7 @@ class Slots:
             m: the micro-batch after which it runs, in a stream.
         """
         match slot.kind:
-            case SlotKind.GRADIENT:
+            case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
                 reader = self.graph.parameters[slot.index].readers[slot.source]
                 return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
             case SlotKind.WEIGHT:
@@ -75,7 +76,7 @@ class Slots:
             m: the micro-batch after which it runs, in a stream.
         """
         if slot.kind is SlotKind.PARAMETER:
-            self.newest[slot.index] += 1
+            self.newest[slot.index] += 1  # pieces after this one read the new version
         size = math.prod(aval.shape) * aval.dtype.itemsize
         return Write(self.value(slot, layer, 0, m), size)
 

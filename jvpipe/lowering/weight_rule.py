@@ -1,6 +1,7 @@
 """The rule by which layers read weights and sum gradients; here the one of a synchronous step.
 
-An asynchronous schedule has another one (stream/weights.py). Expanding asks the rule and knows neither.
+An asynchronous schedule has another one (stream/weights.py). Expanding asks the rule and knows
+neither.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""In which order: one file per family of schedules, the passes that lower them, and their registry."""
+"""Schedules: the order of tasks, one file per family, and their registry."""
 
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.gpipe import GPIPE
@@ -20,7 +20,7 @@ SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """The schedule of that name, with its usual options; a schedule is its own."""
+    """Returns the schedule of a name, with its usual options; a schedule itself is returned as it is."""
     if isinstance(name, Schedule):
         return name
     if name not in SCHEDULES:

@@ -1,4 +1,4 @@
-"""Lists that a planner has found: "auto" before it is asked (1F1B's), and the schedule of a plan that has its own."""
+"""Lists that a planner has found: those of "auto" before it is asked, and those that a plan has of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,22 +44,27 @@ class GivenLists:
 
 
 def given(lines: Sequence[str]) -> Schedule:
-    """The schedule of a plan that holds its own lists, a line per device; ValueError if its stages lie in no order.
+    """Makes the schedule of a plan that holds its own lists.
+
+    Args:
+        lines: a line per device.
+
+    Raises:
+        ValueError: the stages neither go round the devices nor there and back.
 
     >>> schedule = given(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """
-    places = {task.stage: d for d, tasks in enumerate(read_lines(tuple(lines))) for task in tasks}
+    lists = GivenLists(tuple(lines))
+    places = {task.stage: d for d, tasks in enumerate(read_lines(lists.lines)) for task in tasks}
     devices, stages = len(lines), 1 + max(places, default=0)
+    chunks = max(1, stages // devices)
+    # The order of stages on devices tells whether it is a loop or a vee.
     for vee in (False, True):
-        schedule = Schedule(
-            name="auto", lists=GivenLists(tuple(lines)), chunks=max(1, stages // devices), vee=vee
-        )
-        if (
-            places == {s: schedule.device_of(s, devices) for s in range(stages)}
-            and stages % devices == 0
-        ):
+        schedule = Schedule(name="auto", lists=lists, chunks=chunks, vee=vee)
+        expected = {s: schedule.device_of(s, devices) for s in range(stages)}
+        if places == expected and stages % devices == 0:
             return schedule
     raise ValueError(
         f"the plan's lists place stages {places}: they must go round the devices, or there and back"
@@ -73,5 +78,5 @@ def read_lines(lines: tuple[str, ...]) -> TaskLists:
 
 
 def lines_of(lists: TaskLists) -> tuple[str, ...]:
-    """Lists as a plan holds them."""
+    """Writes lists as a plan holds them."""
     return tuple(map(text, lists))

@@ -6,8 +6,8 @@
     stage 1     F0 F1 F2       B0 B1 B2
     stage 2        F0 F1 F2 B0 B1 B2
 
-Backwards run in ascending order, unlike the paper's drawing: gradients are then summed in the same order as in every
-other schedule. M micro-batches are in flight on every stage.
+Backwards run in ascending order, unlike the paper's drawing: gradients are then summed in the same
+order as in every other schedule. M micro-batches are in flight on every stage.
 """
 
 from jvpipe.ir.kinds import Kind
@@ -16,7 +16,7 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def gpipe(stages: int, microbatches: int) -> TaskLists:
-    """The task lists of GPipe.
+    """Makes the task lists of GPipe.
 
     >>> from jvpipe.ir.task import text
     >>> text(gpipe(2, 2)[1])

@@ -13,8 +13,9 @@
     device 1     F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     device 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Micro-batches pass the chunks in rounds of S to 2S - 1, sizes equal to within one, so that every M >= S takes (M + (S -
-1) / v) (F + B). Backwards run in ascending order per stage, as in every other schedule.
+Micro-batches pass the chunks in rounds of S to 2S - 1, sizes equal to within one, so that for every
+M >= S a step takes (M + (S - 1) / v) (F + B). Backwards run in ascending order per stage, as in
+every other schedule.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,6 @@ from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, at_least, numbers_of
 from jvpipe.util.given import checked_flag
-
-Work = tuple[int, int]  # a chunk and a micro-batch
 
 
 @dataclass(frozen=True)
@@ -53,41 +52,58 @@ class InterleavedLists:
         return tuple(self._device(d, devices, microbatches, late[d]) for d in range(devices))
 
     def _device(self, d: int, devices: int, microbatches: int, late: int) -> tuple[Task, ...]:
+        """Makes the list of device d: forwards until it is warm, then one forward and one backward in turn."""
         rounds = _rounds(devices, microbatches)
-        forwards = [(chunk, m) for some in rounds for chunk in range(self.chunks) for m in some]
-        backwards = [
-            (chunk, m) for some in rounds for chunk in reversed(range(self.chunks)) for m in some
-        ]
-        hops = devices - 1 - d
-        warm = (self.chunks - 1) * len(rounds[0]) + (
-            2 * hops if self.chunks > 1 and not self.split else hops
-        )
-        warm = min(warm, len(forwards))
-        work = [(Kind.F, one) for one in forwards[:warm]]
+        chunks = range(self.chunks)
+        forwards = [(chunk, m) for batch in rounds for chunk in chunks for m in batch]
+        backwards = [(chunk, m) for batch in rounds for chunk in reversed(chunks) for m in batch]
+        warm = min(self._warm(devices - 1 - d, len(rounds[0])), len(forwards))
+        # The backwards of a device that the user says to be 0 late stay whole.
         split = self.split and (late > 0 or self.late is None)
+        work = [(Kind.F, one) for one in forwards[:warm]]
+        following = iter(forwards[warm:])
         for i, one in enumerate(backwards):
-            work += [(Kind.F, one) for one in forwards[warm + i : warm + i + 1]]
+            forward = next(following, None)
+            if forward is not None:
+                work.append((Kind.F, forward))
             work.append((Kind.I if split else Kind.B, one))
-            work += [(Kind.W, backwards[i - late])] if split and i >= late else []
-        work += (
-            [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]] if split else []
-        )
+            if split and i >= late:  # the second half of an earlier backward
+                work.append((Kind.W, backwards[i - late]))
+        if split:  # the second halves that are left fill the drain
+            work += [(Kind.W, one) for one in backwards[max(0, len(backwards) - late) :]]
         return tuple(Task(chunk * devices + d, kind, m) for kind, (chunk, m) in work)
+
+    def _warm(self, hops: int, first_round: int) -> int:
+        """Counts the forwards before a device's first backward.
+
+        The first backward is of the last chunk, so the first round passes all earlier chunks before
+        it. From there the micro-batch goes down the `hops` devices behind this one and comes back:
+        forwards fill the way there, with several chunks and whole backwards the way back, too.
+
+        Args:
+            hops: devices behind this one.
+            first_round: micro-batches of the first round.
+        """
+        earlier = (self.chunks - 1) * first_round
+        both_ways = self.chunks > 1 and not self.split
+        return earlier + (2 * hops if both_ways else hops)
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Splits micro-batches into as many rounds of at least one per device as there can be, the larger first."""
+    """Splits micro-batches into as many rounds of at least one per device as possible, the larger first."""
     count = max(1, microbatches // devices)
-    least, more = divmod(microbatches, count)
-    ends = accumulate([least + (i < more) for i in range(count)], initial=0)
-    return [range(a, b) for a, b in pairwise(ends)]
+    size, larger = divmod(microbatches, count)
+    sizes = [size + (i < larger) for i in range(count)]
+    bounds = accumulate(sizes, initial=0)
+    return [range(start, end) for start, end in pairwise(bounds)]
 
 
 class Interleaved(Schedule):
-    """1F1B over so many chunks per device; the first, the (S + 1)-th ... stage are on the first device.
+    """1F1B over several chunks per device; the first, the (S + 1)-th ... stage are on the first device.
 
-    With `split` a backward runs in two halves, and the second one comes so many backwards `late`: a number per device,
-    counted from 0 (where it is 0 the backward is whole), or None: device d is d late.
+    With `split` a backward runs in two halves, and the second one comes a number of backwards
+    `late`: a number per device (where it is 0 the backward is whole), or None: device d, counted
+    from 0, is d late.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')
@@ -103,10 +119,17 @@ class Interleaved(Schedule):
         late = None if late is None else numbers_of(0, "late", late)
         if late is not None and not split:
             raise ValueError(f"late={late} is for the second halves of backwards: add split=True")
-        name = "interleaved" if chunks == 2 else f"interleaved-{chunks}"
-        name = "zb-h1" if split and chunks == 1 else name + "-split" * split
-        name += "" if late is None else f"-late-{'-'.join(map(str, late))}"
-        super().__init__(name=name, lists=InterleavedLists(chunks, split, late), chunks=chunks)
+        words = ["zb-h1"]  # the name of one chunk with split backwards
+        if not split or chunks > 1:
+            words = ["interleaved"]
+            if chunks != 2:
+                words.append(str(chunks))
+            if split:
+                words.append("split")
+        if late is not None:
+            words += ["late", *map(str, late)]
+        lists = InterleavedLists(chunks, split, late)
+        super().__init__(name="-".join(words), lists=lists, chunks=chunks)
 
 
 class ZBH1(Interleaved):

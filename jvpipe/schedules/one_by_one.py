@@ -6,7 +6,8 @@
     stage 1     F0       B0       F1       B1
     stage 2        F0 B0             F1 B1
 
-No order of the same stages holds less: each stage has some micro-batch in flight at some time. None takes longer.
+No order of the same stages holds less: each stage has some micro-batch in flight at some time. None
+takes longer.
 """
 
 from dataclasses import dataclass
@@ -33,17 +34,19 @@ class OneByOneLists:
         """Makes a list per device."""
         lists: list[list[Task]] = [[] for _ in range(devices)]
         stages = range(self.placed.stages_on(devices))
-        trip = [*((Kind.F, s) for s in stages), *((Kind.B, s) for s in reversed(stages))]
+        trip = [(Kind.F, s) for s in stages]
+        trip += [(Kind.B, s) for s in reversed(stages)]
+        # A micro-batch makes its whole trip before the next one begins.
         for m, (kind, s) in product(range(microbatches), trip):
             lists[self.placed.device_of(s, devices)].append(Task(s, kind, m))
         return tuple(map(tuple, lists))
 
 
 def one_by_one(placed: Schedule) -> Schedule:
-    """The schedule of one micro-batch in flight whose stages lie on devices as those of another one do.
+    """Makes the schedule of one micro-batch in flight, over the stages of another schedule.
 
     Args:
-        placed: the other one.
+        placed: the other one; it says on which devices the stages lie.
 
     >>> from jvpipe.schedules import find_schedule
     >>> one_by_one(find_schedule("v-half")).held(2, 3)

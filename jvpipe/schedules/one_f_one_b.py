@@ -6,9 +6,11 @@
     stage 1     F0 F1    B0 F2 B1 F3 B2    B3
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 
-min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager", DAPPLE's policy B), sends
-are hidden: a micro-batch takes, in the long run, the most over stages a < b of ((b - a + 1) (F + B) + 2 c (b - a)) /
-(K[a] - K[b] + 1), where c is the seconds of a send and K[s] are in flight.
+min(S - s, M) micro-batches are in flight on stage s. With more, up to 2 (S - s) - 1 ("eager",
+DAPPLE's policy B), sends are hidden. With K[s] in flight on stage s and sends of c seconds, a
+micro-batch takes in the long run the maximum, over stages a < b, of
+
+    ((b - a + 1) (F + B) + 2 c (b - a)) / (K[a] - K[b] + 1)
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from jvpipe.util.given import checked_flag
 
 
 def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
-    """The task lists of 1F1B.
+    """Makes the task lists of 1F1B.
 
     >>> from jvpipe.ir.task import text
     >>> text(one_f_one_b(2, 3)[0])
@@ -32,6 +34,7 @@ def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
 
 
 def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
+    """Makes a stage's list: `warm` forwards, then backwards and forwards in turn, then the last backwards."""
     forwards = [Task(s, Kind.F, m) for m in range(microbatches)]
     backwards = [Task(s, Kind.B, m) for m in range(microbatches)]
     steady = [task for pair in zip(backwards, forwards[warm:], strict=False) for task in pair]
@@ -40,7 +43,7 @@ def _stage(s: int, warm: int, microbatches: int) -> tuple[Task, ...]:
 
 @dataclass(frozen=True)
 class EagerLists:
-    """The lists of `OneFOneB`: so many micro-batches in flight per device, or 2 (S - d) - 1.
+    """The lists of `OneFOneB`: `most` micro-batches in flight per device, by default 2 (S - d) - 1.
 
     >>> from jvpipe.ir.task import text
     >>> text(EagerLists()(2, 4)[0]), text(EagerLists((2, 1))(2, 4)[0])
@@ -51,7 +54,9 @@ class EagerLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Makes a list per device."""
-        most = [2 * (devices - d) - 1 for d in range(devices)] if self.most is None else self.most
+        most = self.most
+        if most is None:
+            most = [2 * (devices - d) - 1 for d in range(devices)]
         if len(most) != devices:
             raise ValueError(
                 f"most={most} names {len(most)} devices, there are {devices}: give a number for each"
@@ -73,17 +78,19 @@ class OneFOneB(Schedule):
             raise ValueError(
                 f"eager means 2 (S - d) - 1 micro-batches in flight on device d, most={list(most)} others"
             )
-        if most is not None and (min(most, default=0) < 1 or any(a < b for a, b in pairwise(most))):
+        # A device with fewer in flight than the next one would keep that one waiting.
+        rises = most is not None and any(a < b for a, b in pairwise(most))
+        if most is not None and (rises or min(most, default=0) < 1):
             raise ValueError(
                 f"most={list(most)} must fall from device to device, to 1 or more: a device would wait"
             )
-        name = (
-            "1f1b"
-            + "-eager" * eager
-            + (f"-most-{'-'.join(map(str, most))}" if most is not None else "")
-        )
-        lists = EagerLists(most) if eager or most is not None else one_f_one_b
-        super().__init__(name=name, lists=lists)
+        words = ["1f1b"]
+        if eager:
+            words.append("eager")
+        if most is not None:
+            words += ["most", *map(str, most)]
+        lists = EagerLists(most) if len(words) > 1 else one_f_one_b
+        super().__init__(name="-".join(words), lists=lists)
 
 
 ONE_F_ONE_B = Schedule(name="1f1b", lists=one_f_one_b)

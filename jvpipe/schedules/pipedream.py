@@ -6,9 +6,9 @@
     stage 1     F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
     stage 2        F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-PipeDream (SOSP 2019) stashes the version that each micro-batch in flight read: F<m> on stage s of S reads version
-max(0, m - (S - 1 - s)), its backward the same; S - s versions live. With vertical sync all stages read the version that
-stage 0 read, max(0, m - (S - 1)), and hold S.
+PipeDream (SOSP 2019) stashes the version that each micro-batch in flight read: F<m> on stage s of S
+reads version max(0, m - (S - 1 - s)), its backward the same; S - s versions live. With vertical
+sync all stages read the version that stage 0 read, max(0, m - (S - 1)), and hold S.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

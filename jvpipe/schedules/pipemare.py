@@ -1,15 +1,17 @@
 """PipeMare (MLSys 2021): one version; the backward finds newer weights than its forward read, and corrects for it.
 
-In the order of PipeDream, F<m> on stage s of S reads version max(0, m - tau) and B<m> version m, tau = S - 1 - s. (The
-paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the updates are further away.)
+In the order of PipeDream, F<m> on stage s of S reads version max(0, m - tau) and B<m> version m,
+tau = S - 1 - s. (The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the
+updates are further away.)
 
     T1  an update, the t-th, is scaled by max(1, tau) ** -(1 - min(t / K, 1)); K: `anneal_updates`
     T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t]), gamma = D ** (1 / tau);
         D: `decay`; off at tau = 0
     T3  the first `warmup_updates` are synchronous, under 1F1B, one per step
 
-Whatever is recomputed for a backward reads the backward's weights: here fates are part of the mathematics. A
-parameter that several stages read follows its first reader in all of them, and is stashed instead.
+Whatever is recomputed for a backward reads the backward's weights: here fates are part of the
+mathematics. A parameter that several stages read follows its first reader in all of them, and is
+stashed instead.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
@@ -18,7 +20,7 @@ from jvpipe.util.brief import brief
 
 
 def _and_correction(stage: int, stages: int) -> int:
-    return 1 + (stage < stages - 1)
+    return 1 + (stage < stages - 1)  # delta; there is none on the last stage, where tau = 0
 
 
 class PipeMare(Schedule):

@@ -1,6 +1,7 @@
 """The task lists of a plan: those that it brings with it, else those that its schedule's rule gives."""
 
 from collections import Counter
+from itertools import product
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
@@ -11,7 +12,7 @@ from jvpipe.schedules.schedule import Schedule
 
 
 def pipeline_length(plan: Plan, schedule: Schedule) -> int:
-    """The number of task lists of a plan: one per device that the pipeline passes, however many stages this runs.
+    """Counts the task lists of a plan: one per device that the pipeline passes, however many stages it runs.
 
     Raises:
         ValueError: its stages are no multiple of the schedule's chunks.
@@ -32,11 +33,11 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
 
 
 def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
-    """The tasks of a plan's step, a list per device; on the first stage W straight after its I is a whole backward.
+    """Returns the tasks of a plan's step, a list per device, with halves joined as `merged` does.
 
     Args:
-        plan: whose own tasks come first.
-        schedule: whose rule does otherwise.
+        plan: whose own tasks are taken, if it has some.
+        schedule: whose rule gives them otherwise.
         microbatches: of the step.
 
     Raises:
@@ -48,12 +49,14 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
     else:
         lists = schedule.tasks(pipeline_length(plan, schedule), microbatches)
     for tasks in lists:
-        places = {plan.stages[task.stage].devices for task in tasks}
-        if len(places) > 1:
-            stages = sorted({task.stage for task in tasks})
+        stages = sorted({task.stage for task in tasks})
+        # A list is run by one device, or by one group of replicas.
+        groups = {plan.stages[s].devices for s in stages}
+        if len(groups) > 1:
+            devices = sorted(d for group in groups for d in group)
             raise ValueError(
                 f"under {schedule.name} one device runs stages {stages}, in the plan they are on devices "
-                f"{sorted(d for there in places for d in there)}: give these stages one device, as "
+                f"{devices}: give these stages one device, as "
                 "Plan.from_cuts([1, 1, 1, 1], [0, 1, 0, 1]) does"
             )
     return lists
@@ -61,18 +64,17 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
 
 def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
     """Raises ValueError unless every stage has a forward and a whole backward of every micro-batch, in some list."""
-    there = Counter(task for tasks in lists for task in tasks)
-    for task in (Task(s, Kind.F, m) for s in range(stages) for m in range(microbatches)):
-        halves = [
-            there.pop(task._replace(kind=kind), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-        ]
-        if halves not in ([1, 1, 0, 0], [1, 0, 1, 1]):
+    counts = Counter(task for tasks in lists for task in tasks)
+    for s, m in product(range(stages), range(microbatches)):
+        # What is popped is accounted for; what is left at the end belongs nowhere.
+        times = [counts.pop(Task(s, kind, m), 0) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        if times not in ([1, 1, 0, 0], [1, 0, 1, 1]):
             raise ValueError(
-                f"the plan's tasks hold {halves} times F, B, I and W of stage {task.stage}, micro-batch "
-                f"{task.microbatch}: each step of {microbatches} micro-batches on {stages} stages needs F and B, or F, "
+                f"the plan's tasks hold {times} times F, B, I and W of stage {s}, micro-batch "
+                f"{m}: each step of {microbatches} micro-batches on {stages} stages needs F and B, or F, "
                 "I and W, once each. A plan found for other micro-batches needs plan.with_schedule for its cuts alone"
             )
-    if there:
+    if counts:
         raise ValueError(
-            f"the plan's tasks hold {next(iter(there))}: there are {stages} stages and {microbatches} micro-batches"
+            f"the plan's tasks hold {next(iter(counts))}: there are {stages} stages and {microbatches} micro-batches"
         )

@@ -1,14 +1,15 @@
 """The lists of asynchronous schedules whose stages have several devices, on which micro-batches take turns (PipeDream).
 
-Micro-batch m runs whole on device m mod r of a stage of r devices. Replicas 2:1, an update every 2 micro-batches:
+Micro-batch m runs whole on device m mod r of a stage of r devices. Replicas 2:1, an update every 2
+micro-batches:
 
     stage 0   even   F0 F2     B0 F4   ...
               odd    F1 F3          B1 U1 F5 ...
     stage 1             F0 B0 F1 B1 U1     ...
 
-A stage has as many micro-batches in flight as the next one, and one more for each of its devices, rounded up to the
-same number for each: with fewer (PipeDream counts the devices from the stage on) those of a stage that is wider than
-its neighbours wait for one another.
+A stage has as many micro-batches in flight as the next one, and one more for each of its devices,
+rounded up to the same number for each: with fewer (PipeDream counts the devices from the stage on)
+those of a stage that is wider than its neighbours wait for one another.
 """
 
 import math
@@ -22,7 +23,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The lists for so many devices of each stage.
+    """The lists for stages of several devices each.
 
     >>> from jvpipe.ir.task import text
     >>> RoundRobin((2, 1)).in_flight, text(RoundRobin((2, 1))(2, 6)[0])
@@ -34,10 +35,12 @@ class RoundRobin:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches in flight on each stage."""
-        most = [0]
-        for count in reversed(self.replicas):
-            most.append(-(-(most[-1] + count) // count) * count)
-        return tuple(most[:0:-1])
+        counts: list[int] = []  # from the last stage on
+        for devices in reversed(self.replicas):
+            following = counts[-1] if counts else 0
+            rounds = -(-(following + devices) // devices)
+            counts.append(rounds * devices)
+        return tuple(reversed(counts))
 
     def __call__(self, stages: int, microbatches: int) -> TaskLists:
         """Makes a list per stage."""
@@ -45,7 +48,7 @@ class RoundRobin:
 
 
 def taking_turns(schedule: Schedule, plan: Plan) -> Schedule:
-    """Gives an asynchronous schedule as the stages of a plan run it."""
+    """Returns an asynchronous schedule as the stages of a plan run it."""
     return schedule.with_lists(RoundRobin(plan.replicas)) if plan.replicated else schedule
 
 

@@ -1,7 +1,7 @@
 """A schedule: the order of tasks on each stage, and what that order costs in memory."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -17,11 +17,11 @@ from jvpipe.util.given import is_whole, whole_numbers
 _log = logging.getLogger("jvpipe")
 
 Rule = Literal["newest", "first stage", "one behind"]
-"""Which version a forward reads: its stage's newest, that which the first stage read, or the one before its batch's."""
+"""The version that a forward reads: its stage's newest, what the first stage read, or the one before its batch's."""
 
 
 def one_version(stage: int, stages: int) -> int:
-    """Parameters that are updated only when nothing is in flight."""
+    """Counts the versions of parameters that are updated only when nothing is in flight."""
     return 1
 
 
@@ -29,16 +29,22 @@ def one_version(stage: int, stages: int) -> int:
 class Schedule:
     """A family of task lists.
 
-    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if the schedule is
-    `synchronous`, of a whole stream with its warm-up and drain if it is not. A device runs as many stages as there are
-    `chunks`; they lie on the devices in a loop (0, 1, 2, 0, 1, 2), with `vee` there and back (0, 1, 2, 2, 1, 0).
-    `versions` are the versions of its parameters that a stage (counted from 0) holds.
+    `lists` makes them for a number of devices and micro-batches, a list per device: of a step if
+    the schedule is `synchronous`, of a whole stream with its warm-up and drain if it is not. A
+    device runs as many stages as there are `chunks`; they lie on the devices in a loop, with `vee`
+    there and back:
 
-    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a step). A forward reads
-    the version that `rule` says. A backward reads the same if the schedule stashes it, else its stage's newest:
-    corrected with the discrepancy of PipeMare if there is a `decay`; then updates are scaled down for the first
-    `anneal_updates`, and the first `warmup_updates` are synchronous. With `predicts` a forward reads the weights that
-    its backward is expected to find (XPipe).
+        chunks=2             0 1 2 0 1 2      the device of each stage, of three devices
+        chunks=2, vee=True   0 1 2 2 1 0
+
+    `versions` counts the versions of its parameters that a stage (counted from 0) holds.
+
+    An asynchronous schedule updates a stage every `update_every` micro-batches (0: those of a
+    step). A forward reads the version that `rule` says. A backward reads the same if the schedule
+    stashes it, else its stage's newest: corrected with the discrepancy of PipeMare if there is a
+    `decay`; then updates are scaled down for the first `anneal_updates`, and the first
+    `warmup_updates` are synchronous. With `predicts` a forward reads the weights that its backward
+    is expected to find (XPipe).
     """
 
     name: str
@@ -58,36 +64,36 @@ class Schedule:
     @property
     def options(self) -> dict[str, Any]:
         """Lists what distinguishes it from other schedules, as JSON."""
+        # Lists with options of their own are dataclasses; those of a function have none.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if is_dataclass(self.lists) and not isinstance(self.lists, type):
-            values |= {
-                name: list(x) if isinstance(x, tuple) else x
-                for name, x in asdict(self.lists).items()
-            }
+            for name, value in asdict(self.lists).items():
+                values[name] = list(value) if isinstance(value, tuple) else value
         return {name: value for name, value in values.items() if not callable(value)}
 
     def with_lists(self, lists: Callable[[int, int], TaskLists]) -> "Schedule":
-        """The same rules over other lists."""
-        kept = {field.name: getattr(self, field.name) for field in fields(self)}
-        made: dict[str, Any] = kept | {"lists": lists}
-        return Schedule(**made)
+        """Makes a schedule of the same rules over other lists."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["lists"] = lists
+        return Schedule(**values)
 
     def device_of(self, stage: int, devices: int) -> int:
-        """The device of a stage, of so many.
+        """Returns the device of a stage, of a number of devices.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule("1f1b").device_of(stage, 3) for stage in range(3)]
         [0, 1, 2]
         """
         turn, place = divmod(stage, devices)
-        return devices - 1 - place if self.vee and turn % 2 else place
+        is_way_back = self.vee and turn % 2
+        return devices - 1 - place if is_way_back else place
 
     def stages_on(self, devices: int) -> int:
-        """The number of stages on so many devices."""
+        """Counts the stages on a number of devices."""
         return self.chunks * devices
 
     def tasks(self, devices: int, microbatches: int) -> TaskLists:
-        """The lists as they are run: see `merged`.
+        """Makes the lists as they are run: see `merged`.
 
         >>> from jvpipe.ir.task import text
         >>> from jvpipe.schedules import find_schedule
@@ -97,10 +103,12 @@ class Schedule:
         return merged(self.lists(devices, microbatches))
 
     def held(self, devices: int, microbatches: int) -> tuple[tuple["Holding", ...], ...]:
-        """The most that each device holds at once: vectors, none of which is nowhere more than another; from the lists.
+        """Finds the most that each device holds at once, whatever the sizes are; counted from the lists.
 
-        A device's bytes are the most, over its vectors, of the sum over its chunks of k A + w H: k micro-batches that
-        a forward has left A bytes of, w of which the second half of the backward still needs H.
+        That is a set of vectors, of which none is exceeded by another in every entry. A vector has
+        (k, w) for each chunk: k micro-batches of which a forward has left A bytes, w of which the
+        second half of the backward still needs H. So a device's peak is the maximum, over its
+        vectors, of the sum over its chunks of k A + w H.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("zb-h1").held(2, 8)
@@ -111,7 +119,7 @@ class Schedule:
         return _held(self, devices, microbatches)
 
     def in_flight(self, devices: int, microbatches: int) -> tuple[int, ...]:
-        """The most micro-batches between their forward and their backward, on each stage; counted from the lists.
+        """Counts the most micro-batches between forward and backward, on each stage, from the lists.
 
         >>> from jvpipe.schedules import find_schedule
         >>> find_schedule("1f1b").in_flight(3, 8), find_schedule("gpipe").in_flight(3, 8)
@@ -126,8 +134,8 @@ class Schedule:
     def phases(self, devices: int, microbatches: int) -> int:
         """Counts how often a step waits for its slowest stage in turn, from the lists.
 
-        Twice where every forward of a device comes before its first backward: the slowest forward and the slowest
-        backward need not be of one stage. Once where they alternate.
+        Twice, if every forward of a device comes before its first backward: the slowest forward and
+        the slowest backward need not be of one stage. Once, if they alternate.
 
         >>> from jvpipe.schedules import find_schedule
         >>> [find_schedule(name).phases(2, 4) for name in ("1f1b", "gpipe")]
@@ -136,11 +144,11 @@ class Schedule:
         return _phases(self, devices, microbatches)
 
     def period(self, microbatches: int) -> int:
-        """Micro-batches per update, of those of a step."""
+        """Returns the micro-batches per update, of those of a step."""
         return self.update_every or microbatches
 
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
-        """The lists of a stream of so many steps, with the updates of an asynchronous schedule: U<m> after B<m>.
+        """Makes the lists of a stream, with the updates of an asynchronous schedule: U<m> follows B<m>.
 
         Args:
             stages: how many.
@@ -153,23 +161,22 @@ class Schedule:
         '0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2'
         """
         every = self.period(microbatches)
-        return tuple(
-            tuple(
-                one
-                for task in tasks
-                for one in (
-                    (task, Task(task.stage, Kind.U, task.microbatch))
-                    if _updates(task, every)
-                    else (task,)
-                )
-            )
-            for tasks in self.lists(stages, microbatches * steps)
-        )
+        lists = self.lists(stages, microbatches * steps)
+        return tuple(tuple(_with_updates(tasks, every)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
-        """Raises ValueError if so few micro-batches do not do."""
+        """Checks that a stream can run in steps of a number of micro-batches.
+
+        Args:
+            devices: that the pipeline passes.
+            microbatches: of a step.
+
+        Raises:
+            ValueError: there are too few, updates do not divide them, or the lists have no place for updates.
+        """
         if self.synchronous:
             return
+        # An update stands behind a whole backward of the only stage of its device.
         split = self.splits(devices, microbatches)
         if split or self.chunks > 1:
             what = "backwards in two halves" if split else f"{self.chunks} chunks per device"
@@ -191,38 +198,34 @@ class Schedule:
             )
 
     def warn_of_idle(self, devices: int, microbatches: int) -> None:
-        """Warns if so few micro-batches leave devices idle for long."""
+        """Warns if there are so few micro-batches that devices idle for long."""
         if self.synchronous and microbatches < devices:
             _log.warning("%s", _idle(self, devices, microbatches))
 
     def check_layers(self, devices: int, layers: int) -> None:
-        """Raises ValueError if so few layers do not give every chunk of every device one."""
+        """Raises ValueError if there are fewer layers than chunks on all devices."""
         if self.stages_on(devices) <= layers:
             return
         if self.chunks == 1:
             raise ValueError(
                 f"{devices} stages need as many layers, the model has {layers}: use at most {layers} stages"
             )
-        most, stages = (
-            layers // devices,
-            f"{self.chunks} x {devices} = {self.stages_on(devices)} stages",
-        )
+        stages = f"{self.chunks} x {devices} = {self.stages_on(devices)} stages"
+        possible = layers // devices
         if self.vee:
             cure = "a vee has two chunks per device: use fewer devices, or '1f1b' or 'zb-h1', which have one"
-        elif most > 1:
-            cure = f"{most} chunks per device would do: use chunks={most}"
+        elif possible > 1:
+            cure = f"{possible} chunks per device would do: use chunks={possible}"
+        elif possible == 1:
+            cure = "one chunk per device would do: use '1f1b' or 'zb-h1'"
         else:
-            cure = (
-                "one chunk per device would do: use '1f1b' or 'zb-h1'"
-                if most
-                else "use fewer devices"
-            )
+            cure = "use fewer devices"
         raise ValueError(f"{self.name} needs {stages}, the model has {layers} layers: {cure}")
 
 
 Holding = tuple[tuple[int, int], ...]
-"""Per chunk of a device: micro-batches whose forward has been and whose backward's first half has not; those between
-the halves."""
+"""Per chunk of a device: the micro-batches between the forward and the backward or its first half, and those between
+the halves of the backward."""
 
 
 def at_least(least: int, **options: Any) -> None:
@@ -240,7 +243,7 @@ def at_least(least: int, **options: Any) -> None:
 
 
 def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
-    """The numbers of an option that has one for each device.
+    """Reads the numbers of an option that has one for each device.
 
     Args:
         least: that each must be.
@@ -259,15 +262,18 @@ def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _updates(task: Task, every: int) -> bool:
-    return KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0
+def _with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
+    """Yields a stage's tasks, and an update after the backward that completes its gradients."""
+    for task in tasks:
+        yield task
+        if KINDS[task.kind].accumulates and (task.microbatch + 1) % every == 0:
+            yield task._replace(kind=Kind.U)
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """The message for fewer micro-batches than devices; the share is that of equal stages and whole backwards."""
-    step = (
-        devices + (microbatches - 1) / schedule.chunks
-    )  # in units of a device's work on one micro-batch
+    """Words the message for fewer micro-batches than devices; the share is that of equal stages, whole backwards."""
+    # A step and its work, in units of a device's work on one micro-batch.
+    step = devices + (microbatches - 1) / schedule.chunks
     share = 1 - microbatches / step
     leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
     return (
@@ -279,50 +285,56 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
 
 @lru_cache(maxsize=256)
 def _held(schedule: Schedule, devices: int, microbatches: int) -> tuple[tuple[Holding, ...], ...]:
-    count = (
-        microbatches if schedule.synchronous else max(microbatches, 2 * devices)
-    )  # nothing later holds more
-    return tuple(_most(tasks, schedule.chunks, devices) for tasks in schedule.tasks(devices, count))
+    count = microbatches
+    if not schedule.synchronous:
+        count = max(microbatches, 2 * devices)  # by then a stream is full: nothing later holds more
+    lists = schedule.tasks(devices, count)
+    return tuple(_largest_holdings(tasks, schedule.chunks, devices) for tasks in lists)
 
 
-def _most(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
-    """Of what a device holds whenever it is about to hold less of something, all that is not within another."""
-    now = [[0, 0] for _ in range(chunks)]
-    seen: dict[Holding, None] = {}
+def _largest_holdings(tasks: Sequence[Task], chunks: int, devices: int) -> tuple[Holding, ...]:
+    """Finds the holdings of a device that are not within another one.
+
+    Only those before something is released are looked at: before a forward a device holds less
+    than behind it.
+    """
+    current = [[0, 0] for _ in range(chunks)]
+    peaks: dict[Holding, None] = {}
     for stage, kind, _ in tasks:
-        chunk = now[stage // devices]
-        if KINDS[kind].in_flight <= 0:
-            seen[tuple((k, w) for k, w in now)] = None
-        chunk[0] += KINDS[kind].in_flight
-        chunk[1] += KINDS[kind].between
-    every = np.array(list(seen)).reshape(len(seen), -1)
-    within = (every[:, None] <= every[None]).all(2).sum(1) > 1
-    return tuple(vector for vector, inner in zip(seen, within, strict=True) if not inner)
+        info, chunk = KINDS[kind], current[stage // devices]
+        if info.in_flight <= 0:
+            peaks[tuple((k, w) for k, w in current)] = None
+        chunk[0] += info.in_flight
+        chunk[1] += info.between
+    vectors = np.array(list(peaks)).reshape(len(peaks), -1)
+    is_within = (vectors[:, None] <= vectors[None]).all(axis=2)  # each is within itself
+    counts = is_within.sum(axis=1)
+    return tuple(peak for peak, count in zip(peaks, counts, strict=True) if count == 1)
 
 
 @lru_cache(maxsize=256)
 def _in_flight(schedule: Schedule, devices: int, microbatches: int) -> tuple[int, ...]:
-    held = schedule.held(devices, microbatches)
-    return tuple(
-        max(vector[stage // devices][0] for vector in held[schedule.device_of(stage, devices)])
-        for stage in range(schedule.stages_on(devices))
-    )
+    holdings = schedule.held(devices, microbatches)
+    counts = []
+    for stage in range(schedule.stages_on(devices)):
+        vectors = holdings[schedule.device_of(stage, devices)]
+        counts.append(max(vector[stage // devices][0] for vector in vectors))
+    return tuple(counts)
 
 
 @lru_cache(maxsize=256)
 def _phases(schedule: Schedule, devices: int, microbatches: int) -> int:
     for tasks in schedule.lists(devices, microbatches):
-        forwards = [KINDS[task.kind].in_flight > 0 for task in tasks]
-        if forwards != sorted(forwards, reverse=True):
+        is_forward = [KINDS[task.kind].in_flight > 0 for task in tasks]
+        if is_forward != sorted(is_forward, reverse=True):  # one comes behind a backward
             return 1
     return 2
 
 
 @lru_cache(maxsize=256)
 def _splits(schedule: Schedule, devices: int, microbatches: int) -> bool:
-    return any(
-        w
-        for vectors in schedule.held(devices, microbatches)
-        for vector in vectors
-        for _, w in vector
-    )
+    for vectors in schedule.held(devices, microbatches):
+        for vector in vectors:
+            if any(between for _, between in vector):
+                return True
+    return False

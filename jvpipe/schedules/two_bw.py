@@ -1,7 +1,7 @@
 """PipeDream-2BW (ICML 2021): the order of PipeDream, one update per step, two versions.
 
-The micro-batches of step b read version max(0, b - 1), forward and backward; its update makes version b + 1 from
-version b. So every update is one version late, at one stage too.
+The micro-batches of step b read version max(0, b - 1), forward and backward; its update makes
+version b + 1 from version b. So every update is one version late, at one stage too.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -1,7 +1,7 @@
 """Two chunks per device in a vee, backwards in two halves (zb-v, v-half, v-min: Controllable Memory, NeurIPS 2024).
 
-The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second chunk follows its
-first at once, and loss and embedding share device 0.
+The first chunk of device d is stage d, the second one stage 2S - 1 - d: the last device's second
+chunk follows its first at once, and loss and embedding share device 0.
 
     F<m>, I<m>, W<m>: forward and the halves of the backward of micro-batch m; small letters: of the device's second
     chunk. zb-v, S = 3, M = 5:
@@ -16,8 +16,9 @@ first at once, and loss and embedding share device 0.
     device 1     F0       f0 F1    i0 w0 f1 F2 I0 i1 W0 f2 w1 F3 I1 i2 W1 f3 w2    I2 i3 W2 w3    I3 W3
     device 2        F0 f0       F1 f1 i0 w0 I0 W0 F2 f2 i1 w1 I1 W1 F3 f3 i2 w2 I2 W2    i3 w3 I3 W3
 
-zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and v-min ("least") at most
-S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch; only its order counts.
+zb-v ("full") holds as much as 1F1B, S micro-batches of a device, v-half at most S / 2 + 1.5 and
+v-min ("least") at most S / 3 + 1.5. The latter two repeat a block of six slots per micro-batch;
+only its order counts.
 """
 
 from collections import deque
@@ -38,7 +39,7 @@ PERIOD_SLOTS = 6
 
 @dataclass(frozen=True)
 class VeeLists:
-    """The lists of `VSchedule`.
+    """The lists of `VSchedule`. A device's work is written in letters: small ones are of its second chunk.
 
     >>> from jvpipe.ir.task import text
     >>> text(VeeLists("half")(2, 1)[0])
@@ -49,29 +50,35 @@ class VeeLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Makes a list per device."""
+        return tuple(self._device(d, devices, microbatches) for d in range(devices))
+
+    def _device(self, d: int, devices: int, microbatches: int) -> tuple[Task, ...]:
         match self.memory:
             case "full":
-                lists = (
-                    _full(d, devices, max(microbatches, 2 * devices - 1)) for d in range(devices)
-                )
+                # The phases need some micro-batches more than a short step has: these are left out.
+                work = _full(d, devices, max(microbatches, 2 * devices - 1))
             case "half" | "least":
-                lists = (
-                    _repeated(_slots(self.memory, d, devices), microbatches) for d in range(devices)
-                )
+                work = _repeated(_slots(self.memory, d, devices), microbatches)
             case _:
                 assert_never(self.memory)
+        # There and back: the second chunk of the last device comes right after its first.
+        stage = {True: 2 * devices - 1 - d, False: d}  # by whether it is of the second chunk
         return tuple(
-            tuple(
-                Task(2 * devices - 1 - d if letter.islower() else d, Kind(letter.upper()), m)
-                for letter, m in work
-                if m < microbatches
-            )
-            for d, work in enumerate(lists)
+            Task(stage[letter.islower()], Kind(letter.upper()), m)
+            for letter, m in work
+            if m < microbatches
         )
 
 
 def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Yields the phases of zb-v on device d; small letters are the second chunk."""
+    """Yields the phases of zb-v on device d.
+
+    F               until the first micro-batch comes back from the last device
+    fF              while it goes on to device 0, where the loss is
+    fiw             until the pipeline is full
+    FIWfiw          steady, as long as there is something to begin
+    Ii, IW, w, W    the drain
+    """
     done = dict.fromkeys("FfIiWw", 0)
 
     def left(letter: str) -> int:
@@ -94,7 +101,11 @@ def _full(d: int, devices: int, microbatches: int) -> Iterator[tuple[str, int]]:
 
 
 def _slots(memory: Literal["half", "least"], d: int, devices: int) -> dict[str, int]:
-    """Returns the slot of each task of the first micro-batch on device d."""
+    """Returns the slot of each task of the first micro-batch on device d.
+
+    Micro-batch m has slot + 6 m. The `gap` keeps two tasks of a device from having slots that are
+    equal modulo 6: then those of all micro-batches would collide.
+    """
     S = devices
     if memory == "half":
         gap = 0 if S % 2 else 3
@@ -113,17 +124,17 @@ _LATER = {"i": "w", "I": "W"}
 
 def _repeated(slots: Mapping[str, int], microbatches: int) -> Iterator[tuple[str, int]]:
     """Yields each micro-batch's tasks, six slots after those of the one before; W and w fill the slots between."""
-    at = {
-        slot + PERIOD_SLOTS * m: (letter, m)
-        for letter, slot in slots.items()
-        for m in range(microbatches)
-    }
-    late: deque[tuple[str, int]] = deque()
-    for slot in range(max(at) + 1):
+    at: dict[int, tuple[str, int]] = {}
+    for letter, slot in slots.items():
+        for m in range(microbatches):
+            at[slot + PERIOD_SLOTS * m] = letter, m
+    late: deque[tuple[str, int]] = deque()  # second halves that wait for a slot
+    for slot in range(max(at) + 1):  # an empty slot is for a second half, if one waits
         if slot in at:
             letter, m = at[slot]
             yield letter, m
-            late += [(later, m) for later in _LATER.get(letter, "")]
+            if letter in _LATER:
+                late.append((_LATER[letter], m))
         elif late:
             yield late.popleft()
     yield from late

@@ -1,9 +1,10 @@
 """XPipe (arXiv:1911.04610): forwards read the weights that their backwards are expected to find.
 
-In the order of PipeDream, F<m> reads w[c] + d u, where c is the newest version, d = m - c the updates until B<m>, and
-u the last applied update (nothing before the first); B<m> reads w[m]. (The paper's u is Adam's step, predicted for a
-whole batch from its first micro-batch; here it is whatever the optimizer did.) What is recomputed for a backward
-reads the backward's weights. A parameter that several stages read is neither predicted nor read newer: it is stashed.
+In the order of PipeDream, F<m> reads w[c] + d u, where c is the newest version, d = m - c the
+updates until B<m>, and u the last applied update (nothing before the first); B<m> reads w[m]. (The
+paper's u is Adam's step, predicted for a whole batch from its first micro-batch; here it is
+whatever the optimizer did.) What is recomputed for a backward reads the backward's weights. A
+parameter that several stages read is neither predicted nor read newer: it is stashed.
 """
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b

@@ -1,8 +1,14 @@
 """The simulator's engine: tasks that wait for each other and take turns on resources.
 
-A resource is anything that does one thing at a time: a device, a link, several links that are one. Some serve their
-tasks strictly in the order of their numbers (a device runs its list), the others in the order in which tasks become
-ready (a link), of equals the lower number first. A task that occupies two links holds both from its start.
+A resource is anything that does one thing at a time: a device, a link, several links that are one.
+Some serve their tasks strictly in the order of their numbers (a device runs its list), the others
+in the order in which tasks become ready (a link), of equals the lower number first. A task that
+occupies two links holds both from its start.
+
+Serving in order is waiting for the task before on the resource, so it becomes one more thing to
+wait for, and only links have queues. If no task queues, starts are the longest paths of a graph;
+else a heap holds the tasks that are ready. It is exact: a task that is ready later cannot be served
+earlier, so the first of the heap is final.
 
 A million tasks take a few seconds: `python -m experiments.planners.simulator`.
 """
@@ -19,6 +25,7 @@ from jaxtyping import Float
 from jvpipe.ir.task import cannot_progress
 
 _Turns = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of the resources of a task, those that serve in order, and those that serve by readiness."""
 
 
 class Work:
@@ -47,43 +54,52 @@ class Work:
     ) -> None:
         self._in_order = frozenset(in_order)
         turns = self._occupy(occupies)
-        last: dict[int, int] = {}
+        last: dict[int, int] = {}  # by resource that serves in order: its last task
         self._before: list[Sequence[int]] = []
-        for i, (resources, needs) in enumerate(zip(occupies, waits, strict=True)):
-            lists = turns[resources][0]
-            before = (*needs, *[last[r] for r in lists if r in last]) if lists else needs
+        for i, (resources, before) in enumerate(zip(occupies, waits, strict=True)):
+            in_turn, _ = turns[resources]
+            if in_turn:
+                before = (*before, *[last[r] for r in in_turn if r in last])
             self._before.append(before)
-            for r in lists:
+            for r in in_turn:
                 last[r] = i
+        # Both directions: who is waited for, to start; who waits, to be told of an end.
         self._after = _turned(self._before)
         self._order = self._sorted()
         if len(self._order) < len(occupies):
             raise self._stuck(name)
 
     def queueing(self, occupies: Sequence[tuple[int, ...]]) -> "Work":
-        """The same tasks with other resources that serve by readiness; those that serve in order stay as they are."""
+        """Returns the same tasks with other resources that serve by readiness.
+
+        Args:
+            occupies: per task, its resources; those that serve in order as they were.
+        """
         work = copy(self)
         work._occupy(occupies)
         return work
 
     def _occupy(self, occupies: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], _Turns]:
-        """Says what tasks occupy; gives the resources that serve in order, and the others, of all that are met."""
+        """Notes what tasks occupy; returns how each group of resources serves."""
         turns = {resources: _turns(resources, self._in_order) for resources in set(occupies)}
         self.occupies = occupies
         self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
-        self._served = [
-            turns[resources][1] for resources in occupies
-        ]  # the resources for which a task queues
-        self.fixed = not any(self._served)
+        self._queues = [turns[resources][1] for resources in occupies]
+        self.fixed = not any(self._queues)
         return turns
 
     def starts_s(self, seconds: Sequence[float]) -> list[float]:
-        """When each task starts; a task of no seconds does not queue."""
+        """Computes when each task starts; a task that takes no time does not queue.
+
+        Args:
+            seconds: of each task.
+        """
         return self._fixed(seconds) if self.fixed else self._queued(seconds)
 
     def _fixed(self, seconds: Sequence[float]) -> list[float]:
-        """Nobody queues: what is waited for decides."""
-        starts, ends, before = [0.0] * len(seconds), [0.0] * len(seconds), self._before
+        """Computes the starts where nobody queues: each task starts when all that it waits for has ended."""
+        starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
+        before = self._before
         for i in self._order:
             start = 0.0
             for j in before[i]:
@@ -94,14 +110,20 @@ class Work:
         return starts
 
     def _queued(self, seconds: Sequence[float]) -> list[float]:
-        """Tasks that queue are served by readiness: nobody can become ready before the first who is."""
-        starts, left = [0.0] * len(seconds), [len(needs) for needs in self._before]
-        free, after, served = [0.0] * self.resources, self._after, self._served
-        queue: list[tuple[float, int]] = []
+        """Computes the starts where tasks queue: the one that was ready first is served first.
+
+        Tasks in `now` start as soon as they are ready; they are settled first, for they may make
+        others ready, but none earlier than the head of the queue.
+        """
+        starts = [0.0] * len(seconds)
+        missing = [len(needs) for needs in self._before]  # how many a task still waits for
+        free = [0.0] * self.resources
+        after, queues = self._after, self._queues
+        queue: list[tuple[float, int]] = []  # when a task was ready, and its number
         now: list[int] = []
-        for i, count in enumerate(left):
+        for i, count in enumerate(missing):
             if not count:
-                queue.append((0.0, i)) if served[i] and seconds[i] else now.append(i)
+                queue.append((0.0, i)) if queues[i] and seconds[i] else now.append(i)
         while True:
             while now:
                 i = now.pop()
@@ -109,33 +131,32 @@ class Work:
                 for j in after[i]:
                     if end > starts[j]:
                         starts[j] = end
-                    left[j] -= 1
-                    if not left[j]:
-                        if served[j] and seconds[j]:
-                            heapq.heappush(queue, (starts[j], j))
-                        else:
-                            now.append(j)
+                    missing[j] -= 1
+                    if missing[j]:
+                        continue
+                    if queues[j] and seconds[j]:
+                        heapq.heappush(queue, (starts[j], j))
+                    else:
+                        now.append(j)
             if not queue:
                 return starts
             start, i = heapq.heappop(queue)
-            for r in served[i]:
+            for r in queues[i]:
                 if free[r] > start:
                     start = free[r]
             starts[i] = start
-            for r in served[i]:
+            for r in queues[i]:
                 free[r] = start + seconds[i]
             now.append(i)
 
     def many_starts_s(
         self, seconds: Float[np.ndarray, "tasks runs"]
     ) -> Float[np.ndarray, "tasks runs"]:
-        """`starts_s` for many runs at once; nobody may queue."""
+        """Computes `starts_s` for many runs at once; nobody may queue."""
         assert self.fixed
         tasks, runs = seconds.shape
-        starts, ends = (
-            np.zeros((tasks, runs)),
-            np.zeros((tasks + 1, runs)),
-        )  # the last row: waits for nothing
+        starts = np.zeros((tasks, runs))
+        ends = np.zeros((tasks + 1, runs))  # the last one is of no task: it ends at 0
         for level, before in self._levels:
             starts[level] = ends[before].max(axis=1)
             ends[level] = starts[level] + seconds[level]
@@ -143,8 +164,13 @@ class Work:
 
     @cached_property
     def _levels(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tasks that can be computed together, and per task what it waits for, filled up with a task that is none."""
-        depth = [0] * len(self._before)
+        """Groups of tasks that can be computed together, and per task what it waits for.
+
+        A task's level is the longest way to it, so all that it waits for is on lower levels. Rows
+        of a level are filled up to one width with a task that is none.
+        """
+        tasks = len(self._before)
+        depth = [0] * tasks
         levels: list[list[int]] = []
         for i in self._order:
             depth[i] = 1 + max([depth[j] for j in self._before[i]], default=-1)
@@ -153,33 +179,34 @@ class Work:
             levels[depth[i]].append(i)
         arrays = []
         for level in levels:
-            width = max(1, *(len(self._before[i]) for i in level))
-            rows = [
-                [*self._before[i], *[len(depth)] * (width - len(self._before[i]))] for i in level
-            ]
+            needs = [self._before[i] for i in level]
+            width = max(1, *map(len, needs))
+            rows = [[*before, *[tasks] * (width - len(before))] for before in needs]
             arrays.append((np.array(level), np.array(rows)))
         return arrays
 
     def _sorted(self) -> list[int]:
-        """The tasks, each after all that it waits for; those in a circle are left out."""
-        left = [len(needs) for needs in self._before]
-        order = [i for i, count in enumerate(left) if not count]
-        for i in order:
+        """Returns the tasks, each after all that it waits for; those in or behind a circle are left out."""
+        missing = [len(needs) for needs in self._before]
+        order = [i for i, count in enumerate(missing) if not count]
+        for i in order:  # which grows meanwhile
             for j in self._after[i]:
-                left[j] -= 1
-                if not left[j]:
+                missing[j] -= 1
+                if not missing[j]:
                     order.append(j)
         return order
 
     def _stuck(self, name: Callable[[int], str]) -> ValueError:
-        done = set(self._order)
-        circle = self._circle(done)
-        return cannot_progress(
-            {name(i): [name(j)] for i, j in zip(circle, [*circle[1:], circle[0]], strict=True)}
-        )
+        """Makes the error for tasks that wait for each other."""
+        circle = self._circle(set(self._order))
+        pairs = pairwise([*circle, circle[0]])
+        return cannot_progress({name(i): [name(j)] for i, j in pairs})
 
     def _circle(self, done: Collection[int]) -> list[int]:
-        """Tasks of which each waits for the next, and the last for the first."""
+        """Finds tasks of which each waits for the next, and the last for the first.
+
+        Every task left over waits for another one, so a walk along them must come back to itself.
+        """
         i = next(i for i in range(len(self._before)) if i not in done)
         path: dict[int, None] = {}
         while i not in path:
@@ -190,16 +217,19 @@ class Work:
 
 
 def _turned(before: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """For each task those that wait for it; in tuples of numbers, into which Python's collector does not look."""
+    """Returns, for each task, those that wait for it.
+
+    They are tuples of numbers, which Python's garbage collector does not look into.
+    """
     needs = np.array([j for needs in before for j in needs], dtype=np.int64)
     waiting = np.repeat(np.arange(len(before)), [len(needs) for needs in before])
-    every = waiting[np.argsort(needs, kind="stable")].tolist()
+    by_need = waiting[np.argsort(needs, kind="stable")].tolist()
     ends = np.cumsum(np.bincount(needs, minlength=len(before))).tolist()
-    return [tuple(every[a:b]) for a, b in pairwise([0, *ends])]
+    return [tuple(by_need[start:end]) for start, end in pairwise([0, *ends])]
 
 
 def _turns(resources: Sequence[int], in_order: Collection[int]) -> _Turns:
-    """Those that serve in order, and those that serve by readiness."""
-    return tuple(r for r in resources if r in in_order), tuple(
-        r for r in resources if r not in in_order
-    )
+    """Splits resources into those that serve in order and those that serve by readiness."""
+    served_in_order = tuple(r for r in resources if r in in_order)
+    served_by_readiness = tuple(r for r in resources if r not in in_order)
+    return served_in_order, served_by_readiness

@@ -1,9 +1,12 @@
 """The simulator: a step's rows, or a schedule's task lists, and their seconds become a timeline.
 
-Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A row waits for those
-that wrote what it reads, and, before it overwrites a buffer, for those that still read it. What keeps memory within
-what the ledger counts: FREE holds back the rows of its device that come after it, and what is sent there; IN waits for
-the row before it; a FEED is for the row after it, and comes one row early if it takes time.
+Rows run on their device in the order of their dispatch; copies run on links, as soon as they can. A
+row waits for the rows that wrote what it reads and, before it overwrites a buffer, for those that
+still read it. Three rules keep memory within what the ledger counts:
+
+    FREE    holds back the rows of its device that come after it, and what is sent there
+    IN      waits for the program before it
+    FEED    is for the program after it; it comes one program early if it takes time
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +26,13 @@ Links = Callable[[Row], Sequence[str]]
 
 
 def links_between_devices(lowered: Lowered) -> Links:
-    """Every ordered pair of devices has a link, every device one to the host, for both ways; a FEED costs nothing.
+    """Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
 
-    Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
+    Every ordered pair of devices has a link, every device has one to the host, for both ways. A
+    FEED costs nothing.
+
+    Args:
+        lowered: whose buffers say where a copy goes.
     """
 
     def links(row: Row) -> Sequence[str]:
@@ -59,17 +66,20 @@ def simulate(
     """
     rows, buffers = lowered.rows, lowered.buffers
     devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
+    # Devices come first among the resources; links are numbered as they are met.
     names = {f"device {d}": d for d in range(devices)}
     links_of = links_of or links_between_devices(lowered)
-    occupies, seconds = [], []
+    occupies: list[tuple[int, ...]] = []
+    seconds: list[float] = []
     for row in rows:
-        places = links_of(row) if not KINDS[row.kind].computes else (f"device {row.place}",)
-        occupies.append(tuple(names.setdefault(name, len(names)) for name in places))
-        seconds.append(float(seconds_of(row)) if places else 0.0)
+        computes = KINDS[row.kind].computes
+        resources = (f"device {row.place}",) if computes else links_of(row)
+        occupies.append(tuple(names.setdefault(name, len(names)) for name in resources))
+        seconds.append(float(seconds_of(row)) if resources else 0.0)
     work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
     starts_s = np.array(work.starts_s(seconds))
     ends_s = starts_s + seconds
-    most = peaks(lowered, devices, temporary_bytes)
+    peak_bytes = tuple(peak.bytes for peak in peaks(lowered, devices, temporary_bytes))
     return Timeline(
         tasks=rows,
         starts_s=starts_s,
@@ -78,35 +88,39 @@ def simulate(
         resources=tuple(names),
         devices=devices,
         curves=_curves(lowered, devices, starts_s, ends_s, temporary_bytes),
-        peak_bytes=tuple(peak.bytes for peak in most),
+        peak_bytes=peak_bytes,
     )
 
 
 def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Sequence[int]]:
-    """The rows that each row waits for."""
+    """Yields the rows that each row waits for."""
     rows, buffers = lowered.rows, lowered.buffers
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
-    ran: dict[int, list[int]] = {}  # per device, its programs so far
-    freed: dict[int, int] = {}  # per device, its last FREE
+    writer: dict[int, int] = {}  # by buffer
+    readers: dict[int, list[int]] = {}  # by buffer: since it was written
+    programs: dict[int, list[int]] = {}  # by device, so far
+    freed: dict[int, int] = {}  # by device: its last FREE
     for i, row in enumerate(rows):
+        info = KINDS[row.kind]
         needs = {writer[b] for b in (*row.reads, *row.writes) if b in writer}
-        needs.update(r for b in row.writes for r in readers.pop(b, ()))
-        mine = ran.setdefault(row.place, [])
+        for b in row.writes:
+            needs.update(readers.pop(b, ()))
+        # A copy waits for room where it arrives, too.
         touched = {row.place, *(buffers[b].memory for b in row.writes)}
         needs.update(freed[d] for d in touched if d in freed)
-        needs.update(_programs_before(KINDS[row.kind].link, mine, takes_time=bool(occupies[i])))
-        match runs := KINDS[row.kind].runs:
+        before = programs.setdefault(row.place, [])
+        needs.update(_programs_before(info.link, before, takes_time=bool(occupies[i])))
+        match info.runs:
             case Runs.LAYER | Runs.PROGRAM:
-                mine.append(i)
+                before.append(i)
             case Runs.WAIT:
                 freed[row.place] = i
             case Runs.COPY | Runs.NOTHING:
                 pass
             case _:
-                assert_never(runs)
+                assert_never(info.runs)
         yield sorted(needs)
-        writer.update(dict.fromkeys(row.writes, i))
+        for b in row.writes:
+            writer[b] = i
         for b in row.reads:
             readers.setdefault(b, []).append(i)
 
@@ -114,7 +128,13 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
 def _programs_before(
     link: Link | None, programs: Sequence[int], *, takes_time: bool
 ) -> Sequence[int]:
-    """The program of a device that a copy must not overtake, so that it comes no earlier than its memory allows."""
+    """Returns the program that a copy must not overtake, so that it comes no earlier than its memory allows.
+
+    Args:
+        link: that the copy takes.
+        programs: of its device so far.
+        takes_time: whether the copy does.
+    """
     match link:
         case Link.FROM_HOST:
             return programs[-1:]
@@ -133,13 +153,23 @@ def _curves(
     ends_s: np.ndarray,
     temporary_bytes: Sequence[int],
 ) -> tuple[Curve, ...]:
-    """A buffer counts from the start of the row that makes it until all rows that touch it have ended."""
+    """Makes the curves of bytes: of each device, last of the host.
+
+    A buffer counts from the start of the row that makes it until all rows that touch it have ended.
+
+    Args:
+        lowered: its rows and buffers.
+        devices: how many there are.
+        starts_s: of each row.
+        ends_s: of each row.
+        temporary_bytes: of each row, or none.
+    """
     buffers = lowered.buffers
     base = [0] * (devices + 1)
     for buffer in buffers[: lowered.persistent]:
         base[buffer.memory] += buffer.bytes
     changes: list[list[tuple[float, int]]] = [[] for _ in base]
-    touched_s: dict[int, float] = {}
+    touched_s: dict[int, float] = {}  # by buffer: when the last row so far has ended
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
         start_s, end_s = float(starts_s[i]), float(ends_s[i])
         for b in (*row.reads, *row.writes):
@@ -148,10 +178,11 @@ def _curves(
             changes[buffers[b].memory].append((start_s, buffers[b].bytes))
         for b in dead:
             changes[buffers[b].memory].append((touched_s[b], -buffers[b].bytes))
-        if temporary_bytes and temporary_bytes[i]:
-            changes[row.place] += [(start_s, temporary_bytes[i]), (end_s, -temporary_bytes[i])]
-    here = (Curve.of(f"device {d}", "device", changes[d], base[d]) for d in range(devices))
-    return (*here, Curve.of("host", "host", changes[HOST]))
+        temporary = temporary_bytes[i] if temporary_bytes else 0
+        if temporary:
+            changes[row.place] += [(start_s, temporary), (end_s, -temporary)]
+    curves = [Curve.of(f"device {d}", "device", changes[d], base[d]) for d in range(devices)]
+    return (*curves, Curve.of("host", "host", changes[HOST]))
 
 
 def simulate_lists(
@@ -203,36 +234,45 @@ def simulate_lists(
 def _stage_curves(
     work: StageWork, stages: Sequence[StageLoad], starts_s: np.ndarray, ends_s: np.ndarray
 ) -> tuple[Curve, ...]:
-    """Kept bytes count from F to B, swapped ones too, but while they are on the host alone; handed ones from I to W."""
+    """Makes the curves of bytes: of each device, last of the host.
+
+        kept        from F to B
+        swapped     from F to B, except while they are on the host alone: from OUT's end to IN's start
+        handed      from I to W
+
+    Args:
+        work: whose tasks have run.
+        stages: what each stage asks for.
+        starts_s: of each task.
+        ends_s: of each task.
+    """
     devices = range(1 + max(work.places))
-    here: list[list[tuple[float, int]]] = [[] for _ in devices]
+    changes: list[list[tuple[float, int]]] = [[] for _ in devices]
     host: list[tuple[float, int]] = []
-    for (s, kind, _), start_s, end_s in zip(
-        work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True
-    ):
-        load, mine = stages[s], here[work.places[s]]
+    times = zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True)
+    for (s, kind, _), start_s, end_s in times:
+        load, device = stages[s], changes[work.places[s]]
         match kind:
             case Kind.F:
-                mine.append((start_s, load.kept_bytes + load.swapped_bytes))
+                device.append((start_s, load.kept_bytes + load.swapped_bytes))
             case Kind.B:
-                mine.append((end_s, -load.kept_bytes - load.swapped_bytes))
+                device.append((end_s, -load.kept_bytes - load.swapped_bytes))
             case Kind.I:
-                mine.append((end_s, load.handed_bytes - load.kept_bytes - load.swapped_bytes))
+                device.append((end_s, load.handed_bytes - load.kept_bytes - load.swapped_bytes))
             case Kind.W:
-                mine.append((end_s, -load.handed_bytes))
+                device.append((end_s, -load.handed_bytes))
             case Kind.OUT:
-                mine.append((end_s, -load.swapped_bytes))
+                device.append((end_s, -load.swapped_bytes))
                 host.append((start_s, load.swapped_bytes))
             case Kind.IN:
-                mine.append((start_s, load.swapped_bytes))
+                device.append((start_s, load.swapped_bytes))
                 host.append((end_s, -load.swapped_bytes))
             case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE:
                 pass  # what they take while they run is static
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")
-    static = [
-        sum(load.static_bytes for s, load in enumerate(stages) if work.places[s] == d)
-        for d in devices
-    ]
-    places = (Curve.of(work.resources[d], "device", here[d], static[d]) for d in devices)
-    return (*places, Curve.of("host", "host", host))
+    static = [0] * len(devices)
+    for s, load in enumerate(stages):
+        static[work.places[s]] += load.static_bytes
+    curves = [Curve.of(work.resources[d], "device", changes[d], static[d]) for d in devices]
+    return (*curves, Curve.of("host", "host", host))

@@ -1,33 +1,41 @@
 """Task lists at the level of stages as work for the simulator: what planners count with.
 
-    F, B            forward and backward of a stage; R, recomputing, straight before B
-    I, W            the halves of a backward that is not whole: what is said of B below is said of I
+    F, B            forward and backward of a stage; R, recomputing, right before B
+    I, W            the halves of a backward that is not whole: what is said of B below holds for I
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
     REDUCE          of gradients among the replicas of a stage, once, after its last backward
 
-A list is that of a device, and its tasks name their stages. Two micro-batches' swapped bytes at most are on the device:
-an F waits for the OUT of the F before the last one, an IN until the B before its own begins and the F before that B is
-out. What a B needs that follows its own F stays.
+A list is that of a device, and its tasks name their stages. At most two micro-batches' swapped
+bytes are on the device: an F waits for the OUT of the F before the last one; an IN waits until the
+B before its own begins, and until the F before that B is out. What is read by a B that follows its
+own F stays.
 
-The replicas of a stage are in step, so what is said of a device is said of the group of devices at a place. Where it is
-said on which machines these are, transfers between places and reduces take the networks of machines, out and in: those
-of several stages wait for each other there.
+    device    F0 F1 F2 F3 ...  B0 B1 B2        F2 waits for OUT0: of F0 and F1 only F1 is left
+    host         OUT0 OUT1 ...  IN1 IN2        IN2 waits for B1 to begin, so that B0's bytes are gone
 
-A device's link to its host carries OUT and IN, and, where the host is between the devices, its sends too, all one at a
-time; else devices that stages follow each other on have a link for each direction. R waits for the cotangents, as B
-does.
+The replicas of a stage are in step, so a device here may be a group of devices at a place. If their
+machines are given, transfers between places and reduces take the networks of machines, out and in,
+on which those of several stages wait for each other.
 
-Against `jvpipe.simulate.rows`, which has the rows that a controller dispatches (tests/simulate/test_two_levels.py holds
-the two together): bytes are the same, and seconds too, but that
-    with swaps, the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe),
-    and the rows' IN for the task before it in the dispatch to end, here for the B before its own to begin (1F1B);
-    with R, the rows recompute while the cotangents are on their way.
-Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times; both lie between a step
-whose copies take no time and that plus all its copies.
+A device's link to its host carries OUT and IN and, if the host is between the devices, the device's
+sends too, all one at a time; otherwise devices whose stages follow each other have a link for each
+direction. R waits for the cotangents, as B does.
+
+`jvpipe.simulate.rows` simulates the rows that a controller dispatches
+(tests/simulate/test_two_levels.py holds the two together). Bytes are the same. Seconds are, too,
+with these exceptions:
+
+    with swaps    the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe)
+                  the rows' IN waits for the task before it in the dispatch to end, here for the B before it to begin
+                  (1F1B)
+    with R        the rows recompute while the cotangents are on their way
+
+Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times.
+Both lie between a step whose copies take no time and that step plus all its copies.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,7 +63,7 @@ WAYS = ("out", "in")
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The seconds and bytes of one stage per micro-batch; `static_bytes` are there all the time.
+    """The seconds and bytes of one stage per micro-batch; `static_bytes` are taken all the time.
 
     Halves of a backward take `input_s` and `weight_s`, and hold `handed_bytes` between them.
     """
@@ -94,7 +102,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Features:
-    """The parts that are simulated beside F and B; whatever takes no seconds can be left out.
+    """The parts that are simulated besides F and B; whatever takes no time can be left out.
 
     `machines` are those of the devices at each place, where places share their networks.
     """
@@ -122,20 +130,30 @@ class Features:
             swaps: whether something is swapped even if that takes no time.
             machines: of the devices at each place; none: no networks are shared.
         """
-        _, recomputes, _, out, back, sent, returned, _, _, reduces = (
-            any(column) for column in zip(*parts_s, strict=True)
+        columns = zip(PARTS, zip(*parts_s, strict=True), strict=True)
+        takes = {part: any(column) for part, column in columns}
+        sends = takes[Kind.SEND] or takes[Kind.RETURN]
+        reduces = takes[Kind.REDUCE]
+        return Features(
+            recompute=takes[Kind.R],
+            swaps=swaps or takes[Kind.OUT] or takes[Kind.IN],
+            sends=sends,
+            shared=shared and sends,
+            reduces=reduces,
+            machines=machines if sends or reduces else (),
         )
-        sends = sent or returned
-        shares = machines if sends or reduces else ()
-        return Features(recomputes, swaps or out or back, sends, shared and sends, reduces, shares)
 
 
 @dataclass(frozen=True)
 class StageWork:
     """Task lists as `Work`.
 
-    Task i of the work is named by `codes[i]` = (10 stage + part) M + micro-batch; M is `microbatches`. Seconds stand in
-    one list, stage after stage, `PARTS` of each: those of task i are at `slots[i]`.
+    Tasks are named by integers, for planners make and compare millions of them:
+
+        code = slot M + micro-batch         slot = 10 stage + part         M is `microbatches`
+
+    Task i of the work has `codes[i]`. The seconds of all stages stand in one list, `PARTS` of each
+    stage after another: those of task i are at `slots[i]`.
     """
 
     work: Work
@@ -145,7 +163,7 @@ class StageWork:
 
     @property
     def stages(self) -> int:
-        """How many stages there are, on any number of devices."""
+        """The number of stages, on any number of devices."""
         return len(self.places)
 
     @cached_property
@@ -156,15 +174,11 @@ class StageWork:
     @cached_property
     def tasks(self) -> list[Task]:
         """The tasks; their kinds are `PARTS`."""
-        parts = [(s, part) for s in range(self.stages) for part in PARTS]
-        return [
-            Task(*parts[slot], code % self.microbatches)
-            for slot, code in zip(self.slots, self.codes, strict=True)
-        ]
+        return [_task(code, self.microbatches) for code in self.codes]
 
     @cached_property
     def ids(self) -> dict[Task, int]:
-        """Their numbers."""
+        """The number of each task."""
         return {task: i for i, task in enumerate(self.tasks)}
 
     @property
@@ -173,22 +187,33 @@ class StageWork:
         the networks of machines.
         """
         devices = range(1 + max(self.places))
-        machines = (self.work.resources - 4 * len(devices) + 1) // 2
-        networks = (f"network of machine {k}, {way}" for k in range(machines) for way in WAYS)
         what = "stage" if self.stages == len(devices) else "device"
+        names = [f"{what} {d}" for d in devices]
+        names += [f"{what} {d} host" for d in devices]
         loop = len(devices) if len(devices) > 2 else 4  # of two, both neighbours are the other one
-        links = (f"{what} {d} to {(d + step) % loop}" for step in (1, -1) for d in devices)
-        hosts = (f"{what} {d} host" for d in devices)
-        return (*(f"{what} {d}" for d in devices), *hosts, *links, *networks)
+        for step in (1, -1):
+            names += [f"{what} {d} to {(d + step) % loop}" for d in devices]
+        machines = (self.work.resources - len(names) + 1) // 2
+        for k in range(machines):
+            names += [f"network of machine {k}, {way}" for way in WAYS]
+        return tuple(names)
 
     def seconds(self, stages: Sequence[Sequence[float]]) -> list[float]:
-        """Each task's seconds from the stages', which are in the order of `PARTS`."""
+        """Returns each task's seconds.
+
+        Args:
+            stages: of each, seconds in the order of `PARTS`.
+        """
         flat = [seconds for parts_s in stages for seconds in parts_s]
         return [flat[slot] for slot in self.slots]
 
 
 def stage_work(lists: TaskLists, features: Features) -> StageWork:
-    """The work of task lists.
+    """Makes the work of task lists.
+
+    Args:
+        lists: of each device.
+        features: the parts that are simulated.
 
     Raises:
         ValueError: the lists cannot progress; it says which task waits for what.
@@ -199,50 +224,56 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     '0F0 0SEND0 0B0 1F0 1B0 1RETURN0'
     """
     M = 1 + max((task.microbatch for tasks in lists for task in tasks), default=0)
-    device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
-    places = tuple(
-        device_of.get(s, min(s, len(lists) - 1))
-        for s in range(max([len(lists), *(s + 1 for s in device_of)]))
-    )
+    D, places = len(lists), _places(lists)
     halves = frozenset((s, m) for tasks in lists for s, kind, m in tasks if KINDS[kind].between > 0)
     around = [_Around.of(s, places, features, M) for s in range(len(places))]
-    waits: dict[int, tuple[int, ...]] = {}
+    waits: dict[int, tuple[int, ...]] = {}  # by code: the codes that it waits for
     for tasks in lists:
         for code, needs in _device(tasks, features, around, halves):
             if code in waits:
                 raise ValueError(f"task {_task(code, M)} is twice in its list")
             waits[code] = needs
-    ids = {code: i for i, code in enumerate(waits)}
-    try:
-        numbered = [tuple([ids[need] for need in needs]) for needs in waits.values()]
-    except KeyError:
-        code, need = next((c, n) for c, needs in waits.items() for n in needs if n not in ids)
-        raise cannot_progress(
-            {_task(code, M): [f"{_task(need, M)}, which is in no list"]}
-        ) from None
-    codes, D = tuple(waits), len(lists)
-    occupied = [
+    codes = tuple(waits)
+    resources = [
         _occupied(s, part, places, D, features) for s in range(len(places)) for part in PARTS
     ]
-    in_order = [
-        r for r in range(4 * D) if not D <= r < 2 * D
-    ]  # links to the host serve by readiness
     work = Work(
-        numbered,
-        [occupied[code // M] for code in codes],
-        in_order,
-        lambda i: str(_task(codes[i], M)),
+        waits=_numbered(waits, M),
+        occupies=[resources[code // M] for code in codes],
+        in_order=[*range(D), *range(2 * D, 4 * D)],  # all but the links to the host
+        name=lambda i: str(_task(codes[i], M)),
     )
     return StageWork(work, codes, places, M)
 
 
+def _places(lists: TaskLists) -> tuple[int, ...]:
+    """Returns the device of each stage; one that is in no list is where its number would be."""
+    device_of = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+    stages = max([len(lists), *(s + 1 for s in device_of)])
+    return tuple(device_of.get(s, min(s, len(lists) - 1)) for s in range(stages))
+
+
+def _numbered(waits: Mapping[int, tuple[int, ...]], M: int) -> list[tuple[int, ...]]:
+    """Returns, for each task, the numbers of those that it waits for; raises ValueError if one is in no list."""
+    ids = {code: i for i, code in enumerate(waits)}
+    try:
+        return [tuple([ids[need] for need in needs]) for needs in waits.values()]
+    except KeyError:
+        code, need = next((c, n) for c, needs in waits.items() for n in needs if n not in ids)
+        missing = f"{_task(need, M)}, which is in no list"
+        raise cannot_progress({_task(code, M): [missing]}) from None
+
+
 def _task(code: int, M: int) -> Task:
+    """Returns the task that a code names."""
     slot, m = divmod(code, M)
     return Task(slot // len(PARTS), PARTS[slot % len(PARTS)], m)
 
 
 def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -> tuple[int, ...]:
-    """The resources of a part of a stage, numbered as `StageWork.resources` names them.
+    """Returns the resources of a part of a stage, numbered as `StageWork.resources` names them.
+
+        0 .. D   devices   .. 2D   links to the host   .. 3D   to the next   .. 4D   to the previous   ..   networks
 
     Args:
         s: the stage.
@@ -268,19 +299,29 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
 
 
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
-    """The link between places: up to the next, down to the previous one; a loop of three or more closes itself.
+    """Returns the link between places: up to the next, down to the previous one; a loop of three or more closes itself.
 
     Between places on other machines it is the networks of these.
+
+    Args:
+        d: the place that sends.
+        to: the place that receives.
+        D: how many there are.
+        on: says which resources are shared.
     """
-    apart = on.machines and on.machines[d] != on.machines[to]
-    if apart and (shared := _networks(on.machines[d], on.machines[to], D)):
-        return shared
-    down = to == d - 1 or (d == 0 and to == D - 1 > 1)
-    return (D + d, D + to) if on.shared else ((3 if down else 2) * D + d,)
+    if on.machines and on.machines[d] != on.machines[to]:
+        networks = _networks(on.machines[d], on.machines[to], D)
+        if networks:
+            return networks
+    if on.shared:
+        return (D + d, D + to)
+    closes_loop = d == 0 and to == D - 1 > 1
+    down = to == d - 1 or closes_loop
+    return ((3 if down else 2) * D + d,)
 
 
 def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[int, ...]:
-    """The networks that devices on some machines send by, and others receive by; none inside one machine.
+    """Returns the networks by which devices on some machines send, and others receive; none inside one machine.
 
     Args:
         senders: the machine of each device that sends.
@@ -295,7 +336,11 @@ def _networks(senders: Sequence[int], readers: Sequence[int], D: int) -> tuple[i
 
 
 class _Around(NamedTuple):
-    """Codes of a stage's parts for micro-batch 0, and of what its F and B wait for; whether it sends anything."""
+    """Codes of a stage's `parts` for micro-batch 0, and of what they wait for; those of micro-batch m are m larger.
+
+    F waits for the `source`, B for the `answer`, or for the `half_answer` where the next stage
+    splits its backward.
+    """
 
     parts: tuple[int, ...]
     source: int | None
@@ -306,7 +351,7 @@ class _Around(NamedTuple):
 
     @staticmethod
     def of(s: int, places: Sequence[int], on: Features, M: int) -> "_Around":
-        """The tasks around a stage.
+        """Finds the tasks around a stage.
 
         Args:
             s: the stage.
@@ -315,20 +360,18 @@ class _Around(NamedTuple):
             M: micro-batches.
         """
         stage = len(PARTS) * M  # from a task to the same of the next stage
-        F, _, B, _, _, SEND, RETURN, I, _, _ = parts = tuple(range(s * stage, (s + 1) * stage, M))  # noqa: E741
-        first, last = s == 0, s == len(places) - 1
-        returns, sends = (
-            on.sends and not end and places[s] != places[(s + step) % len(places)]
-            for end, step in ((first, -1), (last, 1))
-        )
-        return _Around(
-            parts=parts,
-            source=None if first else (SEND if returns else F) - stage,
-            answer=None if last else (RETURN if sends else B) + stage,
-            half_answer=None if last else (RETURN if sends else I) + stage,
-            sends=sends,
-            returns=returns,
-        )
+        parts = tuple(range(s * stage, (s + 1) * stage, M))
+        code = dict(zip(PARTS, parts, strict=True))
+        is_first, is_last = s == 0, s == len(places) - 1
+        returns = on.sends and not is_first and places[s] != places[s - 1]
+        sends = on.sends and not is_last and places[s] != places[s + 1]
+        source = answer = half_answer = None
+        if not is_first:
+            source = code[Kind.SEND if returns else Kind.F] - stage
+        if not is_last:
+            answer = code[Kind.RETURN if sends else Kind.B] + stage
+            half_answer = code[Kind.RETURN if sends else Kind.I] + stage
+        return _Around(parts, source, answer, half_answer, sends, returns)
 
 
 def _device(
@@ -337,7 +380,16 @@ def _device(
     around: Sequence[_Around],
     halves: Collection[tuple[int, int]],
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yields what a device does, in order, and what each waits for, as codes; the engine keeps the device's order."""
+    """Yields what a device does, in order, and what each waits for, as codes.
+
+    That tasks of a device follow each other is not said here: the engine keeps their order.
+
+    Args:
+        tasks: of the device.
+        on: the parts that stages need.
+        around: of each stage.
+        halves: the stages and micro-batches whose backwards are split.
+    """
     last: tuple[int, ...] = ()  # the task before on the device
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
@@ -349,13 +401,10 @@ def _device(
         F, R, _, OUT, IN, SEND, RETURN, I, W, REDUCE = parts  # noqa: E741
         match kind:
             case Kind.F:
-                yield F + m, (*([] if source is None else [source + m]), *outs[-2:-1])
+                needs = () if source is None else (source + m,)
+                yield F + m, (*needs, *outs[-2:-1])
                 last = (F + m,)
-                if on.swaps and not (
-                    following
-                    and KINDS[following.kind].in_flight < 0
-                    and following[::2] == task[::2]
-                ):
+                if on.swaps and not _is_own_backward(task, following):
                     outs.append(OUT + m)
                     yield OUT + m, last
                 if sends:
@@ -364,10 +413,12 @@ def _device(
                 after = half_answer if (s + 1, m) in halves else answer
                 needs = (F + m,) if after is None else (F + m, after + m)
                 if on.swaps and last != (F + m,):
-                    yield IN + m, (OUT + m, *(outs[-2:-1] if begun is None else begun))
+                    # Before its first B a device has room once the OUT before the last has ended.
+                    room = outs[-2:-1] if begun is None else begun
+                    yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
                 begun = (*last, *needs, *outs[-1:])
-                if on.recompute:
+                if on.recompute:  # right before the backward, when the cotangents are there
                     yield R + m, needs
                     needs = (R + m,)
                 last = (parts[PARTS.index(kind)] + m,)
@@ -381,3 +432,10 @@ def _device(
                 raise ValueError(f"task {task}: lists at the level of stages hold F, B, I and W")
         if ends.get(s) == task:  # its last backward: all gradients are there
             yield REDUCE + m, last
+
+
+def _is_own_backward(task: Task, following: Task | None) -> bool:
+    """Tells whether the task after a forward is its own backward, or the first half of that."""
+    if following is None or KINDS[following.kind].in_flight >= 0:
+        return False
+    return (following.stage, following.microbatch) == (task.stage, task.microbatch)

@@ -28,7 +28,7 @@ class Curve:
     def of(
         place: str, space: Space, changes: Sequence[tuple[float, int]], base_bytes: int = 0
     ) -> "Curve":
-        """Makes a curve of changes in any order; what ends at an instant makes room for what begins.
+        """Makes a curve of changes in any order; what ends at an instant makes room for what begins then.
 
         Args:
             place: whose bytes.
@@ -42,11 +42,10 @@ class Curve:
         """
         if not changes:
             return Curve(place, space, np.zeros(1), np.array([base_bytes]))
-        t_s, more = np.array([t for t, _ in changes]), np.array([n for _, n in changes])
-        times, group = np.unique(t_s, return_inverse=True)
-        sums = np.zeros(len(times), int)
-        np.add.at(sums, group, more)
-        if times[0] > 0:
+        times, group = np.unique([t for t, _ in changes], return_inverse=True)
+        sums = np.zeros(len(times), int)  # all changes of an instant count as one
+        np.add.at(sums, group, [n for _, n in changes])
+        if times[0] > 0:  # a curve begins at 0
             times, sums = np.append(0.0, times), np.append(0, sums)
         return Curve(place, space, times, base_bytes + sums.cumsum())
 
@@ -60,9 +59,10 @@ class Curve:
 class Timeline:
     """A simulated run: when each task ran on what, and the bytes over time.
 
-    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the first `devices` of
-    these are devices, the others links. `curves` are of each device, and last of the host, by time. `peak_bytes` are
-    their peaks; those of rows as the ledger counts them, in the order of dispatch.
+    Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, indices into `resources`; the
+    first `devices` of these are devices, the others links. `curves` hold the bytes of each device
+    over time, and last those of the host. `peak_bytes` are their peaks; for rows they are counted
+    in the order of dispatch, as the ledger does.
     """
 
     tasks: Sequence[Task | Row]
@@ -83,32 +83,34 @@ class Timeline:
     def busy_s(self) -> dict[str, float]:
         """The seconds that each resource worked."""
         busy_s = np.zeros(len(self.resources))
-        for r, taken in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
-            for one in r:
-                busy_s[one] += taken
+        for resources, seconds in zip(self.occupies, self.ends_s - self.starts_s, strict=True):
+            for r in resources:
+                busy_s[r] += seconds
         return dict(zip(self.resources, map(float, busy_s), strict=True))
 
     @property
     def bubble_fraction(self) -> float:
         """The idle share of the devices."""
+        if not self.step_s:
+            return 0.0
         busy_s = sum(self.busy_s[name] for name in self.resources[: self.devices])
-        return 1.0 - busy_s / (self.devices * self.step_s) if self.step_s else 0.0
+        return 1.0 - busy_s / (self.devices * self.step_s)
 
     def spans(self) -> Iterator[Span]:
-        """Each task that took time, once for each resource that it occupied."""
-        for task, start_s, end_s, places in zip(
-            self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True
-        ):
-            for place in places if end_s > start_s else ():
-                args = {"stage": task.stage, "microbatch": task.microbatch}
-                yield Span(
-                    self.resources[place], str(task), float(start_s), float(end_s), task.kind, args
-                )
+        """Yields each task that took time, once for each resource that it occupied."""
+        times = zip(self.tasks, self.starts_s, self.ends_s, self.occupies, strict=True)
+        for task, start_s, end_s, resources in times:
+            if end_s <= start_s:
+                continue
+            args = {"stage": task.stage, "microbatch": task.microbatch}
+            for r in resources:
+                name = self.resources[r]
+                yield Span(name, str(task), float(start_s), float(end_s), task.kind, args)
 
     def picture(self) -> Picture:
-        """The spans, and the bytes over time, as a timeline shows them."""
-        changes = (
-            (c.place, zip(c.t_s.tolist(), c.bytes.tolist(), strict=True)) for c in self.curves
-        )
-        levels = (Level(place, t_s, held) for place, changing in changes for t_s, held in changing)
+        """Returns the spans, and the bytes over time, as a timeline shows them."""
+        levels: list[Level] = []
+        for curve in self.curves:
+            changes = zip(curve.t_s.tolist(), curve.bytes.tolist(), strict=True)
+            levels += [Level(curve.place, t_s, size) for t_s, size in changes]
         return Picture(tuple(self.spans()), tuple(levels))

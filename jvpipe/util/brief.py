@@ -15,7 +15,7 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = 80
 
     def repr1(self, x: Any, level: int) -> str:
-        """The short form of a value inside others; `level` says how much deeper it may go."""
+        """Writes the short form of a value inside others; `level` says how much deeper it may go."""
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if dtype is not None and isinstance(shape, tuple) and shape:
             return f"{dtype}[{', '.join(map(str, shape))}]"
@@ -23,7 +23,7 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: Any) -> str:
-    """A value as a message tells it: on one line, arrays by type and shape, of what is long the beginning.
+    """Writes a value as messages show it: on one line, arrays by type and shape, long things by their beginning.
 
     >>> import numpy as np
     >>> brief([np.zeros((40, 40)), 2.5]), brief({"*/attention/*": 3}), brief(np.float32(2))

@@ -41,7 +41,7 @@ def check_callback(on_step: Any) -> None:
 
 
 def checked_path(path: Any, name: str = "path") -> Path:
-    """A path, given as a text or as one; `name` is how the user calls it.
+    """Checks a path, which may be a text or a path; `name` is how the user calls it.
 
     >>> checked_path(3)
     Traceback (most recent call last):
@@ -59,7 +59,7 @@ def checked_path(path: Any, name: str = "path") -> Path:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; True and False are none, though Python counts with them.
+    """Tells whether a value is a whole number; True and False are not, though Python counts with them.
 
     >>> is_whole(2), is_whole(np.int64(2)), is_whole(True), is_whole(2.0)
     (True, True, False, False)
@@ -77,7 +77,7 @@ def several(values: Any) -> list[Any] | None:
 
 
 def is_stream(values: Any) -> bool:
-    """Whether values can be asked for one after another; an array without axes says so, and fails."""
+    """Tells whether values can be asked for one after another; an array without axes claims so, and fails."""
     return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
 

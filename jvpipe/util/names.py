@@ -9,7 +9,7 @@ _LONG = 100
 
 
 def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
-    """The message for an unknown name.
+    """Words the message for an unknown name.
 
     Args:
         kind: of thing that is named.
@@ -28,7 +28,7 @@ def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Sequence[str], most: int = 4) -> list[str]:
-    """The known names that a name or a pattern is most like, the closest first.
+    """Finds the known names that a name or a pattern is most like, the closest first.
 
     >>> nearest("*/atention/*", ["embed/dot_0", "blocks/0/mlp/dot_0", "blocks/0/attention/dot_0"], most=1)
     ['blocks/0/attention/dot_0']

@@ -13,7 +13,7 @@ MOST_BYTES = 2**52
 
 
 def parse_bytes(size: int | str | None) -> int | None:
-    """Bytes from a number or a text such as "16GiB".
+    """Reads bytes from a number or a text such as "16GiB".
 
     >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
     (1610612736, 1000, None)
@@ -38,7 +38,7 @@ def parse_bytes(size: int | str | None) -> int | None:
 def parse_limits(
     sizes: int | str | Sequence[int | str | None] | None,
 ) -> int | tuple[int, ...] | None:
-    """One limit for all devices, or one for each: of a sequence, or a text with commas.
+    """Reads one limit for all devices, or one for each: a sequence, or a text with commas.
 
     >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
     ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
@@ -56,7 +56,7 @@ def parse_limits(
 
 
 def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
-    """The limit of each of so many devices; none if there is no limit.
+    """Returns the limit of each of a number of devices; none if there is no limit.
 
     Raises:
         ValueError: there are more or fewer limits than devices.
@@ -77,7 +77,7 @@ def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for people to read.
+    """Writes bytes for people to read.
 
     >>> format_bytes(1610612736)
     '1.50 GiB'

@@ -58,7 +58,8 @@ class Departures:
     def note(self, task: int) -> None:
         """Takes over what a task has moved, to free it later.
 
-        What lies on the host is waited for at once: the next update gives its name to another buffer.
+        What lies on the host is waited for at once: the next update gives its name to another
+        buffer.
         """
         placer = self._placer
         for old, new in placer.moved:

@@ -2,9 +2,10 @@
 
     order -> expand -> place -> swap -> prefetch -> period
 
-The first steps of a stream fill the pipeline; from some step on, each is the one before with all numbers moved on. So
-a stream is lowered once, up to that step, and cut into its steps (period.py). It must repeat itself: once the pipeline
-is full, the order of tasks has the period of a step, and so has everything that follows from the order.
+The first steps of a stream fill the pipeline; from some step on, each is the one before with all
+numbers moved on. So a stream is lowered once, up to that step, and cut into its steps (period.py).
+It must repeat itself: once the pipeline is full, the order of tasks has the period of a step, and
+so has everything that follows from the order.
 
     step        0     1     2     3     4 ...
     what        fill  fill  full  full  full        0, 1, 2 are lowered; 3 equals 2, and so do all later ones
@@ -44,8 +45,8 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream to be lowered.
 
-    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the step in which a span
-    begins, the names of all that the spans before have left in flight.
+    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the
+    step in which a span begins, the names of all that the spans before have left in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
@@ -173,6 +174,7 @@ class _Unrolling:
         for start, end in pairwise([*marks.blocks, len(blocks)]):
             # What an update fetches comes in the step of the update.
             groups += prefetched(blocks[start:end], placer.buffers)
+        # Steps are bounded by blocks so far; prefetching has kept blocks and changed their rows.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             graph=placer.graph,
@@ -192,10 +194,12 @@ class _Unrolling:
         """Expands and places all tasks, and notes what the cut into steps needs to know."""
         timeline, placer, M = self.timeline, self.placer, self.timeline.M
         departures = Departures(placer)
+        # A span begins with the first task of its first micro-batch, whatever its stage.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
+            # What a migration between steps has not brought along is not there to be read.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -205,6 +209,7 @@ class _Unrolling:
                 if task.microbatch in starts:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
+                # Swaps go around forwards and backwards; an update is a block of no task.
                 placer.begin(None if task.kind == Kind.U else task)
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
@@ -212,6 +217,7 @@ class _Unrolling:
                     marks.left[task] = swapped_by(placer, layout, task)
                 departures.note(number)
                 number += 1
+            # At its end a stream leaves one version of every parameter, at all of its places.
             if drained and n == len(self.ordered) - 1:
                 placer.begin()
                 placer.enter(timeline.spans[-1].layout.plan)
@@ -252,7 +258,7 @@ class _Unrolling:
         delivers = (*forward.delivers, *self.weights.tied_versions(layer, m))
         yield replace(forward, delivers=delivers)
         yield from self.updates.weigh(layer, m)
-        first = m // M * M
+        first = m // M * M  # of the step
         weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
         yield from self.expander.losses(layer, range(first, first + M), weight)
 

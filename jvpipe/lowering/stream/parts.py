@@ -1,7 +1,7 @@
 """A stream of steps without a flush between them: its lists step by step, and the version that each task reads.
 
-A stage's part of a step ends before its first task on a micro-batch of the next one. So a step ends with S - 1 - s
-micro-batches in flight on stage s, and the next one finds them there:
+A stage's part of a step ends before its first task on a micro-batch of the next one. So a step ends
+with S - 1 - s micro-batches in flight on stage s, and the next one finds them there:
 
     S = 2, M = 2   step 0          step 1                drain
     stage 0        F0 F1 B0 U0     F2 B1 U1 F3 B2 U2     B3 U3
@@ -21,7 +21,8 @@ from jvpipe.schedules.schedule import Schedule
 class Versions:
     """The versions that tasks read, by stage and micro-batch; counted in updates of the stage.
 
-    Under a schedule that stashes, a backward reads what its forward has read, else its stage's newest.
+    Under a schedule that stashes, a backward reads what its forward has read, else its stage's
+    newest.
     """
 
     forward: tuple[tuple[int, ...], ...]
@@ -100,9 +101,11 @@ def parts(
         first: list[tuple[Task, ...]] = []
         rest: list[tuple[Task, ...]] = []
         for tasks in _without(done, lists(n)):
+            # A stage's part of the step ends where its first forward of the next step stands.
             end = _next_step(tasks, (n + 1) * microbatches)
             first.append(tasks[:end])
             rest.append(tasks[end:])
+        # Tasks that are needed early follow the step's own, in their order.
         moved = early(tuple(first), tuple(rest))
         part = tuple(
             (*tasks, *(task for task in later if task in moved))

@@ -3,9 +3,10 @@
     rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
     as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
 
-A step begins with what the one before left in flight. Its buffers are numbered anew: those first, in the order of
-their names, then the others as the rows touch them. Names count micro-batches and versions from the step's first ones.
-So two steps that do the same are equal, and a stream needs as many lowered steps as differ.
+A step begins with what the one before left in flight. Its buffers are numbered anew: those first,
+in the order of their names, then the others as the rows touch them. Names count micro-batches and
+versions from the step's first ones. So two steps that do the same are equal, and a stream needs as
+many lowered steps as differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +39,9 @@ class Step:
 class Unrolled:
     """The rows of some steps of a stream, with the buffers that they touch.
 
-    Step n has the rows from `bounds[n]` to `bounds[n + 1]`; at each bound buffers have the `spots` of that moment.
-    `lasting` are buffers that outlive every step. M: micro-batches of a step; `every`: those of an update. If the
-    stream ends with the last step, `end` is what is left then.
+    Step n has the rows from `bounds[n]` to `bounds[n + 1]`; at each bound buffers have the `spots`
+    of that moment. `lasting` are buffers that outlive every step. M: micro-batches of a step;
+    `every`: those of an update. If the stream ends with the last step, `end` is what is left then.
     """
 
     graph: LayerGraph
@@ -72,7 +73,8 @@ class Unrolled:
     def _base(self, n: int) -> tuple[int, int]:
         """Returns the micro-batch and the version from which step n counts.
 
-        The end of a stream is a step without forwards; it counts from the micro-batch that would come next.
+        The end of a stream is a step without forwards; it counts from the micro-batch that would
+        come next.
         """
         step = min(n, len(self.bounds) - 1 - (self.end is not None))
         return step * self.M, step * self.M // self.every
@@ -112,6 +114,7 @@ class Unrolled:
         m0, v0 = self._base(n)
         rows = self.rows[self.bounds[n] : self.bounds[n + 1]]
         before, after, metrics = self._alive(n), self._alive(n + 1), self.metrics[n]
+        # Equal steps get equal numbers: what was there before by name, then as it is touched.
         touched = [b for row in rows for b in (*row.reads, *row.writes)]
         numbered = dict.fromkeys([*(b for _, b in before), *touched])
         ids = {b: i for i, b in enumerate(numbered)}
@@ -169,9 +172,10 @@ def dropping(drain: Step, last: Step) -> Step:
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
     buffers += old.buffers[known:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]
+    # From the numbers of the drain to the new ones.
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
     ids |= {b: b + len(unread) for b in range(known, len(old.buffers))}
-    drops = []
+    drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
         drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))

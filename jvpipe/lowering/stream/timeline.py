@@ -3,8 +3,9 @@
     micro-batch   0 1 2 3 4 5 | 6 7 8 ...
     plan          A           | B             two spans; the second begins at micro-batch 6
 
-From the start of a span on, layers lie where its plan has them. A layer then reads the version that the rule of its new
-stage says, but none older than its old stage would have read next, for older ones no longer exist.
+From the start of a span on, layers lie where its plan has them. A layer then reads the version that
+the rule of its new stage says, but none older than its old stage would have read next, for older
+ones no longer exist.
 """
 
 import math
@@ -193,7 +194,8 @@ class StreamTimeline:
     def versions(self, task: Task) -> Iterator[Task]:
         """Yields what a task waits for where layers have changed stages: their weights, and their sums of gradients.
 
-        Before the second span every layer is at its first stage, whose list has its updates in order.
+        Before the second span every layer is at its first stage, whose list has its updates in
+        order.
         """
         s, kind, m = task
         if len(self.spans) == 1 or m < self.spans[1].start:

@@ -4,12 +4,13 @@
     PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
     XPipe            F reads the newest, moved ahead by the last update: SHIFT, then F; U, SETTLE
 
-On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's running mean d of a
-parameter's updates, a backward reads w - tau d: about the weights that its forward read. With XPipe's last update u, a
-forward reads w + k u, if k updates lie between it and its backward: about the weights that its backward will read.
+On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's
+running mean d of a parameter's updates, a backward reads w - tau d: about the weights that its
+forward read. With XPipe's last update u, a forward reads w + k u, if k updates lie between it and
+its backward: about the weights that its backward will read.
 
-A parameter that several stages read follows its first reader: its versions are those of that stage, and it is neither
-corrected nor predicted.
+A parameter that several stages read follows its first reader: its versions are those of that stage,
+and it is neither corrected nor predicted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,7 @@ class StreamWeights:
         if parameter.frozen:
             return False
         stage = self.timeline.layout(m).stage
+        # Layers of one stage read the stage's version, as if one layer read it.
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
@@ -90,6 +92,7 @@ class StreamWeights:
             m: the micro-batch.
             back: by the backward rather than the forward.
         """
+        # `shifts` has computed it before, if the schedule does and there was something to add.
         shifted = self._shifted(p, m, back=back)
         if shifted in self.existing and not self.is_tied(p, m):
             return shifted
@@ -124,6 +127,7 @@ class StreamWeights:
             reads.append(Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)))
             memories.append(Value(memory, p))
             writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
+        # From here on `reading` names the shifted weights.
         self.existing.update(write.value for write in writes)
         yield Operation(
             Kind.SHIFT,
@@ -188,8 +192,8 @@ class StreamWeights:
 class LayerUpdate:
     """The update of a layer after a micro-batch.
 
-    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One that `remembers`
-    reads the weights before and after it, so that it cannot overwrite them.
+    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One
+    that `remembers` reads the weights before and after it, so that it cannot overwrite them.
     """
 
     layer: int
@@ -259,7 +263,7 @@ class StreamUpdates:
             operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif before:
+        elif before:  # its last piece ends what the layer remembered at earlier stages
             operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
         return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
 
