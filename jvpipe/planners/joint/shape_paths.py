@@ -90,7 +90,7 @@ class Ground:
 
 
 class _Ways(NamedTuple):
-    """H_e: rows i, columns m; infinite where there is none. A way begins with a stage of the `kth` count, up to `cut`."""
+    """H_e: rows i, columns m; infinite where there is none. It begins with a stage of the `kth` count, up to `cut`."""
 
     key_s: OverM
     sum_s: OverM

@@ -11,7 +11,8 @@ shapes planned exactly, as if they were given.
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import accumulate, pairwise, product
 from math import gcd, inf
 
 import numpy as np
@@ -24,12 +25,13 @@ from jvpipe.planners.joint.shape_paths import Ground, paths
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
-from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
+
+Replicas = tuple[int, ...]
+Bounds = tuple[int, ...]
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
@@ -54,11 +56,11 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     if not best:
         return []
     for plan in search.fastest():
-        search.simulate(search.recut(plan.shape))
+        search.simulate(search.ranked(search.recut(plan.shape)))
     for plan in search.fastest():
         if plan.step_s < SHAPE.worth_a_climb * best[0].step_s:
             search.climb(plan)
-    return sorted(search.simulated.values(), key=lambda plan: plan.step_s)
+    return sorted(search.simulated.values(), key=_step_s)
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
@@ -69,7 +71,7 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
         paths: of them.
     """
     plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
-    return sorted(plans, key=lambda plan: plan.step_s)
+    return sorted(plans, key=_step_s)
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
@@ -81,7 +83,7 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
     again = LocalCosts(shapes.local.batches, tuple(map(computing_again, shapes.local.costs)))
     free = replace(shapes.model, memory_limit_bytes=None)
     search = _Search(replace(shapes, model=free, local=again))
-    plans = search.ranked(search.paths(shapes.sizes[-1], search.segments.coarse))
+    plans = search.ranked(search.paths(shapes.sizes[-1]))
     emptiest = sorted(plans, key=lambda plan: plan.evaluation.limit_bytes)
     return [replace(plan, problem=shapes.problem(plan.shape)) for plan in emptiest]
 
@@ -96,16 +98,17 @@ class _Search:
         self.segments = LocalSegments(self.shapes)
         self.seen: dict[Path, RoughPlan | None] = {}
         self.simulated: dict[Path, RoughPlan] = {}
-        self._problems: dict[Shape, Problem] = {}
+        self.problem = cache(self.shapes.problem)
+        self.recut = cache(self._recut)
         self._stages = RoughStages()
 
     def sizes(self) -> list[int]:
         """The sizes of micro-batches, those of most promise first; of many some are left out."""
-        every, cuts = self.shapes.sizes, self.segments.few(self.segments.coarse, SHAPE.glance_cuts)
+        every = self.shapes.sizes
         spread = np.linspace(0, len(every) - 1, min(len(every), SHAPE.glances)).astype(int)
 
         def promise(size: int) -> float:
-            found = self.ranked(self.paths(size, cuts, SHAPE.glance_units, SHAPE.glance_stages))
+            found = self.ranked(self.paths(size, hasty=True))
             return found[0].estimate_s if found else inf
 
         return sorted((every[at] for at in spread), key=promise)
@@ -114,80 +117,51 @@ class _Search:
         """Simulates the best paths of a size, each of which may be the fastest of its kind."""
         floor_s, best = 0.0, list[RoughPlan]()
         for _ in range(SHAPE.rounds):
-            best = self.ranked(
-                [
-                    *(plan.path for plan in best),
-                    *self.paths(size, self.segments.coarse, floor_s=floor_s),
-                ]
-            )
+            found = list(self.paths(size, floor_s))
+            best = self.ranked([*(plan.path for plan in best), *found])
             if not best or best[0].evaluation.bottleneck_s == floor_s:
                 break
             floor_s = best[0].evaluation.bottleneck_s
         self.simulate([*best[: SHAPE.paths], *of_each_kind(best).values()])
 
     def fastest(self) -> list[RoughPlan]:
-        """The fastest simulated plan of each kind of shape."""
-        return list(
-            of_each_kind(sorted(self.simulated.values(), key=lambda plan: plan.step_s)).values()
-        )
+        """The fastest simulated plan of each kind of shape, the fastest first."""
+        return list(of_each_kind(sorted(self.simulated.values(), key=_step_s)).values())
 
-    def paths(
-        self,
-        size: int,
-        cuts: Cuts,
-        units: int = SHAPE.units,
-        stages: int = SHAPE.stages,
-        floor_s: float = 0.0,
-    ) -> Iterator[Path]:
+    def paths(self, size: int, floor_s: float = 0.0, *, hasty: bool = False) -> Iterator[Path]:
         """Yields paths along the orders of devices; of many devices also those of one each.
 
         Args:
             size: examples of a micro-batch.
-            cuts: where stages may begin and end.
-            units: of devices in an order, at most, in which stages begin.
-            stages: how many there may be.
             floor_s: seconds that the slowest stage may take anyway.
+            hasty: few cuts, few stages, and devices many at a time.
         """
-        count = self.shapes.pins.count
-        orders, replicas, devices = (
-            self.shapes.orders,
-            self.shapes.pins.replicas,
-            self.shapes.devices,
-        )
-        unit = gcd(*replicas) if replicas else -(-devices // max(units, 2 * (count or 0)))
-        counts = replicas or self.segments.counts(size)
-        counts = tuple(sorted({r for r in counts if r % unit == 0}))
-        used = sum(replicas) if replicas else devices
-        grounds = [
-            Ground(self.segments, size, order[:used], counts, cuts, unit) for order in orders
-        ]
+        cuts, units, stages = self.segments.coarse, SHAPE.units, SHAPE.stages
+        if hasty:
+            cuts = self.segments.few(cuts, SHAPE.glance_cuts)
+            units, stages = SHAPE.glance_units, SHAPE.glance_stages
+        orders, pins, counts = self.shapes.orders, self.shapes.pins, self.segments.counts(size)
+        stages, replicas = pins.count or stages, pins.replicas
+        unit = -(-self.shapes.devices // max(units, 2 * (pins.count or 0)))
+        if replicas:
+            unit, counts = gcd(*replicas), replicas
+            orders = tuple(order[: sum(replicas)] for order in orders)
+        some = tuple(sorted({r for r in counts if r % unit == 0}))
+        grounds = [Ground(self.segments, size, order, some, cuts, unit) for order in orders]
         if unit > 1 and not replicas:
             grounds.append(Ground(self.segments, size, orders[0][: len(cuts) - 1], (1,), cuts))
         for ground in grounds:
-            most = min(ground.places - 1, len(cuts) - 1, count or stages)
-            yield from paths(ground, most, floor_s)
-
-    def problem(self, shape: Shape) -> Problem:
-        """The problem of a shape."""
-        if shape not in self._problems:
-            self._problems[shape] = self.shapes.problem(shape)
-        return self._problems[shape]
+            yield from paths(ground, min(ground.places - 1, len(cuts) - 1, stages), floor_s)
 
     def counted(self, path: Path) -> RoughPlan | None:
         """The rough plan of a path, if it is one that is asked for, and fits."""
         if path not in self.seen:
-            shape, bounds = path
-            allowed = self.shapes.pins.allow(bounds, shape.replicas, shape.size)
-            found = self._stages.evaluate(self.problem(shape), bounds) if allowed else None
-            self.seen[path] = self._fitting(shape, *found) if found else None
+            (shape, bounds), self.seen[path] = path, None
+            if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+                problem = self.problem(shape)
+                plan = RoughPlan(shape, problem, *self._stages.evaluate(problem, bounds))
+                self.seen[path] = plan if keeps_limits(problem, plan.evaluation) else None
         return self.seen[path]
-
-    def _fitting(
-        self, shape: Shape, decision: Decision, evaluation: Evaluation
-    ) -> RoughPlan | None:
-        problem = self.problem(shape)
-        fits = keeps_limits(problem, evaluation)
-        return RoughPlan(shape, problem, decision, evaluation) if fits else None
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
         """The rough plans that fit, those of the least estimates first."""
@@ -203,21 +177,19 @@ class _Search:
     def climb(self, plan: RoughPlan) -> None:
         """Goes on to better neighbours while there are any: each step takes less, so it ends."""
         for _ in range(SHAPE.climbs):
-            near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours] + self.recut(plan.shape)
+            near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
+            near += self.ranked(self.recut(plan.shape))
             self.simulate(near)
-            best = min((self.simulated[x.path] for x in near), key=lambda x: x.step_s, default=plan)
+            best = min((self.simulated[x.path] for x in near), key=_step_s, default=plan)
             if best.step_s >= plan.step_s:
                 return
             plan = best
 
-    def recut(self, shape: Shape) -> list[RoughPlan]:
-        """The plan of a shape with the surrogate's best cuts and fates; none if cuts are given."""
-        if len(shape.places) == 1 or self.shapes.pins.bounds:
-            return []
+    def _recut(self, shape: Shape) -> list[Path]:
+        """A shape with the cuts that the surrogate finds best together with fates; none if cuts are given."""
         with suppress(Infeasible):
-            decision = jvpipe(self.problem(shape), refine=False)
-            found = self._fitting(shape, decision, evaluate(self.problem(shape), decision))
-            return [found] if found else []
+            if len(shape.places) > 1 and not self.shapes.pins.bounds:
+                return [(shape, jvpipe(self.problem(shape), refine=False).bounds)]
         return []
 
     def neighbours(self, plan: RoughPlan) -> Iterator[Path]:
@@ -231,30 +203,49 @@ class _Search:
         at = self.shapes.sizes.index(shape.size)
         for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
             yield from self._placed(size, shape.replicas, bounds)
-        for replicas in _moved(shape.replicas, self.shapes.devices):
-            yield from self._placed(shape.size, replicas, bounds)
-        for replicas in _regrouped(shape.replicas):
-            if shares := self._balanced(shape.size, replicas):
-                yield from self._placed(shape.size, replicas, shares)
+        for replicas, others in self._regrouped(shape, bounds):
+            yield from self._placed(shape.size, replicas, others)
 
-    def _placed(
-        self, size: int, replicas: tuple[int, ...], bounds: tuple[int, ...]
-    ) -> Iterator[Path]:
+    def _regrouped(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[Replicas, Bounds]]:
+        """Yields replicas and bounds with a device moved, two neighbours exchanged or made one, or one made two."""
+        for replicas in _moved(shape.replicas, self.shapes.devices):
+            yield replicas, bounds
+            yield replicas, self._balanced(shape.size, replicas)
+        for s, (a, b) in enumerate(pairwise(shape.replicas)):
+            before, after = shape.replicas[:s], shape.replicas[s + 2 :]
+            yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
+            if a != b:
+                replicas = (*before, b, a, *after)
+                yield replicas, self._balanced(shape.size, replicas)
+        for s, count in enumerate(shape.replicas):
+            before, after = shape.replicas[:s], shape.replicas[s + 1 :]
+            inside = (b for b in self.segments.coarse.tolist() if bounds[s] < b < bounds[s + 1])
+            for b, part in product(inside, {1, count // 2, count - 1} - {0, count}):
+                yield (*before, part, count - part, *after), (*bounds[: s + 1], b, *bounds[s + 1 :])
+
+    def _placed(self, size: int, replicas: Replicas, bounds: Bounds) -> Iterator[Path]:
         """Yields the paths of some replicas, along all orders."""
         starts = [0, *accumulate(replicas)][:-1]
-        if max(replicas) <= size:
+        if bounds and max(replicas) <= size:
             for order in self.shapes.orders:
                 yield Shape.along(order, starts, replicas, size), bounds
 
-    def _balanced(self, size: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    def _balanced(self, size: int, replicas: Replicas) -> Bounds:
         """The bounds whose slowest stage is fastest; none if nothing fits."""
         stages = len(replicas)
+        if max(replicas) > size:
+            return ()
         every = [self.segments.fitting_s(size, r, stages - s) for s, r in enumerate(replicas)]
         _, places = least_path(every, np.maximum)
-        return tuple(self.segments.coarse[list(places or ())].tolist())
+        return tuple(self.segments.coarse[list(places)].tolist()) if places else ()
 
 
-def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
+def _step_s(plan: RoughPlan) -> float:
+    """The simulated seconds of a plan."""
+    return plan.step_s
+
+
+def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
     """Yields counts with a device given from one place to another, or taken from those that are idle.
 
     Args:
@@ -267,19 +258,3 @@ def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]
         for b, less in enumerate(replicas):
             if a != b and less > 1:
                 yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))
-
-
-def _regrouped(replicas: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields counts with two neighbours exchanged or made one, or one place halved or one device apart.
-
-    Args:
-        replicas: the counts.
-    """
-    for s, (a, b) in enumerate(pairwise(replicas)):
-        before, after = replicas[:s], replicas[s + 2 :]
-        if a != b:
-            yield (*before, b, a, *after)
-        yield (*before, a + b, *after)
-    for s, count in enumerate(replicas):
-        for part in sorted({1, count // 2, count - 1} - {0, count}):
-            yield (*replicas[:s], part, count - part, *replicas[s + 1 :])

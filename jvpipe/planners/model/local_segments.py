@@ -60,8 +60,9 @@ class LocalSegments:
 
         Args:
             cuts: all that there are, the ends of the model included.
-            most: how many are wanted at most.
+            most: how many are wanted at most; twice as many as given stages need, all the same.
         """
+        most = max(most, 2 * (self.pins.count or 0))
         if len(cuts) <= most:
             return cuts
         costs = self.shapes.local.at(self.shapes.sizes[len(self.shapes.sizes) // 2])
@@ -93,9 +94,8 @@ class LocalSegments:
 
     def _crossing_bytes(self, size: int) -> Grid:
         """What each segment receives and returns of a micro-batch of `size` examples."""
-        problem = _of_stages(self.shapes.local.at(size), 1, 1)
-        comm_s = KeepAll(problem, cuts=self.coarse).comm_s
-        return np.where(np.isfinite(comm_s), comm_s, 0.0)
+        segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
+        return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
         """Seconds of each segment: kept if that keeps the limit, else computed again, else infinite.
