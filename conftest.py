@@ -43,7 +43,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def shaped_modules() -> list[str]:
     """The modules whose annotations tell shapes: checking those costs ten times as much, so only they are."""
     here = Path(__file__).parent
-    files = (file.relative_to(here) for file in here.glob("jvpipe/*/*.py"))
+    rooms = ("jvpipe/*/*.py", "jvpipe/runtime/*/*.py")
+    files = (file.relative_to(here) for room in rooms for file in here.glob(room))
     return [
         ".".join(file.with_suffix("").parts)
         for file in files
@@ -54,6 +55,7 @@ def shaped_modules() -> list[str]:
 # What users give is checked by these themselves, and tests give what no annotation allows.
 CHECKING = (
     "jvpipe.pipeline",
+    "jvpipe.session.forecast",
     "jvpipe.session.forecasts",
     "jvpipe.session.arguments",
     "jvpipe.session.session",
@@ -61,9 +63,9 @@ CHECKING = (
     "jvpipe.session.inner_axes",
     "jvpipe.session.question",
     "jvpipe.session.measuring",
-    "jvpipe.runtime.checkpoints.checkpoint",
+    "jvpipe.runtime.state.checkpoints.checkpoint",
     "jvpipe.ir.plan",
-    "jvpipe.ir.sizes",
+    "jvpipe.util.sizes",
 )
 # What is called by the million: checking that took a third of the seconds of the tests of planners and of streams.
 HOT = (

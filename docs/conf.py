@@ -24,13 +24,13 @@ html_title = "jvpipe"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 myst_heading_anchors = 3
+nb_merge_streams = True
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 suppress_warnings = ["toc.not_included"]  # experiments are listed by the table of theirs
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 maximum_signature_line_length = 90
 
 

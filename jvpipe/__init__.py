@@ -1,18 +1,19 @@
 """Pipeline-parallel training for JAX: trace a loss, cut it, run it over several devices."""
 
 import jvpipe.exports.registry  # noqa: F401 - what Plan.export knows
-from jvpipe.ir.deferred import BatchStatistics, deferred_batch_norm
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.weighted import Weighted
 from jvpipe.pipeline import Pipeline
 from jvpipe.replay import replay
-from jvpipe.runtime.checkpoints.checkpoint import checkpoint_extra
-from jvpipe.runtime.checkpoints.saving import checkpoint_plan
-from jvpipe.runtime.failures import HostLost, StageError
-from jvpipe.runtime.state import State
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.report.trackers import Tracking
+from jvpipe.runtime.engine.failures import HostLost, StageError
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.state.checkpoints.checkpoint import checkpoint_extra
+from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.session.forecasts import Forecast, plan_for
+from jvpipe.trace.deferred import BatchStatistics, deferred_batch_norm
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "StageError",
     "State",
+    "Tracking",
     "Weighted",
     "__version__",
     "checkpoint_extra",

@@ -411,8 +411,8 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
     return topologies.get_topology_desc("", platform, **options).devices[0]
 
 
-def compiled_sizes(text: str, device: Device) -> tuple[int, ...]:
-    """The bytes that a compiled program takes: arguments, results, both at once, temporaries, code.
+def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
+    """The first line of a compiled program, and its bytes: arguments, results, both at once, temporaries, code.
 
     Args:
         text: of the program, in StableHLO.
@@ -427,8 +427,11 @@ def compiled_sizes(text: str, device: Device) -> tuple[int, ...]:
     with mlir.make_ir_context():
         module = cast(Any, mlir).ir.Module.parse(text)
         make = client.compile_and_load if device.platform == "cpu" else client.compile
-        sizes = make(module, here, options).get_compiled_memory_stats()
-    return (
+        executable = make(module, here, options)
+    sizes = executable.get_compiled_memory_stats()
+    modules = getattr(executable, "get_hlo_modules", None) or executable.hlo_modules
+    header, _, _ = modules()[0].to_string().partition("\n")
+    return header, (
         sizes.argument_size_in_bytes,
         sizes.output_size_in_bytes,
         sizes.alias_size_in_bytes,

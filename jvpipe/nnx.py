@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jvpipe.ir.extras import extra
 from jvpipe.trace.keys import is_key
+from jvpipe.util.extras import extra
 
 with extra("models"):
     from flax import nnx

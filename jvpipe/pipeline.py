@@ -9,20 +9,16 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device
-from jvpipe.ir.given import check_callback, checked_flags, checked_frozen, checked_path
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import checked_reductions
-from jvpipe.ir.sizes import parse_bytes, parse_limits
 from jvpipe.ir.values import ValueKind
-from jvpipe.papers.registry import find_planner
+from jvpipe.papers.registry import find_planner, reason_of
 from jvpipe.report.explain import explain, stage_table
-from jvpipe.report.order_reasons import order_reasons, search_reasons
-from jvpipe.report.reasons import cut_reasons, device_reasons
-from jvpipe.runtime.hosts import present_hosts, telling
-from jvpipe.runtime.state import State, given_leaves, made_leaves
-from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.engine.hosts import present_hosts, telling
+from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
 from jvpipe.session.adapt import beside_training
@@ -58,6 +54,8 @@ from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import Settings, agree_on_given
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.leaves import is_initialiser, made_shapes
+from jvpipe.util.given import check_callback, checked_flags, checked_frozen, checked_path
+from jvpipe.util.sizes import parse_bytes, parse_limits
 
 Tree = Any
 
@@ -246,21 +244,13 @@ class Pipeline:
         layer_s = session.compiled_plans.layer_s
         if planned and holds:
             layer_s = layer_s and [layer.forward_s + layer.backward_s for layer in planned.placed]
-            reasons = [
-                *device_reasons(planned.problem),
-                *cut_reasons(planned.problem, planned.decision),
-            ]
-            reasons += order_reasons(
-                planned.problem, planned.decision, compiled.optimizer.cross_layer
-            )
-            reasons += [search_reasons(planned.ordered)] if planned.ordered else []
+            reasons = planned.reasons(compiled.optimizer.cross_layer)
         shape = session.compiled_plans.shape
         chosen = shape and shape.planned
         if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
             reasons = [*shape.why, *reasons]
-        return explain(
-            session.graph, compiled.plan, session.peaks, layer_s, session.settings.devices, reasons
-        )
+        devices, why = session.settings.devices, reason_of(compiled.plan.planner)
+        return explain(session.graph, compiled.plan, session.peaks, layer_s, devices, why, reasons)
 
     # A run
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jvpipe.pipeline import Pipeline
-from jvpipe.runtime.replay import Replay
-from jvpipe.runtime.tensors import Ledger
-from jvpipe.runtime.versions import VersionLedger
+from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.runtime.state.replay import Replay
 from jvpipe.session.session import Session
 from jvpipe.trace.loss import key_words
 

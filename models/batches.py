@@ -1,45 +1,99 @@
 """The order in which records are seen: shuffled anew each epoch, without end, from any position."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import grain
 import numpy as np
 from jaxtyping import Int32
 
-from jvpipe.models.workload import Batch, Batches
+from jvpipe.ir.lazy_array import LazyArray
+from jvpipe.models.workload import Batch
 
 Transform = Callable[[np.ndarray, np.random.Generator], Batch]
 
 
 def train_batches(
-    records: Int32[np.ndarray, "N T"],
+    records: Int32[np.ndarray, "N ..."],
     transform: Transform,
     seed: int,
     batch_size: int,
     prefetch: int = 4,
-) -> Batches:
+) -> "ShuffledBatches":
     """Batches of `transform(record, generator)`.
 
     The order and each record's generator follow from the seed and the position alone, so that `get_state`, the
     position, is all there is to save. A thread prepares `prefetch` batches ahead.
     """
     rows = cast(Sequence[np.ndarray], records)
-    order = (
-        grain.MapDataset.source(rows)
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .random_map(transform)
-        .batch(batch_size)
-    )
-    return iter(
-        order.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch))
-    )
+    order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().random_map(transform)
+    return ShuffledBatches(order, batch_size, prefetch)
+
+
+class ShuffledBatches:
+    """Whole batches of an order without end; `lazily` gives those of which each process reads a part."""
+
+    def __init__(self, order: grain.MapDataset, batch_size: int, prefetch: int) -> None:
+        self._order, self._batch_size = order, batch_size
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        self._batches = iter(order.batch(batch_size).to_iter_dataset(options))
+
+    def __iter__(self) -> "ShuffledBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as `set_state` takes it."""
+        return self._batches.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken."""
+        self._batches.set_state(state)
+
+    def lazily(self) -> "LazyBatches":
+        """The same from the first one on, with the same positions: an example is made once something of it is read."""
+        return LazyBatches(self._order, self._batch_size)
+
+
+class LazyBatches:
+    """Batches of `jvpipe.LazyArray`: over several processes each makes the examples that its own devices read."""
+
+    def __init__(self, order: grain.MapDataset, batch_size: int) -> None:
+        self._order, self._batch_size, self._next = order, batch_size, 0
+        self._like: Any = order[0]
+
+    def __iter__(self) -> "LazyBatches":
+        return self
+
+    def __next__(self) -> dict[str, LazyArray]:
+        first, size = self._next * self._batch_size, self._batch_size
+        self._next += 1
+        example = cache(lambda i: self._order[first + i])
+
+        def leaf(name: str) -> LazyArray:
+            like = np.asarray(self._like[name])
+
+            def read(at: slice = slice(None)) -> np.ndarray:
+                return np.stack([example(i)[name] for i in range(size)[at]])
+
+            return LazyArray((size, *like.shape), like.dtype, read)
+
+        return {name: leaf(name) for name in self._like}
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as `set_state` takes it and as that of whole batches."""
+        return {"next_index": self._next}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken."""
+        self._next = state["next_index"]
 
 
 def fixed_batches(
-    records: Int32[np.ndarray, "N T"], transform: Transform, batch_size: int
+    records: Int32[np.ndarray, "N ..."], transform: Transform, batch_size: int
 ) -> tuple[Batch, ...]:
     """Whole batches of the records in order, each record under a generator of its own that no seed changes.
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.lora import with_adapters
+from jvpipe.util.names import did_you_mean
 
 Logits = Callable[[Any, Any, jax.Array | None], Float[Array, "*B V"]]
 """Of parameters, a batch and a key; without dropout if the key is None."""

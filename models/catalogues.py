@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from jvpipe.ir.extras import MissingExtraError
-from jvpipe.ir.names import did_you_mean
 from jvpipe.models.corpus import cache_folder, write_whole
+from jvpipe.util.extras import MissingExtraError
+from jvpipe.util.names import did_you_mean
 
 Pair = tuple[str, str]
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jvpipe.models import lora
+from jvpipe.models.hub import model_folder
 from jvpipe.models.weight_folder import Folder, open_folder
 from jvpipe.models.weights import read_fields, read_params, write_params
 from jvpipe.models.workload import OF_FOLDERS, Workload, format_of, load, sizes
@@ -39,7 +40,7 @@ def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Worklo
     lie.
 
     Args:
-        path: the folder.
+        path: the folder, or where there is none, a model's name on a hub, `owner/name[@REVISION]`.
         key: draws the adapters, if there are any.
         fields: of the model's configuration, in place of what the folder tells; `lora=8` gives adapters of that rank
             to the linear maps that `lora_on` matches.
@@ -48,7 +49,7 @@ def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Worklo
         ValueError: there is no such folder, a part of it is missing, it is of a model that is not known, or the fields
             do not fit it.
     """
-    folder = open_folder(Path(path))
+    folder = open_folder(model_folder(path))
     name = model_of(folder)
     told = read_fields(folder, format_of(name))
     workload = load(name, published_size(name), **{**told, **fields})
@@ -75,12 +76,12 @@ def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Pa
     Args:
         workload: the model.
         params: what `Pipeline.params` gives.
-        like: the folder that it began with.
+        like: the folder or the name that it began with.
         into: a new folder, or an empty one.
 
     Raises:
         ValueError: the one that it began with is not there any more.
         OSError: nothing can be written.
     """
-    folder = open_folder(Path(like))
+    folder = open_folder(model_folder(like))
     write_params(folder, format_of(workload.name), workload.config, lora.merged(params), Path(into))

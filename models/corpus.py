@@ -68,7 +68,7 @@ def open_corpus(path: Path | None) -> Corpus:
     """
     if path is None:
         return _python_prose()
-    texts = [text for file in _files(path) for text in texts_in(file)]
+    texts = [text for file in files_under(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
     if len(parts) < 2:  # no blank lines
         parts = [
@@ -114,7 +114,12 @@ def _python_prose() -> Corpus:
     return Corpus(tuple(read_text(path).split("\n\n")))
 
 
-def _files(path: Path) -> list[Path]:
+def files_under(path: Path) -> list[Path]:
+    """The files of texts of a folder, in the order of their paths; a file itself.
+
+    Raises:
+        ValueError: nothing is there, or no file of texts.
+    """
     if not path.exists():
         raise ValueError(
             f"there is no '{path}': give an existing text file or a folder of text files"

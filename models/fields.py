@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jvpipe.ir.names import did_you_mean
+from jvpipe.util.names import did_you_mean
 
 Config = TypeVar("Config")
 _ALSO = {"sequence_length": "tokens"}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jvpipe.ir.extras import extra
 from jvpipe.models.images import Images
+from jvpipe.util.extras import extra
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _FEW = 4096

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jvpipe.ir.extras import extra
+from jvpipe.util.extras import extra
 
 DIGITS = 10
 _DRAWN = 4096

@@ -19,7 +19,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models import llama_published
 from jvpipe.models.blocks import (
@@ -33,6 +32,7 @@ from jvpipe.models.blocks import (
 from jvpipe.models.gpt2 import abstract_batch, open_data
 from jvpipe.models.rotary import Rotation, turned
 from jvpipe.models.workload import Workload, sized
+from jvpipe.util.names import did_you_mean
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

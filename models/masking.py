@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -119,7 +119,11 @@ def open_masked_text(
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
         return partial(mask_record, vocabulary=known, marks=marks, **rates)
 
-    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens, "first": OURS.first}
+    sizes: dict[str, Any] = {
+        "vocabulary": config.vocabulary,
+        "tokens": config.tokens,
+        "first": OURS.first,
+    }
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)
 
 
@@ -133,5 +137,9 @@ def open_permuted_text(
             permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks
         )
 
-    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens, "first": OURS.first}
+    sizes: dict[str, Any] = {
+        "vocabulary": config.vocabulary,
+        "tokens": config.tokens,
+        "first": OURS.first,
+    }
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
-from jvpipe.ir.extras import extra
 from jvpipe.models.blocks import Logits, prediction_loss
 from jvpipe.models.tokens import marks_of
+from jvpipe.util.extras import extra
 
 
 def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:

@@ -7,8 +7,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from jvpipe.models.batches import Transform, fixed_batches, train_batches
-from jvpipe.models.corpus import open_corpus
-from jvpipe.models.tokens import SEP, Marks, cached_records, marks_of, open_tokenizer
+from jvpipe.models.chats import Chats, ChatTemplate, learned_tokens, read_template
+from jvpipe.models.documents import PACKED, Form, are_conversations, open_documents
+from jvpipe.models.streams import stream_batches
+from jvpipe.models.tokens import SEP, Marks, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
 _HELD_OUT_TOKENS = 32768
@@ -24,23 +26,28 @@ def open_text(
     tokens: int,
     first: int,
     transform: Callable[[int, Marks], Transform],
+    form: Form = PACKED,
 ) -> Data:
     """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
 
-    `transform` takes the size of the tokenizer's vocabulary and its marks to what makes an example of a record; targets
-    are ids of at least `first`, if the tokenizer is ours.
+    What is no path, but a name of a hub, is streamed. `transform` takes the size of the tokenizer's vocabulary and its
+    marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
 
     Raises:
-        ValueError: what `open_corpus` and `open_tokenizer` raise, and a text too short for one record.
+        ValueError: what `open_documents` and `open_tokenizer` raise, and a text too short for one record.
 
     """
-    corpus = open_corpus(data_path)
-    documents, held_out_documents = corpus.split()
-    tokenizer = open_tokenizer(run_dir, documents, vocabulary)
-    records = cached_records(documents, tokenizer, tokens)
-    held_out_records = cached_records(held_out_documents, tokenizer, tokens)[
-        : max(1, _HELD_OUT_TOKENS // tokens)
-    ]
+    documents = open_documents(data_path, form.field)
+    tokenizer = open_tokenizer(run_dir, documents.first, vocabulary)
+    records, held_out_records = (
+        cached(
+            f"{form.name}-{tokens}",
+            part,
+            tokenizer,
+            lambda part=part: form.records(part, tokenizer, tokens),
+        )
+        for part in (documents.first, documents.held_out)
+    )
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
@@ -48,14 +55,26 @@ def open_text(
         )
     known, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
     example_of = transform(known, marks)
-    held_out = fixed_batches(held_out_records, example_of, batch_size)
+    held_out = fixed_batches(
+        held_out_records[: max(1, _HELD_OUT_TOKENS // tokens)], example_of, batch_size
+    )
+    if documents.stream is None:
+        train = train_batches(records, example_of, seed, batch_size)
+    else:
+        streamed = form.streamed(documents.stream, tokenizer, tokens)
+        train = stream_batches(streamed, example_of, seed, batch_size)
     return Data(
-        train=train_batches(records, example_of, seed, batch_size),
+        train=train,
         example=held_out[0],
         held_out=held_out,
-        digest=corpus.digest,
-        baseline_loss=frequency_loss(records, held_out, known, min(first, marks.first)),
+        digest=documents.digest,
+        baseline_loss=frequency_loss(_texts(records), held_out, known, min(first, marks.first)),
     )
+
+
+def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
+    """The ids of records; of conversations those that are learned."""
+    return records if records.ndim == 2 else records[:, 0][records[:, 1] == 1]
 
 
 def open_next_tokens(
@@ -67,7 +86,13 @@ def open_next_tokens(
     vocabulary: int,
     tokens: int,
 ) -> Data:
-    """Text as batches whose every token is predicted from those before it; raises what `open_text` does."""
+    """Text as batches whose every token is predicted from those before it; raises what `open_text` does.
+
+    Of conversations, data with `messages` in place of a `text`, what the assistant says is predicted.
+    """
+    form, transform = PACKED, next_tokens
+    if are_conversations(data_path):
+        form, transform = Chats(_template(data_path, run_dir)), learned_tokens
     return open_text(
         data_path,
         run_dir,
@@ -76,8 +101,19 @@ def open_next_tokens(
         vocabulary=vocabulary,
         tokens=tokens + 1,
         first=SEP,
-        transform=lambda *_: next_tokens,
+        transform=lambda *_: transform,
+        form=form,
     )
+
+
+def _template(data_path: Path | None, run_dir: Path) -> ChatTemplate:
+    if (template := read_template(run_dir)) is None:
+        raise ValueError(
+            f"'{data_path}' has conversations, and there is no chat template that writes them out: begin with "
+            "--init-from a folder that has one (chat_template.jinja, or in its tokenizer_config.json), or give a "
+            "field 'text'"
+        )
+    return template
 
 
 def next_tokens(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Batch:
@@ -128,7 +164,7 @@ def halves(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -> Ba
 
 
 def frequency_loss(
-    records: Int32[np.ndarray, "N T"], held_out: Sequence[Batch], vocabulary: int, first: int
+    records: Int32[np.ndarray, "..."], held_out: Sequence[Batch], vocabulary: int, first: int
 ) -> float:
     """The mean loss, in nats, of predicting ids from `first` on by how often each occurs in `records`, plus one."""
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0

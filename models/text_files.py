@@ -1,15 +1,16 @@
-"""Texts in files: plain, or the field `text` of the lines of a .jsonl file or of the rows of a .parquet file."""
+"""Texts in files: plain, or a field of the lines of a .jsonl file or of the rows of a .parquet file."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.extras import extra
+from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
 """Of the files that a folder is searched for; a plain text may have any other."""
-_FIELD = "text"
+TEXT, MESSAGES = "text", "messages"
+"""The fields of lines and rows: a text, or a conversation."""
 
 
 def texts_in(file: Path) -> list[str]:
@@ -21,11 +22,38 @@ def texts_in(file: Path) -> list[str]:
     """
     match file.suffix.lower():
         case ".jsonl":
-            return list(_of_lines(file))
+            return list(_of_lines(file, TEXT, str))
         case ".parquet":
-            return _of_rows(file)
+            return _of_rows(file, TEXT, str)
         case _:
             return [read_text(file)]
+
+
+def conversations_in(file: Path) -> list[list[Any]]:
+    """The conversations of a file, lists of what was said; raises what `texts_in` does."""
+    of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
+    return list(of(file, MESSAGES, list))
+
+
+def holds_conversations(file: Path) -> bool:
+    """Whether the lines or rows of a file have `messages` in place of a `text`."""
+    match file.suffix.lower():
+        case ".jsonl":
+            first = next((line for line in read_text(file).split("\n") if line.strip()), "")
+            try:
+                fields = json.loads(first)
+            except ValueError:
+                return False
+        case ".parquet":
+            with extra("parquet"):
+                from pyarrow import ArrowException, parquet
+            try:
+                fields = parquet.read_schema(file).names
+            except (ArrowException, OSError):
+                return False
+        case _:
+            return False
+    return isinstance(fields, dict | list) and MESSAGES in fields and TEXT not in fields
 
 
 def read_text(file: Path) -> str:
@@ -42,7 +70,7 @@ def read_text(file: Path) -> str:
         ) from error
 
 
-def _of_lines(file: Path) -> Iterator[str]:
+def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -52,29 +80,30 @@ def _of_lines(file: Path) -> Iterator[str]:
             raise ValueError(
                 f"line {number} of '{file}' is no JSON ({problem}): each line is to be an object"
             ) from None
-        if not isinstance(told, dict) or not isinstance(told.get(_FIELD), str):
-            raise ValueError(
-                f"line {number} of '{file}' {_lacks(list(told) if isinstance(told, dict) else [])}"
-            )
-        yield told[_FIELD]
+        if not isinstance(told, dict) or not isinstance(told.get(field), kind):
+            names = list(told) if isinstance(told, dict) else []
+            raise ValueError(f"line {number} of '{file}' {lacks(field, names)}")
+        yield told[field]
 
 
-def _of_rows(file: Path) -> list[str]:
+def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
     with extra("parquet"):
         from pyarrow import ArrowException, parquet
     try:
         names = parquet.read_schema(file).names
-        if _FIELD not in names:
-            raise ValueError(f"'{file}' {_lacks(names)}")
-        column: list[Any] = parquet.read_table(file, columns=[_FIELD]).column(_FIELD).to_pylist()
+        if field not in names:
+            raise ValueError(f"'{file}' {lacks(field, names)}")
+        column: list[Any] = parquet.read_table(file, columns=[field]).column(field).to_pylist()
     except (ArrowException, OSError) as problem:
         raise ValueError(f"cannot read '{file}' ({str(problem).splitlines()[0]})") from problem
-    if other := [value for value in column if not isinstance(value, str | None)]:
-        raise ValueError(f"'{file}' {_lacks(names)}: there is {type(other[0]).__name__}")
+    if other := [value for value in column if not isinstance(value, kind | None)]:
+        raise ValueError(f"'{file}' {lacks(field, names)}: there is {type(other[0]).__name__}")
     return [value for value in column if value is not None]
 
 
-def _lacks(names: list[str]) -> str:
-    return f"has no text in a field '{_FIELD}'" + (
+def lacks(field: str, names: list[str]) -> str:
+    """Says that a line or a row has no such field, and which it has."""
+    what = "text" if field == TEXT else "list"
+    return f"has no {what} in a field '{field}'" + (
         f", its fields are {', '.join(map(str, names))}" if names else ""
     )

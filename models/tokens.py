@@ -133,16 +133,9 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
     return np.pad(rows, ((0, 0), (1, 0)), constant_values=marks.start)
 
 
-def cached_records(
-    documents: Sequence[str], tokenizer: Tokenizer, tokens: int
-) -> Int32[np.ndarray, "N T"]:
-    """`pack`, once."""
-    return cached(str(tokens), documents, tokenizer, lambda: pack(documents, tokenizer, tokens))
-
-
 def cached(
     name: str, texts: Sequence[str], tokenizer: Tokenizer, rows: Callable[[], np.ndarray]
-) -> Int32[np.ndarray, "N T"]:
+) -> Int32[np.ndarray, "N ..."]:
     """`rows()`, once: then read from the cache, under the hash of texts and tokenizer, as a memory map."""
     key = hashlib.sha256(tokenizer.to_str().encode())
     for text in texts:

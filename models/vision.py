@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.blocks import prediction_loss
 from jvpipe.models.workload import Data
+from jvpipe.util.names import did_you_mean
 
 Tree = Any
 Image = Float[Array, "B _Y _X _C"]

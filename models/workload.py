@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import optax
 
-from jvpipe.ir.extras import extra
-from jvpipe.ir.names import did_you_mean
 from jvpipe.models.architecture import Supernet
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
+from jvpipe.util.extras import extra
+from jvpipe.util.names import did_you_mean
 
 Tree = Any
 Config = TypeVar("Config")

@@ -1,7 +1,8 @@
 """Setuptools as a build backend, which writes the README for readers outside of the repository first.
 
-`JVPIPE_HOME` is the address under which the repository's files are found: relative links and pictures of the README
-then begin with it. Without it links are plain words and pictures are left out, so that nothing is dead.
+`JVPIPE_HOME` is the address under which pages of the repository's files are found: relative links of the README then
+begin with it, and so do pictures, with `?raw=true` for the file itself. Without it links are plain words and pictures
+are left out, so that nothing is dead.
 """
 
 import os
@@ -20,7 +21,7 @@ def outside(text: str, home: str) -> str:
     base = home.rstrip("/")
     if not base:
         return _LINK.sub(r"\1", _PICTURE.sub("", text))
-    text = _PICTURE.sub(rf"![\1]({base}/\2)\n\n", text)
+    text = _PICTURE.sub(rf"![\1]({base}/\2?raw=true)\n\n", text)
     return _LINK.sub(rf"[\1]({base}/\2)", text)
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.runtime.tensors import Limits
+from jvpipe.runtime.engine.tensors import Limits
 
 D, MICRO, STEPS = 4, 2, 3
 

@@ -29,8 +29,8 @@ from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.shape_reasons import shape_of
 from jvpipe.profiles.graph_file import read_graph
-from jvpipe.report.shapes import shape_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.session.asking import Planned, ask_shapes

@@ -17,10 +17,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jvpipe.cli.run_folder import RunDir
-from jvpipe.ir.sizes import format_bytes, parse_bytes
 from jvpipe.models import llama, load
 from jvpipe.models.weight_folder import open_folder
 from jvpipe.models.weights import nested, read_fields
+from jvpipe.util.sizes import format_bytes, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "build" / "peers" / "transformers" / "bin" / "python"

@@ -25,7 +25,7 @@ READERS = (
     "device_fates",
     "device_orders",
     "floor",
-    "local_search",
+    "climb",
     "lower_bound",
     "min_bytes",
     "order_climb",
@@ -40,7 +40,6 @@ READERS = (
     "stage_fates",
     "surrogate",
     "trips",
-    "working_tiers",
 )
 
 

@@ -13,12 +13,12 @@ from experiments.planners.questions import question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
 from jvpipe.papers.registry import PLANNERS
+from jvpipe.planners.answer import Answer
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_split import expert_split, split_loads_s
-from jvpipe.report.answers import Answer
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecasts import answer
 from jvpipe.session.question import on_cluster

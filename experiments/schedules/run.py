@@ -22,8 +22,8 @@ from experiments.schedules.cases import SHARES, Case, bytes_of_1f1b, drawn_cases
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.order_cuts import layer_s
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.joint.rule_search import layer_s
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible

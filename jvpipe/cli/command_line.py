@@ -17,10 +17,10 @@ import jvpipe
 from jvpipe import models
 from jvpipe.cli.own_model import ENTRY_POINTS
 from jvpipe.cost.presets import PRESETS
-from jvpipe.ir.extras import MissingExtraError, extra
-from jvpipe.ir.names import did_you_mean
 from jvpipe.papers.registry import PLANNERS
 from jvpipe.schedules import SCHEDULES
+from jvpipe.util.extras import MissingExtraError, extra
+from jvpipe.util.names import did_you_mean
 
 T = TypeVar("T")
 

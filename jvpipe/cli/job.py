@@ -28,20 +28,20 @@ from jvpipe.cli.train_options import (
     kept_options,
     retrained,
 )
-from jvpipe.ir.extras import extra
 from jvpipe.models.workload import OF_FOLDERS, format_of
-from jvpipe.runtime.checkpoints.generations import DamageError
-from jvpipe.runtime.checkpoints.saving import checkpoint_plan
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
+from jvpipe.util.extras import extra
 
 
 def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:
-    """Puts the tokenizer of `--tokenizer`, if one is given, where a new run looks for its own.
+    """Puts the tokenizer of `--tokenizer`, if one is given, where a new run looks for its own; and its chat template.
 
     Args:
         options: of the command line.
@@ -61,14 +61,18 @@ def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) ->
             f"{told}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
         )
     with extra("models"):
+        from jvpipe.models.chats import FILES
         from jvpipe.models.tokens import read_tokenizer
+    there = Path(options.tokenizer)
     try:
-        read_tokenizer(Path(options.tokenizer))
+        read_tokenizer(there)
     except ValueError as problem:
         raise ValueError(
             f"--tokenizer: {problem}: it should be a tokenizer.json of the tokenizers package"
         ) from problem
-    (folder / "tokenizer.json").write_bytes(Path(options.tokenizer).read_bytes())
+    (folder / "tokenizer.json").write_bytes(there.read_bytes())
+    for beside in filter(Path.exists, map(there.with_name, FILES)):
+        (folder / beside.name).write_bytes(beside.read_bytes())
 
 
 # `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them back to it.
@@ -104,10 +108,11 @@ def as_in_folder(options: Options) -> Options:
             f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
         )
     from jvpipe.models import checkpoints  # needs an extra
+    from jvpipe.models.hub import model_folder, pinned
     from jvpipe.models.weight_folder import open_folder
     from jvpipe.models.weights import read_fields
 
-    folder = open_folder(Path(options.init_from))
+    folder = open_folder(model_folder(options.init_from))
     there = checkpoints.model_of(folder)
     if there != options.model:
         raise ValueError(
@@ -124,6 +129,7 @@ def as_in_folder(options: Options) -> Options:
     beside = folder.path / "tokenizer.json"
     return replace(
         options,
+        init_from=pinned(options.init_from, folder.path),
         size=options.size or checkpoints.published_size(options.model),
         set=(*assigned, *options.set),
         tokenizer=options.tokenizer or (str(beside) if beside.exists() else None),
@@ -139,9 +145,11 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     if options.init_from is None or options.resume:
         return workload.init
     from jvpipe.models.checkpoints import first_params as in_folder
+    from jvpipe.models.hub import model_folder
     from jvpipe.models.weight_folder import open_folder
 
-    return in_folder(open_folder(Path(options.init_from)), workload, jax.random.key(options.seed))
+    folder = open_folder(model_folder(options.init_from))
+    return in_folder(folder, workload, jax.random.key(options.seed))
 
 
 def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
@@ -232,7 +240,9 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
     with phase("opening the data"):
-        data, made = hosts.together("data", lambda: _open_data(options, workload, run, files))
+        data, made = hosts.together(
+            "data", lambda: _open_data(options, workload, run, files, hosts)
+        )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
@@ -270,7 +280,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
     with suppress(RuntimeError):  # JAX has its devices already: there may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
     hosts.connect()  # from here on it is seen at once if one is gone
-    _keep_compiled()
+    keep_compiled()
     options = hosts.together("weights", lambda: as_in_folder(options))
     workload = hosts.together(
         "model", lambda: find_model(options.model, options.size, fields_of(options))
@@ -359,7 +369,11 @@ def _pipeline(
 
 
 def _open_data(
-    options: Options, workload: models.Workload, run: RunDir, files: Mapping[str, str]
+    options: Options,
+    workload: models.Workload,
+    run: RunDir,
+    files: Mapping[str, str],
+    hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
     """The data of the run, and the files that it made, which belong to a new run; `files` are digests of the old."""
     run.check_files(files)
@@ -370,6 +384,9 @@ def _open_data(
         keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
         made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+    lazily = getattr(data.train, "lazily", None)
+    if hosts.count > 1 and lazily is not None:  # each reads what its devices need
+        data = replace(data, train=lazily())
     if options.eval_every and not data.held_out:
         raise ValueError(
             f"--eval-every {options.eval_every}: {workload.name} has no held_out() to be evaluated on"
@@ -414,7 +431,7 @@ def _first_params(job: Job) -> Any:
         return first_params(job.options, job.workload)
 
 
-def _keep_compiled() -> None:
+def keep_compiled() -> None:
     """Keeps compiled programs in the user's cache, so that the next start finds them."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -11,12 +11,12 @@ from typing import Any
 import jvpipe
 from jvpipe.cli.job import Job
 from jvpipe.cli.processes import Watch
-from jvpipe.ir.pattern import compare, maybe, number, whole
 from jvpipe.report.metrics import replace_text
-from jvpipe.runtime.checkpoints.background import Writer
-from jvpipe.runtime.checkpoints.generations import damage_of
-from jvpipe.runtime.losses import nan_leaves
+from jvpipe.runtime.engine.losses import nan_leaves
+from jvpipe.runtime.state.checkpoints.background import Writer
+from jvpipe.runtime.state.checkpoints.generations import damage_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
+from jvpipe.util.pattern import compare, maybe, number, whole
 
 _KEPT = {"best_loss": maybe(number), "best_step": whole(0, 2**31 - 1), "since": whole(0, 2**31 - 1)}
 

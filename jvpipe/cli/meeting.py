@@ -18,14 +18,14 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import digest
+from jvpipe.runtime.engine.failures import HostLost
+from jvpipe.runtime.engine.hosts import digest
 
 VARIABLE = "JVPIPE_SECRET_FILE"
 """Names the file where `--secret-file` does not."""
-_MOST_BYTES = 1 << 16
 
 
 def read_secret(path: str | None) -> bytes:
@@ -47,7 +47,7 @@ def read_secret(path: str | None) -> bytes:
             # a pipe without a writer would be waited for
             file = held.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
             status = os.fstat(file.fileno())
-            secret = file.read(_MOST_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
+            secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
         except OSError as problem:
             raise ValueError(f"{named} {path} cannot be read: {problem.strerror}") from problem
     if not stat.S_ISREG(status.st_mode):
@@ -57,8 +57,8 @@ def read_secret(path: str | None) -> bytes:
         raise ValueError(
             f"{named} {path}: others may use the file, its mode is {mode:04o}: chmod 600 {path}"
         )
-    if not 0 < len(secret) <= _MOST_BYTES:
-        size = "is empty" if not secret else f"has more than {_MOST_BYTES} bytes"
+    if not 0 < len(secret) <= LINE_BYTES:
+        size = "is empty" if not secret else f"has more than {LINE_BYTES} bytes"
         raise ValueError(
             f"{named} {path} {size}: write a secret into it, such as `openssl rand -hex 32` gives"
         )
@@ -159,15 +159,28 @@ class SignedLines:
 
 # The meeting of a command's processes before JAX brings them together: who each is, and what it was given.
 
-_HANDSHAKE_S = 5.0
-"""How long a connection may take to say who it is."""
-_KNOCK_S = 0.2
-_SAY_S = 3.0
-"""How often who waits says for whom."""
-_FAREWELL_S = 1.0
-"""How long process 0 takes at most to tell the others how the meeting ended, and anybody that it leaves."""
-_CROWD = 256
-"""So many connections are open at a time: strangers must not use up the files of the process."""
+
+@dataclass(frozen=True)
+class Patience:
+    """How long those who meet wait for one another, and how many strangers they bear.
+
+    Attributes:
+        handshake_s: a connection may take to say who it is.
+        knock_s: between two tries to reach process 0.
+        say_s: between two lines of whoever waits, which say for whom.
+        farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody that
+            it leaves.
+        crowd: connections that are open at a time: strangers must not use up the files of the process.
+    """
+
+    handshake_s: float = 5.0
+    knock_s: float = 0.2
+    say_s: float = 3.0
+    farewell_s: float = 1.0
+    crowd: int = 256
+
+
+PATIENCE = Patience()
 _SHOWN = 80
 """So many characters of a value are shown."""
 
@@ -241,13 +254,13 @@ class MeetingServer:
         server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
         until_s = time.monotonic() + timeout_s
         while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
-            await asyncio.wait({self._end}, timeout=min(_SAY_S, left_s))
-            if not self._end.done() and left_s > _SAY_S:
+            await asyncio.wait({self._end}, timeout=min(PATIENCE.say_s, left_s))
+            if not self._end.done() and left_s > PATIENCE.say_s:
                 _say(f"waiting for {self._missing()}")
         if not self._end.done():
             self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
         if self._visits:  # this process may end as soon as it knows, so the others hear first
-            await asyncio.wait(self._visits, timeout=_FAREWELL_S)
+            await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
         self._met.set_result(self._end.result())
         await server.serve_forever()
 
@@ -258,7 +271,7 @@ class MeetingServer:
         assert visit is not None, "the server runs each in a task"
         self._visits.add(visit)
         try:
-            if len(self._visits) <= _CROWD:
+            if len(self._visits) <= PATIENCE.crowd:
                 host, *_ = writer.get_extra_info("peername") or ["unknown"]
                 await self._receive(lines, host)
         except (OSError, ValueError):
@@ -270,7 +283,7 @@ class MeetingServer:
 
     async def _receive(self, lines: SignedLines, host: str) -> None:
         try:
-            async with asyncio.timeout(_HANDSHAKE_S):
+            async with asyncio.timeout(PATIENCE.handshake_s):
                 await lines.greet()
                 process, parts = _introduced(await lines.hear())
         except AnotherSecretError:
@@ -300,7 +313,9 @@ class MeetingServer:
             while not self._end.done() and not left.done():
                 await lines.say(missing=self._missing())
                 awaited = {self._end, left}
-                await asyncio.wait(awaited, timeout=_SAY_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
+                )
             if self._end.done():
                 await lines.say(**self._end.result())
                 self._bonds.hold(lines, left, f"process {process}")
@@ -322,7 +337,7 @@ class MeetingServer:
 
     def _refuse(self, whom: str) -> None:
         """Says each refusal once, so that who knocks again and again does not fill the log."""
-        if whom not in self._refusals and len(self._refusals) < _CROWD:
+        if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
             self._refusals.add(whom)
             _say(f"refused {whom}")
 
@@ -369,7 +384,7 @@ class Bonds:
             asyncio.run_coroutine_threadsafe(lines.say(farewell=True), self._loop)
             for lines in list(self._held)
         ]
-        wait(told, _FAREWELL_S)
+        wait(told, PATIENCE.farewell_s)
 
 
 class Attendance:
@@ -418,7 +433,7 @@ class Attendance:
         missing = ""
         try:
             # process 0 may have come first: it is the one who says that the time is over
-            async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + _FAREWELL_S):
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
                 while "missing" in (told := await lines.hear()):
                     missing = ascii(told["missing"]).strip("'")
@@ -448,7 +463,7 @@ async def _reached(
     while True:
         lines = None
         try:
-            async with asyncio.timeout(min(_HANDSHAKE_S, timeout_s)):
+            async with asyncio.timeout(min(PATIENCE.handshake_s, timeout_s)):
                 connection = await asyncio.open_connection(host, port, limit=LINE_BYTES)
                 lines = SignedLines(*connection, secret, "client")
                 await lines.greet()
@@ -462,10 +477,10 @@ async def _reached(
                     f"the coordinator {host}:{port} has not answered process {process} for "
                     f"{timeout_s:g} s ({why}): is process 0 started there, and the port open?"
                 ) from problem
-            if now_s - said_s >= _SAY_S:
+            if now_s - said_s >= PATIENCE.say_s:
                 _say(f"waiting for process 0 at {host}:{port}: {why}")
                 said_s = now_s
-        await asyncio.sleep(_KNOCK_S)
+        await asyncio.sleep(PATIENCE.knock_s)
 
 
 def _introduced(told: Mapping[str, Any]) -> tuple[int, Parts]:

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import PyTree
 from safetensors import SafetensorError
 
-from jvpipe.ir.extras import extra
-from jvpipe.runtime.checkpoints import array_file
-from jvpipe.trace.leaves import path_names
+from jvpipe.runtime.state.checkpoints import array_file
+from jvpipe.util.extras import extra
+from jvpipe.util.paths import path_names
 
 
 def check_outputs(

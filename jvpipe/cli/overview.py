@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jvpipe
 from jvpipe.cli import plan, train
 from jvpipe.cli.command_line import names
-from jvpipe.ir.names import did_you_mean
+from jvpipe.util.names import did_you_mean
 
 _COMMANDS = {"train": train.main, "plan": plan.main}
 _TOLD = """\

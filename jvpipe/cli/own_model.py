@@ -20,12 +20,12 @@ import numpy as np
 import optax
 
 from jvpipe import models
-from jvpipe.ir.names import did_you_mean
 from jvpipe.models.fields import with_fields
 from jvpipe.models.recipe import Recipe
 from jvpipe.session.arguments import check_loss, whole_number
 from jvpipe.session.trees import shapes_of
 from jvpipe.trace.leaves import abstract
+from jvpipe.util.names import did_you_mean
 
 Tree = Any
 

@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jvpipe.cli.command_line import parsed
+from jvpipe.cli.job import keep_compiled
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.own_model import find_model
 from jvpipe.cli.plan_options import Options, check, read_import
+from jvpipe.cli.speech import progress
 from jvpipe.cli.train_options import fields_of
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES
 from jvpipe.session.forecasts import Forecast, asked, plan_for
 from jvpipe.session.question import on_cluster, profile_slowness
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parsed(Options, arguments, "jvpipe.plan")
         names = check(options)
-        forecast = of_model(options, names) if options.graph is None else of_graph(options, names)
+        forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
     piped = options.export is not None and not options.export.partition(":")[2]
@@ -41,6 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as mistake:
         return _error(mistake)
     return 0 if forecast.fits else 1
+
+
+def _planned(options: Options, names: Sequence[str]) -> Forecast:
+    """What planners answer; while a compiler is asked, how far it is."""
+    if options.graph is not None:
+        return of_graph(options, names)
+    if not options.compile:
+        return of_model(options, names)
+    keep_compiled()
+    with progress():
+        return of_model(options, names)
 
 
 def _error(mistake: Exception) -> int:
@@ -70,6 +83,7 @@ def of_model(options: Options, names: Sequence[str]) -> Forecast:
         has_state=workload.has_state,
         stacked=options.stacked,
         frozen=options.frozen,
+        compile=options.target or options.compile,
         title=workload.title,
     )
 

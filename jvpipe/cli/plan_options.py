@@ -7,12 +7,13 @@ from typing import Annotated
 import tyro
 
 from jvpipe.cli.outputs import check_figure, check_outputs
+from jvpipe.cost.targets import find_target
 from jvpipe.exports.registry import find_format
-from jvpipe.ir.sizes import limits_of_each, parse_limits
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
 from jvpipe.session.forecasts import planner_names
 from jvpipe.session.question import check_shape_planner
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 MOST = {
     "--stages": 10**5,
@@ -67,6 +68,11 @@ class Options:
     """A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again."""
     batch_size: int | None = None
     """Examples per step; the model's own if left out."""
+    compile: bool = False
+    """Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes
+    on until a plan keeps the limit so."""
+    target: str | None = None
+    """With --compile: another device than the hardware's, such as h200 or v5e:4x4."""
     export: str | None = None
     """FORMAT[:FILE] writes the plan for another system, to stdout without a file: megatron, torchtitan,
     torch-csv, maxtext or jaxpp."""
@@ -102,6 +108,7 @@ def check(options: Options) -> list[str]:
     of_models = {name: counts[name] for name in ("--batch-size", "--sequence-length")}
     of_models |= {f"--{name}": value for name, value in options.shared.items()}
     of_models |= {
+        "--compile": True if options.compile else None,
         "--size": options.size,
         "--dtype": options.dtype,
         "--set": " ".join(options.set) or None,
@@ -110,6 +117,10 @@ def check(options: Options) -> list[str]:
     for name, value in of_models.items():
         if options.graph is not None and value is not None:
             raise ValueError(f"{name} {value} is of a --model, a --graph has its own: leave it out")
+    if options.target is not None:
+        if not options.compile:
+            raise ValueError(f"--target {options.target} is for --compile: give both")
+        find_target(options.target)
     for name, count in counts.items():
         if count is not None and not 1 <= count <= MOST[name]:
             raise ValueError(f"{name} {count}: there must be 1 to {MOST[name]}")

@@ -23,7 +23,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
-from jvpipe.runtime.hosts import ALONE, Hosts, digest, present_hosts
+from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
 from jvpipe.session.settings import versions
 
 Own = tuple[StepMetrics, Busy]

@@ -18,19 +18,19 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from jvpipe.cli.own_model import is_installed
-from jvpipe.ir.brief import brief
-from jvpipe.ir.pattern import anything, compare
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes, replace_text
-from jvpipe.runtime.checkpoints.checkpoint import (
+from jvpipe.runtime.state.checkpoints.checkpoint import (
     check_checkpoint,
     delete_checkpoint,
     is_checkpoint,
     open_checkpoint,
 )
-from jvpipe.runtime.checkpoints.generations import DamageError, digest_of, telling
+from jvpipe.runtime.state.checkpoints.generations import DamageError, digest_of, telling
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
+from jvpipe.util.brief import brief
+from jvpipe.util.pattern import anything, compare
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:

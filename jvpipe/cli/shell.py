@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from jvpipe.ir.extras import MissingExtraError, extra
+from jvpipe.util.extras import MissingExtraError, extra
 
 
 class ExitCode(IntEnum):

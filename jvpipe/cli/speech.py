@@ -3,8 +3,8 @@
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -92,6 +92,20 @@ def places(pipe: Pipeline) -> dict[str, Place]:
         str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None)
         for d in sorted(layers)
     }
+
+
+@contextmanager
+def progress() -> Iterator[None]:
+    """Inside it the log of jvpipe is heard on stderr, as it comes."""
+    level, propagate, handler = _log.level, _log.propagate, logging.StreamHandler()
+    _log.setLevel(logging.INFO)
+    _log.propagate = False  # some library may have given the root a handler
+    _log.addHandler(handler)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _restore(level, propagate)
 
 
 class _ToLines(logging.Handler):

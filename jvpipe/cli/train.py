@@ -21,7 +21,7 @@ from jvpipe.cli.shell import ExitCode, StopRequest
 from jvpipe.cli.speech import Speech
 from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
-from jvpipe.runtime.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

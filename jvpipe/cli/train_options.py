@@ -14,11 +14,11 @@ from jvpipe.cli import outputs
 from jvpipe.cli.command_line import as_type, is_type, parsed, read_options
 from jvpipe.cli.plan_options import Options as PlanOptions
 from jvpipe.cli.run_folder import KEPT_CHECKPOINTS, RunDir, check_made_here
-from jvpipe.ir.brief import brief
-from jvpipe.ir.names import did_you_mean
 from jvpipe.models.recipe import OPTIMIZERS, Recipe
-from jvpipe.report.trackers import check_tracker
+from jvpipe.report.trackers import find_tracker
 from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, whole_numbers
+from jvpipe.util.brief import brief
+from jvpipe.util.names import did_you_mean
 
 FIXED = ("model", "size", "dtype", "batch_size", "seed", "optimizer")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
@@ -113,16 +113,16 @@ class Options:
     warmup: int | None = None
     """In how many steps the learning rate rises to that; the model's own share of all steps if left out."""
     data: str | None = None
-    """A text file or a folder of them, .jsonl and .parquet files with a field "text" among them; by default the English
-    prose that comes with Python. For models of images a folder with a folder for each class; by default the digits of
-    scikit-learn. For models that translate a folder with files such as train.en and train.de; by default the message
-    catalogues of Django."""
+    """A text file or a folder of them, .jsonl and .parquet files with a field "text" or "messages" among them, or
+    OWNER/NAME of a hub; by default the English prose that comes with Python. For models of images a folder with a
+    folder for each class; by default the digits of scikit-learn. For models that translate a folder with files such as
+    train.en and train.de; by default the message catalogues of Django."""
     tokenizer: str | None = None
     """Reads text by this tokenizer.json of the tokenizers package; by default one is trained on the text."""
     init_from: str | None = None
     """Begins with published weights of bert, gpt2, t5, llama, qwen3 or gemma: a folder with config.json and
-    model.safetensors or its parts, as transformers writes it. The model is as config.json tells, and so is the
-    tokenizer, if there is a tokenizer.json."""
+    model.safetensors or its parts, as transformers writes it, or OWNER/NAME of a hub. The model is as config.json
+    tells, and so is the tokenizer, if there is a tokenizer.json."""
     lora: int | None = None
     """Trains adapters of this rank alone; all other parameters stay as they are."""
     lora_on: str | None = None
@@ -151,7 +151,8 @@ class Options:
     early_stop: int | None = None
     """Ends the run after so many evaluations that were no better than the best."""
     track: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Where metrics go beside metrics.jsonl: tensorboard, wandb; may be given again."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, or the tracker of an installed
+    package; may be given again."""
     adapt: tyro.conf.FlagCreatePairsOff[bool] = False
     """Lets layers leave a device that has become slow, and come back."""
     nas: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -258,7 +259,7 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> Options:
     if options.export_weights and writes:
         outputs.check_new_folder(Path(options.export_weights))
     for tracker in options.track if writes else ():
-        check_tracker(tracker)
+        find_tracker(tracker)
     return options
 
 

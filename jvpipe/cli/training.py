@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +21,12 @@ from jvpipe.cli.train_options import kept_options
 from jvpipe.cost.utilisation import ideal_s
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline
-from jvpipe.report.metrics import MetricsLog, StepMetrics
-from jvpipe.report.trackers import TRACKERS, TrackedRun, Tracker
-from jvpipe.runtime.hosts import ALONE, Hosts
-from jvpipe.runtime.monitor import Measured
+from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
+from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.trace.graph import Traced
-from jvpipe.trace.leaves import path_name, path_names
+from jvpipe.util.paths import path_name
 
 Done = tuple[int, dict[str, Any], Sequence[str]]
 """A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
@@ -103,17 +103,6 @@ def tokens_in(batch: Any) -> int | None:
         and np.issubdtype(leaf.dtype, np.integer)
     ]
     return sum(counts) if counts else None
-
-
-def scalars_in(aux: Any) -> Mapping[str, float]:
-    """The single numbers of a tree by their path; one that is the whole tree is called aux.
-
-    >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
-    {'accuracy': 0.5}
-    """
-    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(aux) if np.shape(leaf) == ()]
-    names = path_names([path for path, _ in leaves])
-    return {name or "aux": float(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 # What a run keeps of how its steps went: a timeline, and a profile whose tasks have the names of the plan.
@@ -339,7 +328,7 @@ def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
     """What else is told of each step, until `opened` is closed."""
     run = TrackedRun(job.run.path, kept_options(job.options), first)
     for name in dict.fromkeys(job.options.track):
-        tracker = TRACKERS[name](run)
+        tracker = find_tracker(name)(run)
         opened.callback(tracker.close)
         yield tracker
 

@@ -35,8 +35,8 @@ from typing import Any
 
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.presets import PRESETS
-from jvpipe.ir.names import did_you_mean
-from jvpipe.ir.sizes import parse_bytes
+from jvpipe.util.names import did_you_mean
+from jvpipe.util.sizes import parse_bytes
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:

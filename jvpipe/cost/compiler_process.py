@@ -3,7 +3,8 @@
 It runs as a child: a plugin wakes in it alone. All is text, and no program runs.
 
     in    {"platform", "topology", "config"}, then for each program {"id", "bytes"} and so many bytes of StableHLO
-    out   {"kind"} once it is ready, then in any order {"id", "sizes"}, or {"id", "refused"} with the compiler's word
+    out   {"kind"} once it is ready, then in any order {"id", "sizes", "arguments", "results"}, with the bytes of
+          each argument and result, or {"id", "refused"} with the compiler's word
 """
 
 import json
@@ -15,6 +16,7 @@ from threading import Lock
 from typing import Any, BinaryIO
 
 from jvpipe._jax import Device, absent_device, compiled_sizes
+from jvpipe.cost.tiles import entry_bytes
 
 
 def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
@@ -42,7 +44,9 @@ def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
 
 def _compile(number: int, text: str, device: Device, say: Callable[[dict[str, Any]], None]) -> None:
     try:
-        say({"id": number, "sizes": compiled_sizes(text, device)})
+        header, sizes = compiled_sizes(text, device)
+        arguments, results = entry_bytes(header)
+        say({"id": number, "sizes": sizes, "arguments": arguments, "results": results})
     except Exception as refusal:  # of any kind: it is the compiler's
         say({"id": number, "refused": first_line(refusal)})
 

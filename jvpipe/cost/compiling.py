@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
@@ -32,13 +34,39 @@ _BETWEEN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of a compiled program: its arguments and results as they lie on the device, `aliased` both at once."""
+    """The bytes of a compiled program: its arguments and results as they lie on the device, `aliased` both at once.
+
+    `each_argument` and `each_result` are those of one array each, where the compiler tells of them.
+    """
 
     arguments: int
     results: int
     aliased: int
     temporary: int
     code: int
+    each_argument: tuple[int, ...] = ()
+    each_result: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> list[float]:
+        """All of it in a row, as the archive keeps it."""
+        totals = self.arguments, self.results, self.aliased, self.temporary, self.code
+        return [
+            float(x)
+            for x in (*totals, len(self.each_argument), *self.each_argument, *self.each_result)
+        ]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> "Sizes":
+        """What such a row of numbers says.
+
+        >>> sizes = Sizes(8, 4, 0, 2, 1, (4, 4), (4,))
+        >>> Sizes.of(sizes.numbers) == sizes
+        True
+        """
+        arguments, results, aliased, temporary, code, count, *each = map(int, numbers)
+        apart = tuple(each[:count]), tuple(each[count:])
+        return Sizes(arguments, results, aliased, temporary, code, *apart)
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
@@ -91,7 +119,8 @@ class Compiler:
 
     target: Target
     archive: Archive = field(default_factory=Archive)
-    asked: int = 0  # programs that were compiled, and not found in the archive
+    asked: int = 0  # programs that were compiled: nothing was known of them
+    _said: dict[tuple[str, ...], list[float]] = field(default_factory=dict, repr=False)
 
     def sizes(self, texts: Sequence[str]) -> list[Sizes]:
         """What programs take.
@@ -104,17 +133,21 @@ class Compiler:
             ValueError: the compiler cannot be asked, and why.
         """
         self.target.check()
-        known = {text: self.archive.find(*self._words(text)) for text in dict.fromkeys(texts)}
+        known = {text: self._known(text) for text in dict.fromkeys(texts)}
         missing = [text for text, numbers in known.items() if numbers is None]
         if missing:
             for text, numbers in self._compiled(missing):
                 self.archive.keep(numbers, *self._words(text))
-                known[text] = numbers
-        return [Sizes(*map(int, known[text] or ())) for text in texts]
+                known[text] = self._said[self._words(text)] = numbers
+        return [Sizes.of(known[text] or ()) for text in texts]
+
+    def _known(self, text: str) -> list[float] | None:
+        words = self._words(text)
+        return self._said.get(words) or self.archive.find(*words)
 
     def _words(self, text: str) -> tuple[str, ...]:
         flags = _flags(self.target.platform), os.environ.get("LIBTPU_INIT_ARGS", "")
-        return "compiled bytes", *self.target.identity, *flags, text
+        return "compiled bytes of each", *self.target.identity, *flags, text
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
         """Yields what the child says, as it says it; it is given no more than it can work at."""
@@ -135,7 +168,15 @@ class Compiler:
                 if time.monotonic() - told_s > _BETWEEN_S:
                     told_s = time.monotonic()
                     _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
-                yield text, [float(size) for size in answer["sizes"]]
+                each = answer["arguments"]
+                numbers = *answer["sizes"], len(each), *each, *answer["results"]
+                yield text, list(map(float, numbers))
+
+
+@cache
+def compiler_of(target: Target, folder: Path | None) -> Compiler:
+    """The compiler of a target, which remembers what it has said: in a folder, else as long as this process lives."""
+    return Compiler(target, Archive(folder))
 
 
 def _flags(platform: str) -> str:

@@ -7,6 +7,7 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
+from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -23,6 +24,7 @@ def estimate(
     fates: bool = True,
     split: bool = False,
     store: ProgramStore | None = None,
+    said: Said | None = None,
 ) -> Costs:
     """The costs of a model on a device of a cluster, by the roofline; layers alike are looked at once.
 
@@ -34,6 +36,7 @@ def estimate(
         fates: whether layers have options other than keeping everything.
         split: whether backwards in halves are looked at too.
         store: where programs are kept.
+        said: what the compiler of the device has said of programs, which counts where it is more.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.cost.cluster_file import find_cluster
@@ -49,22 +52,30 @@ def estimate(
     >>> [round(1e3 * layer.forward_s) for layer in costs.layers]
     [15, 15, 15]
     """
-    store = store or shared_store()
+    store, said = store or shared_store(), said or {}
     everything = layer_programs(store, traced)
     signatures = [programs.signature for programs in everything]
     distinct = {id(programs): programs for programs in everything}
-    works = {key: _work(programs, cluster.device) for key, programs in distinct.items()}
+    each = {
+        key: with_said_work(_work(programs, cluster.device), programs, said)
+        for key, programs in distinct.items()
+    }
+    works = [each[id(programs)] for programs in everything]
+    if said and optimizer is not None:
+        loss = traced.graph.loss_layer
+        told = enumerate(works)
+        works = [with_said_updates(work, i, loss, optimizer, said) for i, work in told]
     options = None
     if fates:
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
+        options = with_said_options(traced, works, options, store, said)
     splits = (
         split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device))
         if split
         else None
     )
-    chosen = [works[id(p)] for p in everything]
-    return costs_of(traced.graph, signatures, chosen, options, optimizer, microbatches, splits)
+    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:

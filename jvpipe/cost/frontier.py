@@ -14,14 +14,13 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.cost.costs import Option
+from jvpipe.cost.effort import OPTIONS
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.recompute import Recompute, recompute_of
 from jvpipe.cost.roofline import equation_seconds
 from jvpipe.ir.plan import Fate
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace.graph import Traced
-
-OPTIONS = 24  # of a layer, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def layer_options(
 
 
 def options_of(
-    recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS
+    recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS.options
 ) -> tuple[Option, ...]:
     """A layer's options: the first keeps everything, the last recomputes everything.
 

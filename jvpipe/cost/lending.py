@@ -9,11 +9,9 @@ import jax
 
 from jvpipe._jax import Device
 from jvpipe.cost.archive import Archive, surroundings
+from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.measure import example_of
 from jvpipe.programs.store import Program, ProgramStore
-
-_TURNS = 5
-_TURN_S = 0.02  # a turn takes no less on one device: a moment is not enough to tell
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
@@ -69,11 +67,11 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
         return time.perf_counter() - start
 
     taken_s(len(devices), 1)
-    times = math.ceil(_TURN_S / taken_s(1, 1))
+    times = math.ceil(MEASURING.lending_turn_s / taken_s(1, 1))
     shares = [
         lent_share(
             taken_s(1, times), taken_s(len(devices), times), len(devices)
         )  # the machine is as fast for both
-        for _ in range(_TURNS)
+        for _ in range(MEASURING.lending_turns)
     ]
     return statistics.median(shares)

@@ -15,11 +15,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jvpipe._jax import Device
 from jvpipe.cost.archive import Archive, surroundings
+from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import INFINITE, Link
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
-_RUNS = 5
-_NUMBERS = 7
 _SHARED = 1.5  # two copies that take so much longer together than the longer one alone share a link
 
 Copy = Callable[[jax.Array], jax.Array]
@@ -84,7 +83,7 @@ def links_between(
         known[kinds] = Links.of(
             archive.numbers(
                 lambda: ("links", surroundings(device), *kinds),
-                _NUMBERS,
+                7,  # see Links.numbers
                 lambda: measure_links(device, other).numbers,
             )
         )
@@ -134,7 +133,7 @@ def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
     """An array per run, and one to warm up."""
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     return jax.block_until_ready(
-        [jax.device_put(values, place, may_alias=False) for _ in range(_RUNS + 1)]
+        [jax.device_put(values, place, may_alias=False) for _ in range(MEASURING.copies + 1)]
     )
 
 

@@ -16,6 +16,7 @@ from jvpipe.cost import roofline
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
+from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
 from jvpipe.cost.presets import accelerator_of
@@ -33,10 +34,6 @@ from jvpipe.programs.model import (
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
-
-_TURNS = 3  # all programs are run one after another: a slow moment of the machine hits all alike, or is left out
-_RUNS = 3
-_LONG_S = 0.1  # programs that take longer are run in the first turn only, and less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +214,9 @@ def _needed_bytes(needs: Any) -> int:
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[float]:
     """The least seconds of each program in several turns, in which all run one after another."""
     least = [_seconds(executable, program, device) for program, executable in programs]
-    for _ in range(_TURNS - 1):
+    for _ in range(MEASURING.turns - 1):
         least = [
-            min(s, _seconds(executable, program, device)) if s < _LONG_S else s
+            min(s, _seconds(executable, program, device)) if s < MEASURING.long_s else s
             for s, (program, executable) in zip(least, programs, strict=True)
         ]
     return least
@@ -232,7 +229,9 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
         i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated
     }
     taken: list[float] = []
-    while len(taken) <= _RUNS and (len(taken) < 3 or sum(taken) < _RUNS * _LONG_S):
+    while len(taken) <= MEASURING.runs and (
+        len(taken) < 3 or sum(taken) < MEASURING.runs * MEASURING.long_s
+    ):
         given = [
             kept[i] if i in kept else jax.device_put(x, device, may_alias=False)
             for i, x in enumerate(examples)

@@ -15,13 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
+from jvpipe.cost.effort import OPTIONS
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
-
-_EXACT = 10  # up to so many candidates all subsets are tried
-_PRICES = 24
-_CAPACITY = 10**9
 
 EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 
@@ -79,7 +76,7 @@ class Recompute:
         what differs from them in one candidate.
         """
         order = sorted(self.choices)
-        if len(order) <= _EXACT:
+        if len(order) <= OPTIONS.all_subsets:
             tried = (
                 frozenset(c for i, c in enumerate(order) if bits >> i & 1)
                 for bits in range(2 ** len(order))
@@ -109,7 +106,7 @@ class Recompute:
     def _prices(self) -> np.ndarray:
         """Seconds per byte, from where everything is kept to where nothing is."""
         most = self.seconds.sum() / max(min((self.bytes[c] for c in self.choices), default=1), 1)
-        return np.geomspace(most * 1e-5, most * 2, _PRICES) if most else np.array([])
+        return np.geomspace(most * 1e-5, most * 2, OPTIONS.prices) if most else np.array([])
 
     def cut(self, price: float) -> frozenset[int]:
         """The candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
@@ -133,8 +130,8 @@ class Recompute:
             np.arange(columns) + 2 + 2 * n,
         )
         own = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
-        scale = _CAPACITY / max(own.sum() + self.seconds.sum(), 1e-300)
-        endless = 2 * _CAPACITY
+        scale = OPTIONS.flow_units / max(own.sum() + self.seconds.sum(), 1e-300)
+        endless = 2 * OPTIONS.flow_units
         edges = [(0, needed[p], endless) for p in self.parents[-1]]
         edges += [(needed[c], recomputed[c], int(own[c] * scale)) for c in range(n)]
         edges += [(recomputed[c], needed[p], endless) for c in range(n) for p in self.parents[c]]

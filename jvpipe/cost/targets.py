@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jvpipe.cost import presets
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.ir.extras import MissingExtraError
-from jvpipe.ir.names import did_you_mean
+from jvpipe.util.extras import MissingExtraError
+from jvpipe.util.names import did_you_mean
 
 _GIB = 2**30
 
@@ -20,7 +20,8 @@ _GIB = 2**30
 class Target:
     """A device that programs are compiled for.
 
-    `package` brings the compiler, `extra` is what installs it; `config` is the description of a GPU.
+    `package` brings the compiler, `extra` is what installs it; `config` is the description of a GPU. One without
+    `host_memory` has nowhere to swap to.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Target:
     config: str = ""
     package: str = "jaxlib"
     extra: str = ""
+    host_memory: bool = True
 
     @property
     def identity(self) -> tuple[str, ...]:

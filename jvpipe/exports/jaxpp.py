@@ -6,12 +6,12 @@ from typing import Any
 
 from jvpipe.exports.format import Format, by_device, lists_for, ranks_of, with_lists
 from jvpipe.exports.torch_csv import RULES, with_sends
-from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, text
 from jvpipe.schedules.halves import merged
+from jvpipe.util.brief import brief
 
 _CODE = '''
 
@@ -57,7 +57,7 @@ def write(plan: Plan, outline: Outline) -> str:
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
     lists = by_device(plan, lists_for(plan, outline.microbatches))
     if any(task.kind in (Kind.I, Kind.W) for tasks in lists for task in tasks):
-        lists = tuple(tuple(part for task in tasks for part in _halves(task)) for tasks in lists)
+        lists = tuple(tuple(part for task in tasks for part in _told(task)) for tasks in lists)
     tables = {
         "MICROBATCHES": outline.microbatches,
         "MARKS": marks,
@@ -68,11 +68,11 @@ def write(plan: Plan, outline: Outline) -> str:
     return _HEAD + body + _CODE
 
 
-def _halves(task: Task) -> tuple[Task, ...]:
-    """The first stage's whole backward as JaxPP wants it where others are split: I and W, one after the other."""
-    if task.kind == Kind.B:
+def _told(task: Task) -> tuple[Task, ...]:
+    """A task as JaxPP has it where backwards are split: none is whole, and the first stage's W comes right after I."""
+    if task.kind == Kind.B or (task.kind == Kind.I and not task.stage):
         return task._replace(kind=Kind.I), task._replace(kind=Kind.W)
-    return (task,)
+    return () if task.kind == Kind.W and not task.stage else (task,)
 
 
 def read(text: str, outline: Outline) -> Plan:

@@ -1,5 +1,6 @@
 """MaxText's configuration: equal stages of a stack, each of which runs all micro-batches before any backward.
 
+The file is a configuration by itself: what it does not say is told by MaxText's own `base.yml`.
 The embedding and the head run outside of its pipeline; here they count to the first and to the last stage.
 Unless `set_remat_policy_on_pipeline_iterations` is false, no more than the inputs of blocks is kept, also
 where `remat_policy` is none.
@@ -23,6 +24,7 @@ def write(plan: Plan, outline: Outline) -> str:
             f"MaxText's micro-batches are a multiple of its {layout.devices} stages, not {outline.microbatches}"
         )
     fields = {
+        "base_config": "base.yml",
         "base_num_decoder_layers": sum(layout.counts),
         "ici_pipeline_parallelism": layout.devices,
         "num_layers_per_pipeline_stage": layout.counts[0],

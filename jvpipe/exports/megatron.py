@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from jvpipe.exports.format import Format
 from jvpipe.exports.stack import Layout, layout_of, plan_of
-from jvpipe.ir.brief import brief
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import MOST_LAYERS, Plan
 from jvpipe.schedules.interleaved import Interleaved
+from jvpipe.util.brief import brief
 
 SCHEDULES = ("1f1b", "interleaved")
 _WORD = re.compile(r"\(([^)]+)\)\*(\d{1,7})|([EtL|])(?:\*(\d{1,7}))?")

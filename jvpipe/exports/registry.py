@@ -6,8 +6,8 @@ from jvpipe.exports.maxtext import MAXTEXT
 from jvpipe.exports.megatron import MEGATRON
 from jvpipe.exports.torch_csv import TORCH_CSV
 from jvpipe.exports.torchtitan import TORCHTITAN
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.plan import EXPORTS
+from jvpipe.util.names import did_you_mean
 
 FORMATS = {each.name: each for each in (MEGATRON, TORCHTITAN, TORCH_CSV, MAXTEXT, JAXPP)}
 EXPORTS.update({name: each.export for name, each in FORMATS.items()})

@@ -7,11 +7,11 @@ from typing import Any
 
 from jvpipe.exports.format import Format, rule_named
 from jvpipe.exports.stack import Layout, layout_of, plan_of
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import is_whole
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
 from jvpipe.schedules.interleaved import Interleaved
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_whole
 
 SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved"}
 FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from jvpipe.ir.layers import Layer, LayerGraph
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.plan import FATES, Fate, FateInfo, Plan
+from jvpipe.util.names import did_you_mean
 
 UPDATES_HELD = 2
 """The updates that a place has room for the state of, if it lies on the host: one runs, others come or leave."""

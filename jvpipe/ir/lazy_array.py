@@ -1,4 +1,4 @@
-"""Arrays that are read where they are to lie: a file's, of which no host needs to hold all at once."""
+"""Arrays that are read where they are to lie: parameters in a file, or examples that other processes need."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,30 +11,50 @@ class LazyArray(jax.ShapeDtypeStruct):
     """An array of which only shape and type are known until it is read, such as a tensor in a file.
 
     Parameters may be such arrays: `Pipeline.init` reads each by itself, in the process that owns it, and keeps no copy.
+    So may the leaves of a batch: each process reads the examples that its own stages and replicas read, and no others.
 
     Args:
         shape: of the whole.
         dtype: of its numbers.
-        read: called without arguments it reads the whole; with some, the part at these indices of the first axes.
+        read: called without arguments it reads the whole; with some, the part at these indices of the first axes, the
+            last of which may be a slice.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
     >>> rows[1]
     LazyArray(shape=(3,), dtype=float32)
     >>> np.asarray(rows[1]).tolist()
     [1.0, 1.0, 1.0]
+    >>> rows[1:][:1]
+    LazyArray(shape=(1, 3), dtype=float32)
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: Any, read: Callable[..., np.ndarray], *at: int
+        self, shape: Sequence[int], dtype: Any, read: Callable[..., np.ndarray], *at: int | slice
     ) -> None:
         super().__init__(tuple(shape), dtype)
         self._read, self._at = read, at
 
-    def __getitem__(self, i: int) -> "LazyArray":
-        """The part at an index of the first axis, still to be read."""
+    def __getitem__(self, i: int | slice) -> "LazyArray":
+        """The part at an index of the first axis, or of neighbours there, still to be read."""
+        before, begin = self._at, 0
+        if before and isinstance(before[-1], slice):
+            before, begin = before[:-1], before[-1].start
+        if isinstance(i, slice):
+            start, stop, step = i.indices(self.shape[0])
+            assert step == 1, "neighbours"
+            shape = (max(0, stop - start), *self.shape[1:])
+            part = slice(begin + start, begin + max(start, stop))
+            return LazyArray(shape, self.dtype, self._read, *before, part)
         if not 0 <= i < self.shape[0]:
             raise IndexError(f"index {i} is out of bounds for {self.shape[0]}")
-        return LazyArray(self.shape[1:], self.dtype, self._read, *self._at, i)
+        return LazyArray(self.shape[1:], self.dtype, self._read, *before, begin + i)
+
+    def astype(self, dtype: Any) -> "LazyArray":
+        """The same of another type, still to be read."""
+        if np.dtype(dtype) == self.dtype:
+            return self
+        cast = lambda *at: np.asarray(self._read(*at)).astype(dtype)  # noqa: E731
+        return LazyArray(self.shape, dtype, cast, *self._at)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers, read now.

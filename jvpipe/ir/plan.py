@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import checked_flags, checked_path, is_whole, several, whole_numbers
-from jvpipe.ir.names import did_you_mean
 from jvpipe.ir.outline import Outline
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_flags, checked_path, is_whole, several, whole_numbers
+from jvpipe.util.names import did_you_mean
 
 
 class Fate(StrEnum):

@@ -6,7 +6,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from jvpipe.ir.brief import brief
+from jvpipe.util.brief import brief
 
 
 class AuxReduction(StrEnum):

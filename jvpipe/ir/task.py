@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jvpipe.ir.brief import brief
 from jvpipe.ir.kinds import Kind
+from jvpipe.util.brief import brief
 
 _TEXT = re.compile(r"([0-9]+)([A-Z]+)([0-9]+)")
 _OF_TORCH = (Kind.F, Kind.B, Kind.I, Kind.W)

@@ -66,9 +66,9 @@ class ValueInfo:
 
     `lasts`: lies on the devices between steps. `alone`: there is one copy of it, where its layer runs. `fed`: comes
     from the host when it is read. `follows`: belongs to a layer, so that it has arrived elsewhere before it ends where
-    the layer was. `passed_on`: grows from reader to reader, so that it is no longer where it was sent from. `told`:
-    other layers tell it an update, which gets a copy. `remembered`: what updates did, kept in a stream from one to the
-    next.
+    the layer was. `passed_on`: grows from reader to reader, so that it is no longer where it was sent from.
+    `gathered`: updates of other layers gather it, by copies. `remembered`: what updates did, kept in a stream from one
+    to the next.
     """
 
     owner: Owner
@@ -77,7 +77,7 @@ class ValueInfo:
     fed: bool = False
     follows: bool = False
     passed_on: bool = False
-    told: bool = False
+    gathered: bool = False
     remembered: bool = False
 
 
@@ -92,12 +92,12 @@ VALUES: dict[ValueKind, ValueInfo] = {
     ValueKind.COTANGENT: ValueInfo(Owner.EDGE, passed_on=True),
     ValueKind.RESIDUAL: ValueInfo(Owner.RESIDUAL),
     ValueKind.HANDED: ValueInfo(Owner.RESIDUAL),
-    ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True, told=True),
+    ValueKind.GRADIENT: ValueInfo(Owner.GRADIENT, alone=True, gathered=True),
     ValueKind.LOSS: ValueInfo(Owner.METRIC),
     ValueKind.AUX: ValueInfo(Owner.METRIC),
-    ValueKind.WEIGHT: ValueInfo(Owner.METRIC, told=True),
+    ValueKind.WEIGHT: ValueInfo(Owner.METRIC, gathered=True),
     ValueKind.METRIC: ValueInfo(Owner.METRIC),
-    ValueKind.EXCHANGE: ValueInfo(Owner.METRIC, told=True),
+    ValueKind.EXCHANGE: ValueInfo(Owner.METRIC, gathered=True),
     ValueKind.PREDICTED: ValueInfo(Owner.VERSION, follows=True),
     ValueKind.CORRECTED: ValueInfo(Owner.VERSION, follows=True),
     ValueKind.DELTA: ValueInfo(Owner.VERSION, alone=True, follows=True, remembered=True),

@@ -5,13 +5,16 @@
     1I2    R(layer 3) I(layer 4) B(layer 3)                 which weights it reads from the rule of the schedule
     1W2    ZERO(layer 4) W(layer 4)
 
-A layer whose stage drops what it makes is recomputed (R) before the first backward that reads it. In a split backward a
+A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them. In a split backward a
 layer that has no halves runs whole: with the first half of its stage if others wait for its cotangents, else with the
 second.
+
+Sums have one order, whatever the cut: gradients are added to one accumulator (ZERO makes it) micro-batch by
+micro-batch, cotangents of an edge from its last reader to its first. So results do not depend on the plan.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, assert_never, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import assert_never
 
 from jvpipe.ir.buffers import Copy
 from jvpipe.ir.kinds import Kind
@@ -21,78 +24,14 @@ from jvpipe.ir.values import NONE, Value, ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.operation import Delivery, Operation, Write
 from jvpipe.lowering.placement import written_state
-
-
-@runtime_checkable
-class Weights(Protocol):
-    """The rule by which layers read weights and sum gradients."""
-
-    accumulates: bool
-    """Whether several micro-batches belong to an update: their gradients are then added up."""
-
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The parameter that a layer's forward, or backward, of a micro-batch reads.
-
-        Args:
-            p: the parameter.
-            layer: that reads it.
-            m: the micro-batch.
-            back: of the backward rather than the forward.
-        """
-        ...
-
-    def shifts(
-        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
-    ) -> Iterator[Operation]:
-        """Yields what is computed of a layer's weights before those that are wanted can be read.
-
-        Args:
-            layer: whose weights.
-            m: the micro-batch.
-            wanted: the parameters that will be read.
-            back: by the backward rather than the forward.
-        """
-        ...
-
-    def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The sum to which a layer's gradient of a parameter is added.
-
-        Args:
-            p: the parameter.
-            layer: that reads it.
-            m: the micro-batch.
-        """
-        ...
-
-
-class OneVersion:
-    """The weights of a synchronous step: every micro-batch reads the same, and one update follows."""
-
-    accumulates = True
-
-    def __init__(self, graph: LayerGraph) -> None:
-        self._graph = graph
-
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The parameter as it was before the step, whoever reads it (`Weights.reading` has the arguments)."""
-        return self._graph.parameter(p, version=0)
-
-    def shifts(
-        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
-    ) -> Iterator[Operation]:
-        """Yields nothing: weights are read as they are (`Weights.shifts` has the arguments)."""
-        return iter(())
-
-    def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The one sum of the step (`Weights.gradient` has the arguments)."""
-        return Value(ValueKind.GRADIENT, p, layer, version=0)
+from jvpipe.lowering.weight_rule import Weights
 
 
 class Expander:
-    """Expands tasks one after another; `made` are the values that there are by then."""
+    """Expands tasks one after another; `existing` are the values that there are by then."""
 
-    def __init__(self, graph: LayerGraph, weights: Weights, made: set[Value]) -> None:
-        self.graph, self.weights, self.made = graph, weights, made
+    def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
+        self.graph, self.weights, self.existing = graph, weights, existing
         self._written = written_state(graph)
         self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 
@@ -107,7 +46,7 @@ class Expander:
         delivers: Sequence[Delivery] = (),
         forgets: Sequence[Value] = (),
     ) -> Operation:
-        """An operation; from here on there is what it writes, and no more what it forgets.
+        """Makes an operation. From here on what it writes exists, and what it forgets does not.
 
         Args:
             kind: of the operation.
@@ -119,10 +58,17 @@ class Expander:
             delivers: the values that go elsewhere.
             forgets: the values that nobody reads afterwards.
         """
-        self.made.update(write.value for write in writes)
-        self.made.difference_update(forgets)
+        self.existing.update(write.value for write in writes)
+        self.existing.difference_update(forgets)
         return Operation(
-            kind, layer, m, tuple(reads), tuple(writes), run, tuple(delivers), tuple(forgets)
+            kind,
+            layer,
+            m,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            run=run,
+            delivers=tuple(delivers),
+            forgets=tuple(forgets),
         )
 
     # Names
@@ -150,7 +96,12 @@ class Expander:
 
     def written_by(self, ref: Ref, m: int) -> Value:
         """Names a value that a layer writes for a micro-batch; the model state is for the one after."""
-        return Value(ref.kind, ref.index, microbatch=m + (ref.kind is ValueKind.STATE))
+        if ref.kind is ValueKind.STATE:
+            m += 1
+        return Value(ref.kind, ref.index, microbatch=m)
+
+    def _write(self, ref: Ref, m: int, copy: Copy = Copy.OWN) -> Write:
+        return Write(self.written_by(ref, m), self._bytes_of(ref), copy)
 
     def _bytes_of(self, ref: Ref) -> int:
         graph = self.graph
@@ -169,7 +120,7 @@ class Expander:
     # Tasks
 
     def forward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """A layer's forward; what it makes goes straight to the layers that read it.
+        """Yields a layer's forward; what it makes goes straight to the layers that read it.
 
         Args:
             layer: that runs.
@@ -178,25 +129,27 @@ class Expander:
         """
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=False)
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
-        writes = [Write(self.written_by(ref, m), self._bytes_of(ref)) for ref in layer.writes]
+        writes = [self._write(ref, m) for ref in layer.writes]
+        # The residuals of a layer that will be recomputed come from there: nobody reads these.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
         yield self.operation(Kind.F, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """A forward that leaves nothing for a backward; the model state stays as it is."""
-        reads = [
-            self.read_by(layer, ref, 0 if ref.kind == ValueKind.STATE else m) for ref in layer.reads
-        ]
-        writes = [
-            Write(
-                self.written_by(ref, m),
-                self._bytes_of(ref),
-                Copy.UNUSED if ref.kind == ValueKind.STATE else Copy.OWN,
-            )
-            for ref in layer.writes
-        ]
+        """Yields a forward that leaves nothing for a backward.
+
+        The model state stays as it is: every micro-batch reads that of the first, and what the
+        program writes of it nobody reads.
+        """
+        reads = []
+        for ref in layer.reads:
+            reader = 0 if ref.kind is ValueKind.STATE else m
+            reads.append(self.read_by(layer, ref, reader))
+        writes = []
+        for ref in layer.writes:
+            copy = Copy.UNUSED if ref.kind is ValueKind.STATE else Copy.OWN
+            writes.append(self._write(ref, m, copy))
         delivers = [d for d in self._deliveries(layer, m) if d.value.kind is not ValueKind.STATE]
         yield self.operation(Kind.E, layer.id, m, reads, writes, None, delivers)
 
@@ -248,7 +201,12 @@ class Expander:
         takes: Sequence[Array] = (),
         leaves: Sequence[Array] = (),
     ) -> Iterator[Operation]:
-        """Yields a backward or a half of it. Cotangents go to the next earlier reader, last to the producer.
+        """Yields a backward or a half of it, after recomputing what it needs.
+
+        What the program reads and writes stands in the order of its signature:
+
+            reads     sources, cotangents, partial sums of cotangents, what is handed over, sums of gradients
+            writes    sums of gradients, cotangents of the inputs, what is handed over
 
         Args:
             kind: B, I or W.
@@ -259,47 +217,50 @@ class Expander:
             takes: what the other half has handed it.
             leaves: what it hands to the other half.
         """
-        tensors = self.graph.tensors
         if signature.is_idle:
             return
-        for source, i in signature.sources:
-            if source == "input":
-                yield from self._ensure(layer, layer.reads[i], m, layout)
-        if layer.id in layout.fates.recomputed:
-            yield from self._recompute(layer, m, layout)
-        sums = [
-            self.weights.gradient(layer.reads[i].index, layer.id, m) for i in signature.gradients
-        ]
-        if self.weights.accumulates and sums and sums[0] not in self.made:
-            yield self._zeros(layer, m)
-        inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
-        wanted = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
-        yield from self.weights.shifts(layer, m, wanted, back=True)
+        yield from self._before_backward(layer, m, layout, signature)
+        sums = self._sums(layer, m, signature)
         reads = [self._source(layer, source, m) for source in signature.sources]
         reads += [self._cotangent(layer.writes[i], m) for i in signature.cotangents]
         reads += [self._cotangent(layer.reads[i], m) for i in signature.partial]
-        reads += [value for value, *_ in self._handed(layer, m, takes)]
-        reads += sums if self.weights.accumulates else []
-        writes = [Write(value, self.graph.parameters[value.index].array.bytes) for value in sums]
-        returned = [layer.reads[i] for i in signature.returned]
-        writes += [
-            Write(self._cotangent(ref, m), tensors[ref.index].array.bytes) for ref in returned
-        ]
-        writes += self._handed(layer, m, leaves)
+        reads += [write.value for write in self._handed(layer, m, takes)]
+        if self.weights.accumulates:
+            reads += sums
+        writes = [Write(value, self._parameter_bytes(value.index)) for value in sums]
         delivers = []
-        for ref in returned:
-            earlier = [r for r in tensors[ref.index].readers if r < layer.id]
-            following = earlier[-1] if earlier else tensors[ref.index].producer
-            delivers.append(Delivery(self._cotangent(ref, m), (following,)))
+        for i in signature.returned:
+            ref = layer.reads[i]
+            cotangent, tensor = self._cotangent(ref, m), self.graph.tensors[ref.index]
+            writes.append(Write(cotangent, tensor.array.bytes))
+            # The sum so far goes to the next earlier reader, from the first one to the producer.
+            earlier = [reader for reader in tensor.readers if reader < layer.id]
+            delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
+        writes += self._handed(layer, m, leaves)
         yield self.operation(kind, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
 
+    def _before_backward(
+        self, layer: Layer, m: int, layout: MicrobatchLayout, signature: Signature
+    ) -> Iterator[Operation]:
+        """Yields what a backward needs first: what was dropped, accumulators, weights moved ahead or back."""
+        inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
+        for ref in inputs:
+            yield from self._ensure(layer, ref, m, layout)
+        if layer.id in layout.fates.recomputed:
+            yield from self._recompute(layer, m, layout)
+        sums = self._sums(layer, m, signature)
+        if self.weights.accumulates and sums and sums[0] not in self.existing:
+            yield self._zeros(layer, m)
+        parameters = [ref.index for ref in inputs if ref.kind == ValueKind.PARAMETER]
+        yield from self.weights.shifts(layer, m, parameters, back=True)
+
     def losses(self, layer: Layer, batch: range, weight: Value) -> Iterator[Operation]:
-        """Once every micro-batch of a step has its loss and aux: their sums; `weight` is what those of weights is.
+        """Yields the sums of the losses and of aux, once every micro-batch of a step has its own.
 
         Args:
             layer: that has just run.
             batch: the micro-batches of the step.
-            weight: the sum of the weights.
+            weight: names the sum of the weights.
         """
         graph = self.graph
         if not (layer.writing(ValueKind.LOSS) or layer.writing(ValueKind.AUX)):
@@ -308,15 +269,16 @@ class Expander:
         parts += [(ValueKind.AUX, i) for i in range(len(graph.aux))]
         reads = [Value(kind, i, microbatch=m) for kind, i in parts for m in batch]
         loss, *groups = metrics_of(graph, batch.start)
-        if loss in self.made or not self.made.issuperset(reads):
+        if loss in self.existing or not self.existing.issuperset(reads):
             return
-        writes = [
-            Write(loss, graph.loss_bytes),
-            *([Write(weight, graph.loss_bytes)] if graph.weighted else []),
-        ]
+        writes = [Write(loss, graph.loss_bytes)]
+        if graph.weighted:
+            writes.append(Write(weight, graph.loss_bytes))
         for group, (value, members) in enumerate(zip(groups, graph.aux_groups, strict=True)):
-            size = sum(graph.aux[i].bytes for i in members[:1])
-            writes.append(Write(value, size * (1 if graph.aux_reduction(group) else len(batch))))
+            size = graph.aux[members[0]].bytes if members else 0
+            if graph.aux_reduction(group) is None:  # then they are stacked
+                size *= len(batch)
+            writes.append(Write(value, size))
         yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
 
     # Parts of them
@@ -324,45 +286,52 @@ class Expander:
     def _residuals(self, layer: Layer, m: int, layout: MicrobatchLayout, copy: Copy) -> list[Write]:
         residuals = layout.signatures[layer.id].residuals
         return [
-            Write(Value(ValueKind.RESIDUAL, i, layer.id, m), a.bytes, copy)
-            for i, a in enumerate(residuals)
+            Write(Value(ValueKind.RESIDUAL, i, layer.id, m), array.bytes, copy)
+            for i, array in enumerate(residuals)
         ]
 
     def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
         return [
-            Write(Value(ValueKind.HANDED, i, layer.id, m), a.bytes) for i, a in enumerate(arrays)
+            Write(Value(ValueKind.HANDED, i, layer.id, m), array.bytes)
+            for i, array in enumerate(arrays)
         ]
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
+        """Lists what a forward makes for other layers; losses are summed where they are made."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:
             match ref.kind:
                 case ValueKind.TENSOR:
-                    delivers.append(
-                        Delivery(self.written_by(ref, m), graph.tensors[ref.index].readers)
-                    )
+                    readers = graph.tensors[ref.index].readers
                 case ValueKind.STATE:
-                    delivers.append(
-                        Delivery(self.written_by(ref, m), self._state_layers(ref.index))
-                    )
+                    readers = self._state_layers(ref.index)
                 case ValueKind.AUX:
-                    delivers.append(Delivery(self.written_by(ref, m), (graph.loss_layer,)))
+                    readers = (graph.loss_layer,)
                 case ValueKind.LOSS:
-                    pass  # it is summed where it is made
+                    continue
                 case _:
                     raise AssertionError(f"no layer writes {ref}")
+            delivers.append(Delivery(self.written_by(ref, m), readers))
         return delivers
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
-        reading = [layer.id for layer in self.graph.layers if k in layer.reading(ValueKind.STATE)]
-        return tuple(
-            reading
-            or [layer.id for layer in self.graph.layers if k in layer.writing(ValueKind.STATE)]
-        )
+        """Returns the layers that hold a leaf of the model state: those that read it, else those that write it."""
+        layers = self.graph.layers
+        reading = tuple(layer.id for layer in layers if k in layer.reading(ValueKind.STATE))
+        writing = tuple(layer.id for layer in layers if k in layer.writing(ValueKind.STATE))
+        return reading or writing
+
+    def _sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
+        """Names the sums to which a backward adds its gradients."""
+        parameters = [layer.reads[i].index for i in signature.gradients]
+        return [self.weights.gradient(p, layer.id, m) for p in parameters]
 
     def _cotangent(self, ref: Ref, m: int) -> Value:
         return Value(ValueKind.COTANGENT, ref.index, microbatch=m)
+
+    def _parameter_bytes(self, p: int) -> int:
+        return self.graph.parameters[p].array.bytes
 
     def _source(self, layer: Layer, source: Source, m: int) -> Value:
         """Names what a backward reads of its forward: an input, an output or a residual."""
@@ -378,10 +347,11 @@ class Expander:
                 assert_never(kind)
 
     def _zeros(self, layer: Layer, m: int) -> Operation:
-        """Fresh accumulators for a layer."""
+        """Makes fresh accumulators for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
-        size = {p: self.graph.parameters[p].array.bytes for p in trained}
-        writes = [Write(self.weights.gradient(p, layer.id, m), size[p]) for p in trained]
+        writes = [
+            Write(self.weights.gradient(p, layer.id, m), self._parameter_bytes(p)) for p in trained
+        ]
         return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
 
     def _ensure(
@@ -389,12 +359,15 @@ class Expander:
     ) -> Iterator[Operation]:
         """Recomputes an edge if its stage dropped it."""
         if layout.drops(reader, ref):
-            yield from self._recompute(
-                self.graph.layers[self.graph.tensors[ref.index].producer], m, layout
-            )
+            producer = self.graph.tensors[ref.index].producer
+            yield from self._recompute(self.graph.layers[producer], m, layout)
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Recomputes a layer's forward, once; it leaves what backwards read."""
+        """Recomputes a layer's forward, once; it leaves what backwards read.
+
+        What the layer reads may have been dropped, too: then its producers run first. That ends,
+        because producers come before readers in the graph.
+        """
         if (layer.id, m) in self._recomputed:
             return
         self._recomputed.add((layer.id, m))
@@ -402,14 +375,10 @@ class Expander:
             yield from self._ensure(layer, ref, m, layout)
         yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=True)
         reads = [self.read_by(layer, ref, m, back=True) for ref in layer.reads]
-        writes = [
-            Write(
-                self.written_by(ref, m),
-                self._bytes_of(ref),
-                Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED,
-            )
-            for ref in layer.writes
-        ]
+        writes = []
+        for ref in layer.writes:
+            copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED
+            writes.append(self._write(ref, m, copy))
         writes += self._residuals(layer, m, layout, Copy.OWN)
         yield self.operation(Kind.R, layer.id, m, reads, writes, LayerRun(layout.number))
 
@@ -424,5 +393,5 @@ def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
 
 
 def gradient_norm(graph: LayerGraph) -> Value:
-    """The metric that an update may add."""
+    """Names the metric that an update may add."""
     return Value(ValueKind.METRIC, 1 + len(graph.aux_groups), microbatch=0)

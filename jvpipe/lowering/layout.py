@@ -24,8 +24,8 @@ class SliceLayout:
 class MicrobatchLayout:
     """The plan, fates and programs of a micro-batch; `number` tells the layouts of one step apart.
 
-    `halves` are those of the layers whose backwards can be split; there are none where nothing is. `sliced` are the
-    programs of the slices that replicas work on.
+    `halves` belong to the layers whose backwards are split, by layer. `sliced` are the programs of the slices that
+    replicas work on.
     """
 
     number: int
@@ -65,7 +65,7 @@ class MicrobatchLayout:
         return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
 
     def layers(self, stage: int) -> list[Layer]:
-        """The layers of a stage, in the order of their forwards."""
+        """Returns the layers of a stage, in the order of their forwards."""
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
@@ -74,30 +74,32 @@ class MicrobatchLayout:
         return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
     def swapped(self, stage: int, m: int) -> list[Value]:
-        """What goes to the host after a stage's forward: swapped residuals, and swapped edges that a backward there
-        reads. An edge that another stage of its device makes or reads stays.
+        """Lists what goes to the host after a stage's forward: swapped residuals, and swapped edges.
+
+        An edge goes only if a backward of the stage reads it, and if no other stage of its device
+        makes or reads it.
         """
         layers = self.layers(stage)
-        values = [
-            Value(ValueKind.RESIDUAL, i, layer.id, m)
-            for layer in layers
-            for i, array in enumerate(self.signatures[layer.id].residuals)
-            if array.name in self.fates.swapped[layer.id]
-        ]
-        wanted = {ref for layer in layers for ref in _edges_read(layer, self.signatures[layer.id])}
-        away = [t for s, t in sorted(self.fates.away) if s == stage]
-        edges = [t for t in away if self._stages_at(stage, t) == {stage}]
-        return values + [
-            Value(ValueKind.TENSOR, t, microbatch=m)
-            for t in edges
-            if Ref(ValueKind.TENSOR, t) in wanted
-        ]
+        values: list[Value] = []
+        read: set[Ref] = set()
+        for layer in layers:
+            signature, swapped = self.signatures[layer.id], self.fates.swapped[layer.id]
+            read.update(_edges_read(layer, signature))
+            for i, array in enumerate(signature.residuals):
+                if array.name in swapped:
+                    values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+        for s, t in sorted(self.fates.away):
+            is_read = Ref(ValueKind.TENSOR, t) in read
+            if s == stage and is_read and self._stages_at(stage, t) == {stage}:
+                values.append(Value(ValueKind.TENSOR, t, microbatch=m))
+        return values
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
-        """The stages on the device of a stage that make or read an edge."""
+        """Finds the stages on the device of a stage that make or read an edge."""
         tensor, stages = self.graph.tensors[t], self.plan.stages
+        devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
-        return {s for s in touching if stages[s].devices == stages[stage].devices}
+        return {s for s in touching if stages[s].devices == devices}
 
 
 def _edges_read(layer: Layer, signature: Signature) -> Iterator[Ref]:

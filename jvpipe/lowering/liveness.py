@@ -11,8 +11,12 @@ from jvpipe.ir.rows import Row
 
 
 def last_touches(rows: Sequence[Row]) -> dict[int, int]:
-    """The number of the last row that reads or writes each buffer."""
-    return {b: i for i, row in enumerate(rows) for b in (*row.reads, *row.writes)}
+    """Returns, by buffer, the number of the last row that reads or writes it."""
+    last: dict[int, int] = {}
+    for number, row in enumerate(rows):
+        for buffer in (*row.reads, *row.writes):
+            last[buffer] = number
+    return last
 
 
 def live(
@@ -28,8 +32,8 @@ def live(
         rows: in the order of their dispatch.
         buffers: the table.
         persistent: how many of the buffers, the first ones, exist before the step.
-        final: those that hold the same things after it.
-        metrics: those that the step yields beside.
+        final: those that take the place of the persistent ones after it, in their order.
+        metrics: those that the step yields besides.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> from jvpipe.ir.values import Value, ValueKind
@@ -39,37 +43,54 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
-    return Lowered(
-        tuple(freeing(rows, {*final, *metrics})), tuple(buffers), persistent, final, metrics
-    )
+    rows = freeing(rows, {*final, *metrics})
+    return Lowered(tuple(rows), tuple(buffers), persistent, final, metrics)
 
 
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:
-    """The rows, each with the buffers that end with it; those that are lasting do not."""
-    frees: dict[int, list[int]] = {}
-    for b, i in last_touches(rows).items():
-        if b not in lasting:
-            frees.setdefault(i, []).append(b)
-    return [
-        replace(row, frees=tuple(frees[i])) if i in frees else row for i, row in enumerate(rows)
-    ]
+    """Returns the rows, each with the buffers that end with it.
+
+    A buffer that no row touches ends with none: what has to go untouched is dropped by a row of
+    its own (DROP).
+
+    Args:
+        rows: in the order of their dispatch.
+        lasting: buffers that end with none of them.
+    """
+    ending: dict[int, list[int]] = {}
+    for buffer, number in last_touches(rows).items():
+        if buffer not in lasting:
+            ending.setdefault(number, []).append(buffer)
+    result = list(rows)
+    for number, buffers in ending.items():
+        result[number] = replace(rows[number], frees=tuple(buffers))
+    return result
 
 
 def renumbered(rows: Iterable[Row], ids: Mapping[int, int], microbatches: int = 0) -> list[Row]:
-    """The rows over other numbers of buffers, their micro-batches counted from a later one.
+    """Returns the rows over other numbers of buffers, their micro-batches counted from a later one.
 
     Args:
         rows: to be renumbered.
         ids: the new number of each buffer that they touch.
-        microbatches: how many come before.
+        microbatches: the micro-batch from which they count from now on.
     """
-    return [
-        replace(
-            row,
-            microbatch=row.microbatch - microbatches if row.microbatch >= 0 else row.microbatch,
-            reads=tuple(ids[b] for b in row.reads),
-            writes=tuple(ids[b] for b in row.writes),
-            frees=tuple(ids[b] for b in row.frees),
+
+    def new(buffers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(ids[buffer] for buffer in buffers)
+
+    result = []
+    for row in rows:
+        m = row.microbatch
+        if m >= 0:  # NONE stays what it is
+            m -= microbatches
+        result.append(
+            replace(
+                row,
+                microbatch=m,
+                reads=new(row.reads),
+                writes=new(row.writes),
+                frees=new(row.frees),
+            )
         )
-        for row in rows
-    ]
+    return result

@@ -21,7 +21,10 @@ class Write(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """A value that goes to where these layers run, as soon as it is there; `examples`: for which slices."""
+    """A value that goes to where these layers run, as soon as it exists.
+
+    `examples` are the slices of those of their replicas that get it; None: the first replica gets it, or the only one.
+    """
 
     value: Value
     layers: tuple[int, ...]
@@ -37,8 +40,8 @@ class Operation:
     (None: the first one).
 
     >>> from jvpipe.ir.values import ValueKind
-    >>> made = Value(ValueKind.TENSOR, 7, microbatch=0)
-    >>> forward = Operation(Kind.F, 3, 0, (), (Write(made, 4),), delivers=(Delivery(made, (4, 9)),))
+    >>> edge = Value(ValueKind.TENSOR, 7, microbatch=0)
+    >>> forward = Operation(Kind.F, 3, 0, (), (Write(edge, 4),), delivers=(Delivery(edge, (4, 9)),))
     >>> f"{forward.kind}{forward.microbatch} of layer {forward.layer} makes {forward.writes[0].value}"
     'F0 of layer 3 makes tensor 7 micro-batch 0'
     """
@@ -63,7 +66,8 @@ def summed(
 ) -> Iterator[Operation]:
     """Yields what adds up the gradients of several replicas in their order.
 
-    One after another sends its own, so that no more than one's are there beside the sums.
+        REDUCE   sums  = first + second       one replica after another sends its own,
+        REDUCE   sums += third                so that only one replica's lie beside the sums
 
     Args:
         layer: whose gradients.
@@ -72,7 +76,11 @@ def summed(
         sums: what they come to.
         writes: the same, with their bytes.
     """
+    if not sums:
+        return
     first, *others = parts
-    for number, more in enumerate(others if sums else ()):
-        reads = tuple(chain(*zip(sums if number else first, more, strict=True)))
-        yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), AddRun() if number else None)
+    before, run = first, None
+    for part in others:
+        reads = tuple(chain(*zip(before, part, strict=True)))
+        yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), run)
+        before, run = sums, AddRun()

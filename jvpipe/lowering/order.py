@@ -1,4 +1,17 @@
-"""One order of dispatch for the lists of all devices: each task as early as what it waits for allows."""
+"""One order of dispatch for the lists of all devices: each task as early as what it waits for allows.
+
+The controller dispatches all tasks from one thread, so the lists of all stages have to become one list. It is the order
+in which tasks would start if every stage were equally fast:
+
+    stage 0   F0 F1       B0 B0 F2 B1 B1          a forward takes one unit of time, a backward two
+    stage 1      F0 B0 B0 F1 B1 B1 F2
+
+    0F0 1F0 0F1 1B0 1F1 0B0 1B1 0F2 1F2 ...
+
+A heap holds the next task of each stage whose needs are met, with the time from which it may start; stages that still
+wait are asked again after each task. Of tasks that could start at the same time the one of the latest stage goes first.
+Every turn either starts the earliest task or puts it off to when its device is free, so it ends.
+"""
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,64 +49,69 @@ def dispatch_order(
     ['0F0', '1F0', '1B0', '0B0']
     """
     ended = dict.fromkeys(done, 0.0)
-    free: dict[int, float] = {}
-    at = [0] * len(lists)
-    order = []
-    ready: list[tuple[float, int, int]] = []
+    free: dict[int, float] = {}  # by device: when it is
+    position = [0] * len(lists)  # by stage: of its next task
+    order: list[Task] = []
+    ready: list[tuple[float, int, int]] = []  # a time, and the stage twice: latest first
 
-    def offer(stage: int) -> None:
-        if at[stage] < len(lists[stage]):
-            needed = list(waits_for(lists[stage][at[stage]]))
-            if all(task in ended for task in needed):
-                heapq.heappush(ready, (max([ended[t] for t in needed], default=0.0), -stage, stage))
+    def offer(stage: int) -> bool:
+        """Puts the next task of a stage on the heap, if its needs are met."""
+        if position[stage] == len(lists[stage]):
+            return False
+        needed = list(waits_for(lists[stage][position[stage]]))
+        if not all(task in ended for task in needed):
+            return False
+        start = max([ended[task] for task in needed], default=0.0)
+        heapq.heappush(ready, (start, -stage, stage))
+        return True
 
-    for stage in range(len(lists)):
-        offer(stage)
-    waiting = set(range(len(lists))) - {stage for *_, stage in ready}
+    waiting = {stage for stage in range(len(lists)) if not offer(stage)}
     while ready:
         start, _, stage = heapq.heappop(ready)
-        task = lists[stage][at[stage]]
+        task = lists[stage][position[stage]]
         d = device(task)
         if start < free.get(d, 0.0):  # its device is busy until later: look again then
             heapq.heappush(ready, (free[d], -stage, stage))
             continue
         ended[task] = free[d] = start + seconds(task)
         order.append(task)
-        at[stage] += 1
-        for s in {*waiting, stage}:
-            before = len(ready)
-            offer(s)
-            (waiting.discard if len(ready) > before else waiting.add)(s)
-    stuck = [row[i] for row, i in zip(lists, at, strict=True) if i < len(row)]
+        position[stage] += 1
+        waiting.add(stage)
+        waiting -= {s for s in tuple(waiting) if offer(s)}
+    stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
     if stuck:
-        raise cannot_progress(
-            {task: [t for t in waits_for(task) if t not in ended] for task in stuck}
-        )
+        missing = {task: [t for t in waits_for(task) if t not in ended] for task in stuck}
+        raise cannot_progress(missing)
     return order
 
 
 class _Neighbours:
-    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward."""
+    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward.
+
+    Those follow from the edges between layers, and from tied parameters: the owner sends each version on to the other
+    readers, and its update takes the gradients of all.
+    """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
         self.stage = {layer: s for s, members in enumerate(plan.stages) for layer in members.layers}
         self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
-        stage = self.stage
         for tensor in graph.tensors:
-            for reader in tensor.readers:
-                if stage[reader] != stage[tensor.producer]:
-                    self.before[stage[reader]].add(stage[tensor.producer])
-                    if tensor.differentiable:
-                        self.after[stage[tensor.producer]].add(stage[reader])
-        for parameter in (
-            graph.parameters
-        ):  # the owner sends each version on, and waits for its readers' gradients
-            for reader in () if parameter.frozen else parameter.readers:
-                if stage[reader] != stage[parameter.owner]:
-                    self.before[stage[reader]].add(stage[parameter.owner])
-                    self.after[stage[parameter.owner]].add(stage[reader])
+            self._connect(tensor.producer, tensor.readers, back=tensor.differentiable)
+        for parameter in graph.parameters:
+            if not parameter.frozen:
+                self._connect(parameter.owner, parameter.readers, back=True)
+
+    def _connect(self, source: int, readers: Iterable[int], *, back: bool) -> None:
+        """Notes that stages wait for one another where a layer's value goes to layers of others."""
+        s = self.stage[source]
+        for reader in readers:
+            r = self.stage[reader]
+            if r != s:
+                self.before[r].add(s)
+                if back:
+                    self.after[s].add(r)
 
 
 class Waits:
@@ -112,41 +130,43 @@ class Waits:
         split: Collection[tuple[int, int]] = frozenset(),
     ) -> None:
         self._split = split
-        known = {id(plan): _Neighbours(graph, plan) for plan in plans}
-        self.at = [known[id(plan)] for plan in plans]
+        neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
+        self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
-        self._carried = [
-            (layer.id, writer[k])
-            for layer in graph.layers
-            for k in layer.reading(ValueKind.STATE)
-            if k in writer
-        ]
+        self._carried: list[tuple[int, int]] = []  # readers of model state, and who writes it
+        for layer in graph.layers:
+            for k in layer.reading(ValueKind.STATE):
+                if k in writer:
+                    self._carried.append((layer.id, writer[k]))
 
     def __call__(self, task: Task) -> Iterator[Task]:
-        """The tasks whose results a task reads."""
+        """Yields the tasks whose results a task reads."""
         s, kind, m = task
         here = self.at[m]
         match kind:
             case Kind.F:
-                yield from (Task(p, Kind.F, m) for p in here.before[s])
+                for p in here.before[s]:
+                    yield Task(p, Kind.F, m)
                 if m:
-                    there = {
-                        self.at[m - 1].stage[w]
-                        for layer, w in self._carried
-                        if here.stage[layer] == s
-                    }
-                    yield from (Task(w, Kind.F, m - 1) for w in there if w != s)
+                    yield from self._state_writers(s, m)
             case Kind.B | Kind.I:
                 yield Task(s, Kind.F, m)
-                yield from (
-                    Task(p, Kind.I if (p, m) in self._split else Kind.B, m) for p in here.after[s]
-                )
+                for p in here.after[s]:
+                    yield Task(p, Kind.I if (p, m) in self._split else Kind.B, m)
             case Kind.W:
                 yield Task(s, Kind.I, m)
             case Kind.U:
                 return  # it follows its stage's backward in the list
             case _:
                 raise AssertionError(f"nobody says what {task} waits for")
+
+    def _state_writers(self, s: int, m: int) -> Iterator[Task]:
+        """Yields the forwards of the micro-batch before whose model state a stage reads."""
+        here, before = self.at[m].stage, self.at[m - 1].stage
+        stages = {before[writer] for reader, writer in self._carried if here[reader] == s}
+        for w in stages:
+            if w != s:
+                yield Task(w, Kind.F, m - 1)
 
 
 def order(
@@ -155,15 +175,16 @@ def order(
     done: Collection[Task] = (),
     waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
-    """The tasks of all stages in one order in which they can be dispatched: as if all stages were equally fast.
+    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were equally fast.
 
-    The order follows from the plan alone, never from measured seconds: what a device holds when depends on it.
+    The order follows from the plan alone, never from measured seconds: it decides what a device
+    holds at which moment, and that has to be known before anything runs.
 
     Args:
         waits: for values.
         lists: the tasks of each stage.
         done: the tasks before.
-        waits_too: what a task waits for beside: versions of the weights, sums of gradients.
+        waits_too: what else a task waits for: versions of the weights, sums of gradients.
     """
 
     def waits_for(task: Task) -> Iterator[Task]:
@@ -180,8 +201,15 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that have to add to the same sums of gradients before a task does."""
+    """Yields the tasks of other stages that have to add to the same sums of gradients before a task does.
+
+    Args:
+        plans: of each micro-batch.
+        task: that may add to sums.
+    """
     s, kind, m = task
     if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        there = {plans[m - 1].stage_of(layer) for layer in plans[m].stages[s].layers}
-        yield from (Task(p, kind, m - 1) for p in there if p != s)
+        layers, before = plans[m].stages[s].layers, plans[m - 1]
+        for p in {before.stage_of(layer) for layer in layers}:
+            if p != s:
+                yield Task(p, kind, m - 1)

@@ -2,22 +2,23 @@
 
     F(layer 3) delivers tensor 7 to layers 4 and 9      ->  1F0[layer 3]  1SEND0[layer 3]
     B(layer 4) reads a sum that lies where it was       ->  MOVE          1B0[layer 4]
-    U(layer 3) reads what another layer tells it        ->  SEND          U[layer 3]
+    U(layer 3) gathers what other layers say            ->  SEND          U[layer 3]
 
-This is the one pass that knows places. A value is sent where a copy of it is wanted; what belongs to a layer that has
-changed places is moved when it is read there, and what it leaves behind is stale.
+This is the only pass that knows places. Values that a layer makes for others are sent to them at once. What belongs to
+a layer that has changed places is moved when it is first read at the new one, and what it leaves behind is stale.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jvpipe.ir.buffers import Buffer, Copy, Spot
+from jvpipe.ir.buffers import Copy, Spot
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import PieceRun, Row, Run
 from jvpipe.ir.task import Task
 from jvpipe.ir.values import NONE, VALUES, Value, ValueKind
+from jvpipe.lowering.buffer_table import BufferTable
 from jvpipe.lowering.operation import Operation, Write
 from jvpipe.lowering.placement import Placement
 from jvpipe.programs.optimizer import OptimizerCut
@@ -31,11 +32,11 @@ class Block:
     rows: list[Row] = field(default_factory=list)
 
 
-class Placer:
+class Placer(BufferTable):
     """Places operations one after another, under the plan that holds for each.
 
-    `spots` are what the buffers are called by now; `moved` are buffers of layers that have moved, with their copies.
-    With `by_host` what moves waits on the host until all of it has left.
+    `blocks` hold the rows. `moved` are buffers of layers that have moved, with their copies. With `by_host` whatever
+    moves waits on the host until all of it has left.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -54,18 +55,14 @@ class Placer:
     def __init__(
         self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False
     ) -> None:
+        super().__init__()
         self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
-        self._placements: dict[int, Placement] = {}
-        self._known: dict[int, None] = {}  # the places of all plans so far
-        self._replicated = False  # then what belongs to a layer may stay where it came from
-        self.enter(plan)
         self.blocks: list[Block] = []
-        self.buffers: list[Buffer] = []
-        self.spots: list[Spot] = []
-        self.ids: dict[Spot, int] = {}
-        self.current: dict[tuple[Value, int], int] = {}  # what is read of a value at a place
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
+        self._placements: dict[int, Placement] = {}  # by the identity of their plan
+        self._replicated = False  # then what belongs to a layer may stay where it came from
+        self.enter(plan)
         for buffer in self.where.lasting(optimizer):
             self.buffer(buffer.value, buffer.place, buffer.bytes, buffer.copy)
         self.persistent = len(self.buffers)
@@ -78,45 +75,14 @@ class Placer:
             self._placements[id(plan)] = Placement(self.graph, plan)
         self.where = self._placements[id(plan)]
         self._replicated |= plan.replicated
-        self._known |= dict.fromkeys(
-            place for places in self.where.places.values() for place in places
-        )
+        for places in self.where.places.values():
+            self.places |= dict.fromkeys(places)
 
     def begin(self, task: Task | None = None) -> None:
-        """The rows from here on are those of a task, or of none."""
+        """Begins a block: the rows from here on are those of a task, or of none."""
         self.blocks.append(Block(task))
 
-    # Buffers and rows
-
-    def buffer(self, value: Value, place: int, size: int, copy: Copy = Copy.OWN) -> int:
-        """The id of a copy of a value at a place, made if there is none yet.
-
-        Args:
-            value: that it is a copy of.
-            place: where it lies.
-            size: in bytes.
-            copy: which of the copies there.
-        """
-        spot = Spot(value, place, copy)
-        if spot not in self.ids:
-            self.ids[spot] = len(self.buffers)
-            self.buffers.append(Buffer(value, place, size, copy))
-            self.spots.append(spot)
-        if copy.is_read:
-            self.current[value, place] = self.ids[spot]
-        return self.ids[spot]
-
-    def fresh(self, value: Value, place: int, size: int, copy: Copy) -> int:
-        """The id of a new copy of a value at a place, which takes the name of an older one.
-
-        Args:
-            value: that it is a copy of.
-            place: where it lies.
-            size: in bytes.
-            copy: which of the copies there.
-        """
-        self.ids.pop(Spot(value, place, copy), None)
-        return self.buffer(value, place, size, copy)
+    # Rows
 
     def row(
         self,
@@ -128,7 +94,7 @@ class Placer:
         writes: Sequence[int],
         run: Run = None,
     ) -> None:
-        """Appends a row; `layer` and `m` say what it concerns.
+        """Appends a row to the block.
 
         Args:
             kind: of the row.
@@ -144,33 +110,22 @@ class Placer:
             Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run)
         )
 
-    def rename(self, b: int, spot: Spot) -> None:
-        """The same buffer under another name."""
-        old = self.spots[b]
-        if self.ids.get(old) == b:
-            del self.ids[old]
-        if self.current.get((old.value, old.place)) == b:
-            del self.current[old.value, old.place]
-        self.ids[spot] = b
-        self.spots[b] = spot
-        self.buffers[b] = replace(self.buffers[b], value=spot.value, copy=spot.copy)
-        if spot.copy is Copy.OWN:
-            self.current[spot.value, spot.place] = b
-
-    def holder(self, value: Value) -> int | None:
-        """A place that holds a value."""
-        return next((place for place in self._known if (value, place) in self.current), None)
-
     def metric(self, value: Value) -> int | None:
-        """A buffer of a metric: at home, or where the loss was under an earlier plan, whose forward may come last."""
-        home = self.where.home
-        place = home if (value, home) in self.current else self.holder(value)
+        """Returns a buffer of a metric, if there is one.
+
+        It lies at home, or where the loss was under an earlier plan, whose last forward may come later.
+        """
+        place = self._holder_near(value, self.where.home)
         return None if place is None else self.current[value, place]
+
+    def _holder_near(self, value: Value, place: int) -> int | None:
+        """Returns a place that holds a value: this one, if it does."""
+        return place if (value, place) in self.current else self.holder(value)
 
     # Copies
 
     def send(self, value: Value, source: int, target: int, layer: int, m: int) -> int:
-        """A copy of a value at another place, made once.
+        """Returns a copy of a value at another place, made once.
 
         Args:
             value: to be copied.
@@ -181,24 +136,22 @@ class Placer:
         """
         if (value, target) not in self.current:
             b = self.current[value, source]
-            self.row(
-                Kind.SEND,
-                source,
-                layer,
-                m,
-                [b],
-                [self.buffer(value, target, self.buffers[b].bytes)],
-            )
+            copy = self.buffer(value, target, self.buffers[b].bytes)
+            self.row(Kind.SEND, source, layer, m, [b], [copy])
             if VALUES[value.kind].passed_on:
                 self.rename(b, Spot(value, source, Copy.STALE))
         return self.current[value, target]
 
     def bring(self, value: Value, target: int, layer: int, m: int = NONE) -> int:
-        """A value at a place; what still lies where its layer ran before is moved.
+        """Returns a value at a place; what still lies where its layer ran before is moved.
+
+            place to place          MOVE
+            its fate has changed    OUT, or IN           it stays where it is, on the device or its host
+            by the host             OUT, later IN        when all that moves has left (`commit`)
 
         Args:
-            value: that is wanted.
-            target: the place that wants it.
+            value: that is to be there.
+            target: the place.
             layer: that the row concerns.
             m: the micro-batch, or NONE.
         """
@@ -211,7 +164,7 @@ class Placer:
         b = self.current[value, source]
         info, size = VALUES[value.kind], self.buffers[b].bytes
         if info.alone and not self._replicated:
-            self._leave(b)
+            self.leave(b)
         new = self.fresh(value, target, size, copy)
         if self.by_host:
             host = b
@@ -222,7 +175,7 @@ class Placer:
             self._arriving.append((host, new))
             return new
         there = self._copied(b, source, target, layer, m, new)
-        if there != new:
+        if there != new:  # it arrived on the device, and rests on its host
             self.row(Kind.OUT, target, layer, m, [there], [new])
             if there != b:
                 self.row(Kind.FREE, target, layer, m, [there, new], [])
@@ -231,9 +184,17 @@ class Placer:
         return new
 
     def _copied(self, b: int, source: int, target: int, layer: int, m: int, new: int) -> int:
-        """What lies at a place, or on its host, on another device: `new` where that is the copy to be there."""
-        value = self.spots[b].value
-        size, is_away = self.buffers[b].bytes, self.spots[new].copy is Copy.AWAY
+        """Returns a buffer on the device of the target with what lies at a place, or on its host.
+
+        Args:
+            b: the buffer to be copied.
+            source: where it lies.
+            target: where the copy shall be.
+            layer: that the rows concern.
+            m: the micro-batch, or NONE.
+            new: what the copy shall be in the end; it is returned if that is on the device.
+        """
+        value, size = self.spots[b].value, self.buffers[b].bytes
         here = b
         if self.buffers[b].copy is Copy.AWAY:
             if source == target:
@@ -243,20 +204,13 @@ class Placer:
             self.row(Kind.IN, source, layer, m, [b], [here])
         elif source == target:
             return b
-        there = self.fresh(value, target, size, Copy.FETCHED) if is_away else new
+        there = new
+        if self.spots[new].copy is Copy.AWAY:
+            there = self.fresh(value, target, size, Copy.FETCHED)
         self.row(Kind.MOVE, source, layer, m, [here], [there])
         if here != b:
             self.row(Kind.FREE, source, layer, m, [here, there], [])
         return there
-
-    def _leave(self, b: int) -> None:
-        """What is left of a value that has moved: nobody reads it there."""
-        spot = self.spots[b]
-        if spot.copy is not Copy.AWAY:
-            self.rename(b, spot._replace(copy=Copy.STALE))
-            return
-        self.ids.pop(spot, None)
-        self.current.pop((spot.value, spot.place), None)
 
     # Operations
 
@@ -271,81 +225,95 @@ class Placer:
         here = self.where.of(op.layer, op.examples) if place is None else place
         reads = [self._read(value, op, here) for value in op.reads]
         writes = [self._write(write, here, keeps=keeps) for write in op.writes]
-        fetched = self._fetched(op, [*reads, *writes], reads)
-        reads, writes = ([fetched.get(b, b) for b in ids] for ids in (reads, writes))
-        run = replace(op.run, keeps=keeps) if isinstance(op.run, PieceRun) else op.run
+        fetched = self._fetched(op, reads, writes)
+        reads = [fetched.get(b, b) for b in reads]
+        writes = [fetched.get(b, b) for b in writes]
+        run = op.run
+        if isinstance(run, PieceRun):
+            run = replace(run, keeps=keeps)
         self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
-        self._returned(op, {away: b for away, b in fetched.items() if b in writes})
+        self._return(op, {away: b for away, b in fetched.items() if b in writes})
+        self._deliver(op, here)
+        for value in op.forgets:
+            holder = self._holder_near(value, here)
+            if holder is not None:
+                self.rename(self.current[value, holder], Spot(value, holder, Copy.STALE))
+
+    def _deliver(self, op: Operation, here: int) -> None:
+        """Sends what an operation delivers to every other place where one of its readers runs."""
         for value, layers, examples in op.delivers:
-            for target in dict.fromkeys(
-                self.where.of(layer, e) for layer in layers for e in examples
-            ):
+            targets = [self.where.of(layer, e) for layer in layers for e in examples]
+            for target in dict.fromkeys(targets):
                 if target != here:
                     self.bring(value, here, op.layer, op.microbatch)
                     self.send(value, here, target, op.layer, op.microbatch)
-        for value in op.forgets:
-            if (place := here if (value, here) in self.current else self.holder(value)) is not None:
-                self.rename(self.current[value, place], Spot(value, place, Copy.STALE))
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """The buffer that an operation reads; what is not there is fed, sent or moved first."""
+        """Returns the buffer that an operation reads; what is not there is fed, sent or moved first."""
+        layer, m = op.layer, op.microbatch
         if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
-            return self.bring(value, here, op.layer, op.microbatch)
+            return self.bring(value, here, layer, m)
         if (value, here) in self.current:
             return self.current[value, here]
-        if VALUES[value.kind].fed:
+        info = VALUES[value.kind]
+        if info.fed:
             buffer = self.buffer(value, here, self._fed_bytes(value))
-            self.row(Kind.FEED, here, op.layer, op.microbatch, [], [buffer])
+            self.row(Kind.FEED, here, layer, m, [], [buffer])
             return buffer
-        if (
-            KINDS[op.kind].gathers and VALUES[value.kind].told
-        ):  # all else that it reads belongs to its layer
-            return self.send(value, self._teller(value), here, value.layer, op.microbatch)
-        return self.bring(value, here, op.layer, op.microbatch)
+        if KINDS[op.kind].gathers and info.gathered:
+            place = self.where.of(value.layer, value.examples)
+            source = self._holder_near(value, place)
+            assert source is not None, f"{value} lies nowhere"
+            return self.send(value, source, here, value.layer, m)
+        return self.bring(value, here, layer, m)  # it belongs to the layer
 
     def _fetched(
-        self, op: Operation, touched: Sequence[int], read: Sequence[int]
+        self, op: Operation, reads: Sequence[int], writes: Sequence[int]
     ) -> dict[int, int]:
-        """What an operation works on in place of buffers that are away, fetched where it reads them: by those."""
+        """Returns, by buffer that is away, the one that an operation works on in its place.
+
+        That is fetched if the operation reads it; if it only writes it, it need not come first.
+        """
         fetched: dict[int, int] = {}
-        for b in dict.fromkeys(touched):
-            (value, place, copy), size = self.spots[b], self.buffers[b].bytes
-            if copy is Copy.AWAY:
-                fetched[b] = self.fresh(value, place, size, Copy.FETCHED)
-                if b in read:
-                    self.row(Kind.IN, place, op.layer, op.microbatch, [b], [fetched[b]])
+        for b in dict.fromkeys((*reads, *writes)):
+            value, place, copy = self.spots[b]
+            if copy is not Copy.AWAY:
+                continue
+            fetched[b] = self.fresh(value, place, self.buffers[b].bytes, Copy.FETCHED)
+            if b in reads:
+                self.row(Kind.IN, place, op.layer, op.microbatch, [b], [fetched[b]])
         return fetched
 
-    def _returned(self, op: Operation, written: Mapping[int, int]) -> None:
-        """What an operation has written of buffers that are away goes there again, in place of them."""
+    def _return(self, op: Operation, written: Mapping[int, int]) -> None:
+        """Copies what an operation has written of buffers that are away back there, in their place.
+
+        Args:
+            op: that has run.
+            written: by buffer that is away, the one that was written.
+        """
         for away, b in written.items():
-            (value, place, _), size = self.spots[away], self.buffers[away].bytes
-            new = self.fresh(value, place, size, Copy.AWAY)
+            value, place, _ = self.spots[away]
+            new = self.fresh(value, place, self.buffers[away].bytes, Copy.AWAY)
             self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
-    def _teller(self, value: Value) -> int:
-        """The place that tells others a value: that of its layer, or of whichever replica has it."""
-        place = self.where.of(value.layer, value.examples)
-        where = place if (value, place) in self.current else self.holder(value)
-        assert where is not None, f"{value} lies nowhere"
-        return where
-
     def _fed_bytes(self, value: Value) -> int:
+        """Returns the bytes of what comes from the host: of a replica's examples, if it is theirs."""
         match value.kind:
             case ValueKind.BATCH:
                 size = self.graph.batch[value.index].bytes
-                return (
-                    size
-                    if value.examples is None
-                    else size // self.graph.examples * value.examples.size
-                )
+                if value.examples is not None:
+                    size = size // self.graph.examples * value.examples.size
+                return size
             case ValueKind.SEED:
                 return self.graph.seed_bytes
             case _:
                 raise AssertionError(f"{value} does not come from the host")
 
     def _write(self, write: Write, here: int, *, keeps: bool) -> int:
-        """The buffer that an operation writes; the next version of a parameter takes the place of the one before."""
+        """Returns the buffer that an operation writes.
+
+        The next version of a parameter takes the place of the one before, unless that is kept.
+        """
         value, size, copy = write
         if copy is Copy.OWN and (value, here) in self.current:
             return self.current[value, here]
@@ -358,18 +326,18 @@ class Placer:
     # Changes of plan
 
     def keep(self, spots: Collection[Spot], microbatches: int, versions: int) -> None:
-        """Forgets what belongs to layers but for these spots.
+        """Forgets what belongs to layers, except for these spots.
 
         Args:
             spots: what there is, counted from a later micro-batch and version.
-            microbatches: how many come before.
-            versions: the same of versions.
+            microbatches: the micro-batch from which they count.
+            versions: the version from which they count.
         """
-        for spot in [spot for spot in self.ids if VALUES[spot.value.kind].follows]:
-            if spot.copy is not Copy.STALE and spot.shifted(-microbatches, -versions) not in spots:
-                b = self.ids.pop(spot)
-                if self.current.get((spot.value, spot.place)) == b:
-                    del self.current[spot.value, spot.place]
+        for spot in list(self.ids):
+            if not VALUES[spot.value.kind].follows or spot.copy is Copy.STALE:
+                continue
+            if spot.shifted(-microbatches, -versions) not in spots:
+                self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
         """Moves what lies on the devices between steps to where a plan has it; model state comes with its reader."""
@@ -390,62 +358,64 @@ class Placer:
         self.enter(before)
 
     def commit(self) -> None:
-        """Once the copies are there, what they were made of is freed: up to here nothing has left its place."""
+        """Frees, once the copies are there, what they were made of: up to here nothing has left its place."""
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
             if old < self.persistent:
                 self.row(Kind.FREE, self.buffers[old].place, NONE, NONE, [old, new], [])
-        for place in self._known:  # what the new plan has elsewhere, or newer
-            gone = [
-                b
-                for b in range(self.persistent)
-                if b not in staying and self.buffers[b].place == place
-            ]
-            for away in (False, True):
-                if ids := [b for b in gone if self.buffers[b].copy.on_host is away]:
+        leaving = [b for b in range(self.persistent) if b not in staying]
+        for place in self.places:  # what the new plan has elsewhere, or newer
+            for on_host in (False, True):
+                ids = []
+                for b in leaving:
+                    buffer = self.buffers[b]
+                    if buffer.place == place and buffer.copy.on_host is on_host:
+                        ids.append(b)
+                if ids:
                     self.row(Kind.DROP, place, NONE, NONE, ids, [])
         for host, new in self._arriving:
             self._arrive(host, new)
         self.moved, self._arriving = [], []
 
     def _arrive(self, host: int, new: int) -> None:
-        """What waits on the host comes to its place, or to the host of that."""
-        (value, place, copy), size = self.spots[new], self.buffers[new].bytes
+        """Brings what waits on the host to its place, or to the host of that place by way of its device."""
+        value, place, copy = self.spots[new]
         if copy is not Copy.AWAY:
             self.row(Kind.IN, place, NONE, NONE, [host], [new])
             return
-        there = self.fresh(value, place, size, Copy.FETCHED)
+        there = self.fresh(value, place, self.buffers[new].bytes, Copy.FETCHED)
         self.row(Kind.IN, place, NONE, NONE, [host], [there])
         self.row(Kind.OUT, place, NONE, NONE, [there], [new])
         self.row(Kind.FREE, place, NONE, NONE, [there, new], [])
 
     def bring_state(self) -> None:
-        """The model state as it is now, wherever the plan has it."""
+        """Brings the model state as it is now to wherever the plan has it."""
         for k in range(len(self.graph.state)):
             for place in self.where.holding(k):
                 self.bring(self.newest_state(k), place, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """A leaf of the model state as the last micro-batch left it: the whole, not a replica's part."""
-        made = [
-            value for value, _ in self.current if value.kind is ValueKind.STATE and value.index == k
+        """Names a leaf of the model state as the last micro-batch left it: the whole, not a replica's part."""
+        versions = [
+            value
+            for value, _ in self.current
+            if value.kind is ValueKind.STATE and value.index == k and value.examples is None
         ]
-        return max(
-            (value for value in made if value.examples is None), key=lambda value: value.microbatch
-        )
+        return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
         """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
-            if VALUES[value.kind].lasts and value.examples is None:
-                key, number = (
-                    (value.kind, value.index, value.layer, place),
-                    max(value.version, value.microbatch),
-                )
-                newest[key] = max(newest.get(key, (number, b)), (number, b))
-        plain = [buffer.spot for buffer in self.where.lasting(self.optimizer)]
-        return [
-            (spot, newest[spot.value.kind, spot.value.index, spot.value.layer, spot.place][1])
-            for spot in plain
-        ]
+            if not VALUES[value.kind].lasts or value.examples is not None:
+                continue
+            key = value.kind, value.index, value.layer, place
+            # Parameters count versions, model state counts micro-batches; the other is NEVER.
+            age = max(value.version, value.microbatch), b
+            newest[key] = max(newest.get(key, age), age)
+        result = []
+        for buffer in self.where.lasting(self.optimizer):
+            value, place = buffer.value, buffer.place
+            _, b = newest[value.kind, value.index, value.layer, place]
+            result.append((buffer.spot, b))
+        return result

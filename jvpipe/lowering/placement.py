@@ -40,10 +40,14 @@ class Placement:
 
     @cached_property
     def _slices(self) -> Sequence[tuple[Examples | None, ...]]:
-        return [divided(self.graph.examples if r > 1 else 0, r) for r in self.plan.replicas]
+        slices = []
+        for replicas in self.plan.replicas:
+            examples = self.graph.examples if replicas > 1 else 0  # a graph may have no batch
+            slices.append(divided(examples, replicas))
+        return slices
 
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
-        """The examples that each replica of a layer's stage works on; (None,) where it is alone."""
+        """Returns the examples that each replica of a layer's stage works on; (None,) where it is alone."""
         return self._slices[self.stage[layer]]
 
     @cached_property
@@ -52,7 +56,7 @@ class Placement:
         return self.places[self.graph.loss_layer][0]
 
     def of(self, layer: int, examples: Examples | None = None) -> int:
-        """The place of a layer, or of what belongs to none.
+        """Returns the place of a layer, or of what belongs to none.
 
         Args:
             layer: or NONE.
@@ -60,20 +64,22 @@ class Placement:
         """
         if layer == NONE:
             return self.home
-        return self.places[layer][0 if examples is None else self.slices(layer).index(examples)]
+        replica = 0 if examples is None else self.slices(layer).index(examples)
+        return self.places[layer][replica]
 
     def updating(self, optimizer: OptimizerCut) -> dict[int, int]:
-        """The place where each layer is updated, and what belongs to none."""
-        replicas = updating(self.graph, self.plan, optimizer)
-        return {NONE: self.home} | {
-            layer: self.places[layer][replica] for layer, replica in replicas.items()
-        }
+        """Returns the place where each layer is updated, and what belongs to none."""
+        places = {NONE: self.home}
+        for layer, replica in updating(self.graph, self.plan, optimizer).items():
+            places[layer] = self.places[layer][replica]
+        return places
 
     def _of_all(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Returns the places of some layers, each once."""
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """The places that hold a leaf of the model state."""
+        """Returns the places that hold a leaf of the model state: of its readers, else of its writers."""
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
@@ -84,39 +90,44 @@ class Placement:
         return states_away(self.graph, self.plan)
 
     def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
-        """The copy of a value that lies at its place, or on the host of that, between updates."""
-        is_state = value.kind is ValueKind.OPTIMIZER
-        swapped = is_state and optimizer.state[value.index].parameter in self._away
-        return Copy.AWAY if swapped else Copy.OWN
+        """Tells which copy of a value there is between updates: at its place, or on the host of its place."""
+        if value.kind is not ValueKind.OPTIMIZER:
+            return Copy.OWN
+        parameter = optimizer.state[value.index].parameter
+        return Copy.AWAY if parameter in self._away else Copy.OWN
 
     def lasting(self, optimizer: OptimizerCut) -> tuple[Buffer, ...]:
-        """Lists what lies on the devices between steps: parameters (a copy per place that reads one), the optimizer's
-        state (at the replica that updates the layer, or on its host), model state, constants. Optimizer state of no
-        parameter (step counts) has a copy per layer, so that layers can move.
+        """Lists what lies on the devices between steps.
+
+        These are parameters (a copy per place that reads one), the optimizer's state (at the replica that updates the
+        layer, or on its host), model state, constants. Optimizer state of no parameter (step counts) has a copy per
+        layer, so that layers can move.
         """
         graph = self.graph
         buffers: list[Buffer] = []
+
+        def add(value: Value, places: Iterable[int], size: int, copy: Copy = Copy.OWN) -> None:
+            buffers.extend(Buffer(value, place, size, copy) for place in places)
+
         for p, parameter in enumerate(graph.parameters):
-            value = graph.parameter(p, version=0)
             reading = self._of_all(parameter.readers)
-            buffers += [Buffer(value, place, parameter.array.bytes) for place in reading]
+            add(graph.parameter(p, version=0), reading, parameter.array.bytes)
         places = self.updating(optimizer)
-        for j, layer in sorted(
-            (j, NONE if layer is None else layer) for j, layer in optimizer.holders
-        ):
-            value, size = Value(ValueKind.OPTIMIZER, j, layer), optimizer.state[j].array.bytes
+        holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
+        for j, layer in sorted(holders):
+            value = Value(ValueKind.OPTIMIZER, j, layer)
             copy = self.resting(value, optimizer)
-            buffers.append(Buffer(value, places[layer], size, copy))
+            add(value, [places[layer]], optimizer.state[j].array.bytes, copy)
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
-            buffers += [Buffer(value, place, array.bytes) for place in self.holding(k)]
+            add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):
-            using = self._of_all(x.id for x in graph.layers if c in x.reading(ValueKind.CONSTANT))
-            buffers += [Buffer(Value(ValueKind.CONSTANT, c), place, array.bytes) for place in using]
+            readers = [layer.id for layer in graph.layers if c in layer.reading(ValueKind.CONSTANT)]
+            add(Value(ValueKind.CONSTANT, c), self._of_all(readers), array.bytes)
         return tuple(buffers)
 
 
 def written_state(graph: LayerGraph) -> frozenset[int]:
-    """The leaves of the model state that some layer writes."""
+    """Finds the leaves of the model state that some layer writes."""
     return frozenset(k for layer in graph.layers for k in layer.writing(ValueKind.STATE))

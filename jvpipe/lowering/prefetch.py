@@ -1,9 +1,10 @@
 """Prefetching: state that lies on the host comes before the updates that read it, and goes back beside them.
 
-`i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it wrote back there
-(OUT), `f<k>` waits for that and frees it (FREE). The placer writes each update with its copies around it. Here they are
-drawn apart, so that both directions of the link are used while a place holds no more than twice the largest state of an
-update. As much is fetched before the last forward or backward of the place; later on what leaves makes room.
+`i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it wrote back to the
+host (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each update with its copies around it. This
+pass spreads them out, so that both directions of the link are used while a place holds at most twice the largest state
+of an update. As much as that is fetched before the last forward or backward of the place; later, what leaves makes
+room.
 
     placed       ... B7 i0 U0 o0 i1 U1 o1 i2 U2 o2 i3 U3 o3
     prefetched   i0 i1 B7 U0 o0 U1 o1 f0 i2 U2 o2 f1 i3 U3 o3 f2 f3
@@ -12,6 +13,7 @@ update. As much is fetched before the last forward or backward of the place; lat
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from jvpipe.ir.buffers import Buffer, Copy
 from jvpipe.ir.fates import UPDATES_HELD
@@ -20,7 +22,15 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A group, a row of it, and whether before, at or after it."""
+"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow one another."""
+
+
+class _Copy(NamedTuple):
+    """A row of copies: the update after which it stands (-1: before all), and the one that it serves."""
+
+    after: int
+    update: int
+    row: Row
 
 
 @dataclass
@@ -33,16 +43,16 @@ class _Visit:
 
     @property
     def fetched(self) -> set[int]:
-        """What is brought to the place."""
+        """The buffers that are brought to the place."""
         return {row.writes[0] for row in self.ins}
 
     @property
     def written(self) -> set[int]:
-        """What leaves it."""
+        """The buffers that leave it."""
         return {row.reads[0] for row in self.outs}
 
     def frees(self) -> list[Row]:
-        """What waits until all has left, and frees it."""
+        """Makes the rows that wait until all has left, and free it."""
         return [
             replace(row, kind=Kind.FREE, reads=row.reads + row.writes, writes=())
             for row in self.outs
@@ -57,47 +67,63 @@ class _Round:
     visits: list[_Visit] = field(default_factory=list)
 
     def position(self, k: int) -> Position:
-        """Where rows stand that follow an update; before all of them, behind which copies can hide, for -1."""
+        """Returns where rows stand that follow update k.
+
+        For -1 they stand before all updates: at the last forward or backward, which hides the copies.
+        """
         if k >= 0:
             return (*self.visits[k].at, AFTER)
-        return (*self.visits[0].at, BEFORE) if self.anchor is None else (self.anchor, 0, BEFORE)
+        if self.anchor is None:
+            return (*self.visits[0].at, BEFORE)
+        return (self.anchor, 0, BEFORE)
 
-    def copies(self, buffers: Sequence[Buffer]) -> Iterator[tuple[int, int, Row]]:
-        """Yields each copy and each FREE with the update that it stands after, and the one that it is for.
+    def copies(self, buffers: Sequence[Buffer]) -> Iterator[_Copy]:
+        """Yields each copy and each FREE, in the order of their dispatch.
 
-        What the next update reads has to come, and waits for whatever leaves; what later ones read comes as far as
-        there is room, and waits for nothing that has only begun to leave.
+        `room` is what the place has left of twice its largest update. What the next update reads
+        has to come, so it waits for whatever leaves. What later updates read comes as far as there
+        is room, and waits for nothing that has only just begun to leave: that wait would be long.
+        There is always room in the end, for once everything has left, one update fits.
+
+        Args:
+            buffers: the table.
         """
         visits = self.visits
-        room = UPDATES_HELD * max(
-            sum(buffers[b].bytes for b in visit.fetched | visit.written) for visit in visits
-        )
+
+        def total(ids: Collection[int]) -> int:
+            return sum(buffers[b].bytes for b in ids)
+
+        room = UPDATES_HELD * max(total(visit.fetched | visit.written) for visit in visits)
         coming = deque((k, row) for k, visit in enumerate(visits) for row in visit.ins)
-        leaving = deque[tuple[int, Row]]()
+        leaving: deque[tuple[int, Row]] = deque()
         for k in range(-1, len(visits)):
             if k >= 0:
-                yield from ((k, k, row) for row in visits[k].outs)
-                leaving.extend((k, row) for row in visits[k].frees())
-                fetched, written = visits[k].fetched, visits[k].written
-                room += sum(buffers[b].bytes for b in fetched - written)
-                room -= sum(buffers[b].bytes for b in written - fetched)
+                visit = visits[k]
+                for row in visit.outs:
+                    yield _Copy(k, k, row)
+                leaving.extend((k, row) for row in visit.frees())
+                # A buffer that the update consumed has gone, one that it made is new.
+                room += total(visit.fetched - visit.written)
+                room -= total(visit.written - visit.fetched)
             while coming:
-                of, row = coming[0]
+                update, row = coming[0]
+                is_next = update <= k + 1
                 need = buffers[row.writes[0]].bytes
-                while room < need and leaving and (of <= k + 1 or leaving[0][0] < k):
-                    gone, free = leaving.popleft()
+                while room < need and leaving and (is_next or leaving[0][0] < k):
+                    left, free = leaving.popleft()
                     room += buffers[free.reads[0]].bytes
-                    yield k, gone, free
-                if room < need and of > k + 1:
+                    yield _Copy(k, left, free)
+                if room < need and not is_next:
                     break
                 room -= need
                 coming.popleft()
-                yield k, of, row
-        yield from ((len(visits) - 1, gone, free) for gone, free in leaving)
+                yield _Copy(k, update, row)
+        for left, free in leaving:
+            yield _Copy(len(visits) - 1, left, free)
 
 
 def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> list[list[Row]]:
-    """The rows of some groups, those that fetch state and bring it back drawn apart.
+    """Returns the rows of some groups, those that fetch state and bring it back spread out.
 
     Args:
         groups: rows that belong together, in the order of their dispatch; no copy leaves them.
@@ -115,17 +141,21 @@ def prefetched(groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]) -> li
     rounds, moved = _rounds(groups, buffers)
     if not moved:
         return list(map(list, groups))
-    made: dict[int, Position] = {}  # where each buffer is written
+    written: dict[int, Position] = {}  # by buffer: where it is made
     for g, group in enumerate(groups):
-        made |= {b: (g, i, AT) for i, row in enumerate(group) for b in row.writes}
+        for i, row in enumerate(group):
+            written |= dict.fromkeys(row.writes, (g, i, AT))
     added: dict[Position, list[Row]] = {}
-    for each in rounds:
-        for visit in each.visits:
-            made |= {b: (*visit.at, AFTER) for row in visit.outs for b in row.writes}
-        for k, of, row in each.copies(buffers):
-            at = each.position(k)
-            if KINDS[row.kind].link is Link.FROM_HOST and made.get(row.reads[0], at) > at:
-                at = (*each.visits[of].at, BEFORE)  # a layer has just moved
+    for updates in rounds:
+        for visit in updates.visits:
+            for row in visit.outs:
+                written |= dict.fromkeys(row.writes, (*visit.at, AFTER))
+        for copy in updates.copies(buffers):
+            at = updates.position(copy.after)
+            row = copy.row
+            # What a layer that has just moved brings along cannot be fetched before it is there.
+            if KINDS[row.kind].link is Link.FROM_HOST and written.get(row.reads[0], at) > at:
+                at = (*updates.visits[copy.update].at, BEFORE)
             added.setdefault(at, []).append(row)
     return [list(_with(added, g, group, moved)) for g, group in enumerate(groups)]
 
@@ -147,37 +177,44 @@ def _with(
 def _rounds(
     groups: Sequence[Sequence[Row]], buffers: Sequence[Buffer]
 ) -> tuple[list[_Round], set[tuple[int, int]]]:
-    """The rounds of updates of all places, and the rows that are their copies."""
-    used = {
-        b
-        for group in groups
-        for row in group
-        if _updates(row)
-        for b in (*row.reads, *row.writes)
-        if buffers[b].copy is Copy.FETCHED
-    }
-    rounds, moved = list[_Round](), set[tuple[int, int]]()
-    newest, anchors = dict[int, _Round](), dict[int, int]()
+    """Finds the rounds of updates of all places, and the rows that are their copies.
+
+    The placer has written each update as IN... U OUT..., all at one place: so the copies to a place
+    that wait in `coming` belong to its next update, and what leaves it belongs to its last one.
+    """
+    in_use: set[int] = set()  # buffers that updates have fetched
+    for group in groups:
+        for row in group:
+            if _is_update(row):
+                touched = (*row.reads, *row.writes)
+                in_use.update(b for b in touched if buffers[b].copy is Copy.FETCHED)
+    rounds: list[_Round] = []
+    moved: set[tuple[int, int]] = set()
+    newest: dict[int, _Round] = {}  # by place
+    anchors: dict[int, int] = {}  # by place: the group of its last forward or backward
     coming: dict[int, list[Row]] = {}
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
             info, place = KINDS[row.kind], row.place
             if info.back is not None:
                 anchors[place] = g
-            elif info.link is Link.FROM_HOST and row.writes[0] in used:
+            elif info.link is Link.FROM_HOST and row.writes[0] in in_use:
                 coming.setdefault(place, []).append(row)
                 moved.add((g, i))
-            elif info.link is Link.TO_HOST and row.reads[0] in used:
+            elif info.link is Link.TO_HOST and row.reads[0] in in_use:
                 newest[place].visits[-1].outs.append(row)
                 moved.add((g, i))
-            elif _updates(row) and not used.isdisjoint((*row.reads, *row.writes)):
-                if place not in newest or newest[place].anchor != anchors.get(place):
-                    newest[place] = _Round(anchors.get(place))
+            elif _is_update(row) and not in_use.isdisjoint((*row.reads, *row.writes)):
+                anchor = anchors.get(place)
+                if place not in newest or newest[place].anchor != anchor:
+                    newest[place] = _Round(anchor)
                     rounds.append(newest[place])
-                newest[place].visits.append(_Visit((g, i), coming.pop(place, [])))
+                visit = _Visit((g, i), coming.pop(place, []))
+                newest[place].visits.append(visit)
     return rounds, moved
 
 
-def _updates(row: Row) -> bool:
+def _is_update(row: Row) -> bool:
     """Tells whether a row is of a program, and of no forward or backward."""
-    return KINDS[row.kind].computes and KINDS[row.kind].back is None
+    info = KINDS[row.kind]
+    return info.computes and info.back is None

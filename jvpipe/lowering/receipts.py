@@ -1,14 +1,15 @@
 """Receipts: what one process offers to another stays as it is until it has arrived there.
 
-A copy between places of two processes is offered by one and taken by the other, some time later. Who offers may let go
-of it at once, but not overwrite or delete it before it has arrived. That is seen by something that was made of the copy
-and came back, or else by a mark that is made for that:
+A copy between places of two processes is offered by its source and taken by its target, some time later. The source may
+release its own reference at once, but it must not overwrite or delete the buffer before the copy has arrived. It learns
+of the arrival from a witness, a buffer that depends on the copy and has come back anyway (the cotangents of an
+activation, say); where there is none in time, the target sends a mark back:
 
     process 0   U SEND(p) ............................ RECEIPT(mark)  B(p) overwrites p
     process 1             ARRIVE(p) SEND(mark)
 
 Copies that follow one another share a mark. So do those of layers that move: what is left of them is dropped after it.
-Where no backward comes back, as in an evaluation, at most four offers are open between two processes.
+Where no backward comes back, as in an evaluation, marks keep at most four offers open between two processes.
 """
 
 from collections import defaultdict
@@ -28,7 +29,10 @@ MARK_BYTES = 4
 
 
 class Crossing(NamedTuple):
-    """The copy that a `row`, by its number, makes of a buffer for another process."""
+    """The copy that a `row`, by its number, makes of a buffer for another process.
+
+    `source` and `target` are the processes, `offered` and `copy` their buffers.
+    """
 
     row: int
     source: int
@@ -37,25 +41,37 @@ class Crossing(NamedTuple):
     copy: int
 
 
+class _Witness(NamedTuple):
+    """A `buffer` that depends on a copy, and the first `row` at the copy's source that reads it."""
+
+    row: int
+    buffer: int
+
+
+class _Deadline(NamedTuple):
+    """A crossing that must have arrived before the row `until`."""
+
+    crossing: Crossing
+    until: int
+
+
 def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
-    """The copies between places of two processes, in the order of their rows.
+    """Returns the copies between places of two processes, in the order of their rows.
 
     Args:
         lowered: a step.
         processes: of each place.
     """
-    return [
-        Crossing(
-            i,
-            processes[row.place],
-            processes[lowered.buffers[row.writes[0]].place],
-            row.reads[0],
-            row.writes[0],
-        )
-        for i, row in enumerate(lowered.rows)
-        if KINDS[row.kind].link is Link.PEER
-        and processes[row.place] != processes[lowered.buffers[row.writes[0]].place]
-    ]
+    result = []
+    for number, row in enumerate(lowered.rows):
+        if KINDS[row.kind].link is not Link.PEER:
+            continue
+        offered, copy = row.reads[0], row.writes[0]
+        source = processes[row.place]
+        target = processes[lowered.buffers[copy].place]
+        if source != target:
+            result.append(Crossing(number, source, target, offered, copy))
+    return result
 
 
 def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
@@ -65,89 +81,104 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         lowered: a step, as one process would run it.
         processes: of each place.
     """
-    crossing, end = crossings(lowered, processes), len(lowered.rows)
-    witnesses, spoilers = _witnesses(lowered, crossing), _spoilers(lowered, crossing)
+    crossing = crossings(lowered, processes)
+    end = len(lowered.rows)
+    witnesses = _witnesses(lowered, crossing)
+    spoilers = _spoilers(lowered, crossing)
     receipts = _Receipts(lowered)
-    answered = any(KINDS[row.kind].in_flight < 0 for row in lowered.rows)
-    marked: list[tuple[Crossing, int]] = []
+    has_backward = any(KINDS[row.kind].in_flight < 0 for row in lowered.rows)
+    to_mark: list[_Deadline] = []
     unanswered: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
     for x in crossing:
-        until = spoilers.get(x.row, end)
         if x.row in spoilers or x.offered in lowered.final:
-            row, witness = witnesses.get(x.row, (end, NONE))
-            moves = (
-                lowered.rows[x.row].kind is Kind.MOVE
-            )  # its end is far, and a witness would be held till then
-            if row <= until and row < end and not moves:
-                receipts.wait([x], witness, until)
+            until = spoilers.get(x.row, end)
+            witness = witnesses.get(x.row)
+            # A move's deadline is far away: its witness would have to live until then.
+            is_move = lowered.rows[x.row].kind is Kind.MOVE
+            if witness and witness.row <= until and not is_move:
+                receipts.wait([x], witness.buffer, until)
             else:
-                marked.append((x, until))
-        elif not answered and x.offered not in lowered.metrics:
+                to_mark.append(_Deadline(x, until))
+        elif not has_backward and x.offered not in lowered.metrics:
             unanswered[x.source, x.target].append(x)
+    # Nothing comes back of these: each has arrived before the fourth offer after it.
     for offers in unanswered.values():
-        marked += [(x, later.row) for x, later in zip(offers, offers[OPEN_OFFERS:], strict=False)]
-    for copies, until in _following(lowered, marked):
+        for x, later in zip(offers, offers[OPEN_OFFERS:], strict=False):
+            to_mark.append(_Deadline(x, later.row))
+    for copies, until in _following(lowered, to_mark):
         receipts.mark(copies, until)
-    return receipts.added()
+    return receipts.lowered_with_them()
 
 
-def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, tuple[int, int]]:
-    """By the row of each crossing, the first row at its source that reads what was made of the copy, and which buffer
-    that is.
+def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Witness]:
+    """Finds, by the row of each crossing, the first thing that comes back to its source of what was made of the copy.
+
+    A set of crossings is an integer with a bit for each, so that what a buffer depends on is an
+    `or` over what its row has read. A crossing leaves the set of its place with its first witness:
+    the inner loop runs once for each crossing in all.
     """
     bit = {x.row: 1 << i for i, x in enumerate(crossing)}
-    waiting = defaultdict[int, int](
-        int
-    )  # by place, the offers of which nothing has come back: bits of a number
+    waiting: dict[int, int] = defaultdict(int)  # by place: the offers without a witness
     for x in crossing:
         waiting[lowered.rows[x.row].place] |= bit[x.row]
-    made: dict[int, int] = {}  # by buffer, the offers that it depends on
-    witnesses: dict[int, tuple[int, int]] = {}
-    for i, row in enumerate(lowered.rows):
-        here = [b for b in row.reads if lowered.buffers[b].memory == row.place]
-        back = depends = 0
+    ancestors: dict[int, int] = {}  # by buffer: the crossings that it depends on
+    witnesses: dict[int, _Witness] = {}
+    for number, row in enumerate(lowered.rows):
+        depends = returned = 0
+        local = []
         for b in row.reads:
-            depends |= made.get(b, 0)
-        for b in here:
-            back |= made.get(b, 0)
-        if news := back & waiting[row.place]:
-            waiting[row.place] &= ~news
-            for x in (x for x in crossing if news & bit[x.row]):
-                witnesses[x.row] = i, next(b for b in here if made.get(b, 0) & bit[x.row])
+            depends |= ancestors.get(b, 0)
+            if lowered.buffers[b].memory == row.place:
+                returned |= ancestors.get(b, 0)
+                local.append(b)
+        news = returned & waiting[row.place]
+        if news:
+            waiting[row.place] ^= news
+            for x in crossing:
+                if news & bit[x.row]:
+                    buffer = next(b for b in local if ancestors.get(b, 0) & bit[x.row])
+                    witnesses[x.row] = _Witness(number, buffer)
         for b in row.writes:
-            made[b] = depends | bit.get(i, 0)
+            ancestors[b] = depends | bit.get(number, 0)
     return witnesses
 
 
 def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
-    """By the row of each crossing, the row before which what it offers must have arrived: that overwrites it, or
-    deletes it; the end where it is deleted once it has been offered.
+    """Finds, by the row of each crossing, the row before which what it offers must have arrived.
+
+    That row overwrites the buffer, or deletes it. Where the buffer is deleted by the very row that
+    offers it, the deadline is the end of the step. Only what there was before the step is deleted;
+    of other buffers no more than a reference is dropped, which is safe at any time.
     """
-    offers = defaultdict[int, list[int]](list)
+    offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:
         offers[x.offered].append(x.row)
     spoilers: dict[int, int] = {}
-    for i, row in enumerate(lowered.rows):
+    for number, row in enumerate(lowered.rows):
         deleted = [b for b in row.frees if b < lowered.persistent]
         for b in (*row.writes, *deleted):
             for offer in offers.get(b, ()):
-                if offer < i:
-                    spoilers.setdefault(offer, i)
-                elif offer == i and b in deleted:
+                if offer < number:
+                    spoilers.setdefault(offer, number)
+                elif offer == number and b in deleted:
                     spoilers.setdefault(offer, len(lowered.rows))
     return spoilers
 
 
 def _following(
-    lowered: Lowered, marked: Iterable[tuple[Crossing, int]]
+    lowered: Lowered, deadlines: Iterable[_Deadline]
 ) -> list[tuple[list[Crossing], int]]:
-    """The copies from one place to another that follow one another and must have arrived before the same row."""
+    """Groups the copies from one place to another that follow one another and must have arrived before the same row.
+
+    Only copies stand between those of a group, so a mark behind the last is hardly later for the first.
+    """
+    # Copies have the same number here exactly if only copies stand between them.
     runs = list(accumulate(KINDS[row.kind].link is not Link.PEER for row in lowered.rows))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
-    for x, until in marked:
-        groups[runs[x.row], lowered.rows[x.row].place, lowered.buffers[x.copy].place, until].append(
-            x
-        )
+    for x, until in deadlines:
+        source = lowered.rows[x.row].place
+        target = lowered.buffers[x.copy].place
+        groups[runs[x.row], source, target, until].append(x)
     return [(copies, until) for (*_, until), copies in groups.items()]
 
 
@@ -159,41 +190,53 @@ class _Receipts:
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
-        """Waits for a buffer that depends on copies; what would end with its offer is held till then.
+        """Adds a row that waits for a buffer which depends on copies.
+
+        What would have ended with its offer is read by this row, too, and so lives until then.
 
         Args:
             copies: from one place to another.
             witness: the buffer.
             until: the row before which that is.
         """
-        rows, row = self.lowered.rows, self.lowered.rows[copies[-1].row]
-        held = dict.fromkeys(x.offered for x in copies if x.offered in rows[x.row].frees)
-        reads = (witness, *held)
+        rows = self.lowered.rows
+        row = rows[copies[-1].row]
+        offered = [x.offered for x in copies if x.offered in rows[x.row].frees]
+        reads = (witness, *dict.fromkeys(offered))
         self._before[until].append(
             Row(Kind.RECEIPT, row.place, row.stage, row.layer, row.microbatch, reads, ())
         )
 
     def mark(self, copies: Sequence[Crossing], until: int) -> None:
-        """Makes one mark of copies, sends it back, and waits for it before row `until`."""
-        number, row = copies[-1].row, self.lowered.rows[copies[-1].row]
+        """Adds the rows that make one mark of copies, send it back, and wait for it.
+
+        Args:
+            copies: from one place to another.
+            until: the row before which they must have arrived.
+        """
+        number = copies[-1].row
+        row = self.lowered.rows[number]
         here, there = row.place, self.buffers[copies[-1].copy].place
         value = Value(ValueKind.MARK, number, row.layer, row.microbatch)
-        made, returned = len(self.buffers), len(self.buffers) + 1
-        self.buffers += [Buffer(value, there, MARK_BYTES), Buffer(value, here, MARK_BYTES)]
-        arrived, run = tuple(x.copy for x in copies), ArriveRun(copies[0].row)
+        mark, returned = len(self.buffers), len(self.buffers) + 1
+        self.buffers += [Buffer(value, place, MARK_BYTES) for place in (there, here)]
+        arrived = tuple(x.copy for x in copies)
+        of = there, NONE, row.layer, row.microbatch
         self._before[number + 1] += [
-            Row(Kind.ARRIVE, there, NONE, row.layer, row.microbatch, arrived, (made,), (), run),
-            Row(Kind.SEND, there, NONE, row.layer, row.microbatch, (made,), (returned,)),
+            Row(Kind.ARRIVE, *of, arrived, (mark,), (), ArriveRun(copies[0].row)),
+            Row(Kind.SEND, *of, (mark,), (returned,)),
         ]
         self.wait(copies, returned, until)
 
-    def added(self) -> Lowered:
-        """The step with these rows; every buffer ends with the last row that touches it."""
+    def lowered_with_them(self) -> Lowered:
+        """Returns the step with these rows; every buffer ends with the last row that touches it."""
         if not self._before:
             return self.lowered
-        lowered, rows = self.lowered, list[Row]()
-        for i in range(len(lowered.rows) + 1):
-            rows += self._before.get(i, ())
-            rows += (replace(row, frees=()) for row in lowered.rows[i : i + 1])
+        lowered = self.lowered
+        rows: list[Row] = []
+        for number, row in enumerate(lowered.rows):
+            rows += self._before.get(number, ())
+            rows.append(replace(row, frees=()))
+        rows += self._before.get(len(lowered.rows), ())
         rows = freeing(rows, {*lowered.final, *lowered.metrics})
         return replace(lowered, rows=tuple(rows), buffers=tuple(self.buffers))

@@ -1,17 +1,25 @@
-"""The task lists of a run whose plan changes at a micro-batch: what is done with each is its own plan's.
+"""Splicing: the task lists of a run whose plan changes at a micro-batch; each follows its own plan.
 
-Before a forward comes what comes before it in the lists of its plan. So a change of the number of stages fills or
-empties the pipeline as it goes, and lists of equal plans stay as they are.
+    old, 1 stage     0F0 0B0 0F1 0B1 0F2 0B2         micro-batch 0 belongs to the old plan,
+    new, 2 stages    0F0 0F1 0B0 0F2 0B1 0B2         1 and 2 belong to the new one
+                     1F0 1B0 1F1 1B1 1F2 1B2
+    spliced          0F0 0F1 0B0 0F2 0B1 0B2
+                     1F1 1B1 1F2 1B2
+
+A stage's list is built forward by forward. Everything that precedes a forward in the list of its own plan precedes it
+in the spliced list. So a change of the number of stages fills or drains the pipeline gradually, and splicing two equal
+lists returns the same list.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 
 
 def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
-    """The lists of `old` for the micro-batches before `microbatch`, of `new` from it on.
+    """Returns the lists of `old` for the micro-batches before `microbatch`, of `new` from it on.
 
     Args:
         old: lists of the plan before.
@@ -23,28 +31,40 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
     >>> [text(tasks) for tasks in spliced(one_f_one_b(1, 3), one_f_one_b(2, 3), 1)]
     ['0F0 0F1 0B0 0F2 0B1 0B2', '1F1 1B1 1F2 1B2']
     """
-    pad = [(*lists, *[()] * (max(len(old), len(new)) - len(lists))) for lists in (old, new)]
-    return tuple(_stage(before, after, microbatch) for before, after in zip(*pad, strict=True))
+    pairs = zip_longest(old, new, fillvalue=())  # a stage that a plan lacks has no tasks there
+    return tuple(_stage(before, after, microbatch) for before, after in pairs)
 
 
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
-    """One stage; it has no tasks in a plan that does not know it."""
-    tasks_of_stage: dict[Task, None] = {}
-    known = {t for t in old if t.microbatch < microbatch} | {
-        t for t in new if t.microbatch >= microbatch
-    }
+    """Splices the lists of one stage."""
+    remaining = {task for task in old if task.microbatch < microbatch}
+    remaining |= {task for task in new if task.microbatch >= microbatch}
+    order: list[Task] = []
 
-    def add(tasks: Sequence[Task]) -> None:
-        tasks_of_stage.update(dict.fromkeys(task for task in tasks if task in known))
+    def append(tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            if task in remaining:
+                remaining.remove(task)
+                order.append(task)
 
-    for m in range(1 + max((task.microbatch for task in (*old, *new)), default=-1)):
-        own = old if m < microbatch else new
-        forward = next(
-            (i for i, task in enumerate(own) if task.kind == Kind.F and task.microbatch == m), None
-        )
-        if forward is not None:
-            add([task for task in own[:forward] if task.kind != Kind.F])
-            add([own[forward]])
-    add(new or old)
-    assert tasks_of_stage.keys() == known
-    return tuple(tasks_of_stage)
+    last = max((task.microbatch for task in (*old, *new)), default=-1)
+    for m in range(last + 1):
+        plan = old if m < microbatch else new
+        forward = _forward_position(plan, m)
+        if forward is None:
+            continue
+        # Earlier forwards have been appended in their own turn, or belong to the other plan.
+        append([task for task in plan[:forward] if task.kind != Kind.F])
+        append([plan[forward]])
+    # What remains follows the last forward: in the order of the new plan, if that has this stage.
+    append(new or old)
+    assert not remaining, f"{remaining} belong to neither list"
+    return tuple(order)
+
+
+def _forward_position(tasks: Sequence[Task], microbatch: int) -> int | None:
+    """Returns where the forward of a micro-batch stands in a stage's list."""
+    for position, task in enumerate(tasks):
+        if task.kind == Kind.F and task.microbatch == microbatch:
+            return position
+    return None

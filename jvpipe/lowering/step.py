@@ -1,6 +1,14 @@
 """A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
 
-order -> expand -> slice, where stages are replicated -> place -> swap -> prefetch -> liveness
+    order        one list of tasks for all stages                     (order.py)
+    expand       a task becomes the operations of its layers          (expand.py)
+    slice        an operation becomes one for each replica            (slicing.py; where stages are replicated)
+    place        operations become rows and copies on places          (place.py)
+    swap         what is swapped leaves and comes back                (swap.py)
+    prefetch     optimizer state on the host comes and goes in time   (prefetch.py)
+    liveness     each buffer is freed at its last row                 (liveness.py)
+
+Tasks go through the first four one at a time, for what one makes the next one reads; the others take whole steps.
 """
 
 from collections import Counter
@@ -16,7 +24,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.values import NONE, Value, ValueKind
-from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
+from jvpipe.lowering.expand import Expander, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
@@ -26,6 +34,7 @@ from jvpipe.lowering.prefetch import prefetched
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.swap import swap
 from jvpipe.lowering.update import Slots, update_step
+from jvpipe.lowering.weight_rule import OneVersion
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.shares import updating
 
@@ -49,35 +58,15 @@ def lower_step(
         optimizer: the update.
         batching: where stages are replicated, how what they exchange lies over the examples; layers stay then.
     """
-    micro, plans = len(layouts), [layout.plan for layout in layouts]
+    plans = [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(graph), set())
     placer = Placer(graph, plans[0], optimizer)
-    by_number = {layout.number: layout for layout in layouts}
-    replicas = updating(graph, plans[0], optimizer)
-    slicing = Slicing(placer.where, batching, by_number, replicas) if batching else None
-    to_come = Counter(
-        task.stage for tasks in lists for task in tasks if KINDS[task.kind].accumulates
-    )
-    left: dict[Task, tuple[int, list[int]]] = {}
-    ahead = {m - 1: plans[m] for m in range(1, micro) if plans[m] is not plans[m - 1]}
-    split = {
-        (task.stage, task.microbatch) for tasks in lists for task in tasks if task.kind is Kind.I
-    }
-    for task in order(
-        Waits(graph, plans, split), lists, waits_too=lambda task: sums_from(plans, task)
-    ):
-        m, layout = task.microbatch, layouts[task.microbatch]
-        if m in ahead:
-            placer.begin()
-            placer.relocate(ahead.pop(m))
-        placer.enter(layout.plan)
-        placer.begin(task)
-        _perform(placer, _expanded(expander, task, layout, range(micro)), slicing)
-        if task.kind == Kind.F:
-            left[task] = swapped_by(placer, layout, task, slicing)
-        to_come[task.stage] -= KINDS[task.kind].accumulates
-        if slicing and not to_come[task.stage]:
-            _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
+    slicing = None
+    if batching:
+        by_number = {layout.number: layout for layout in layouts}
+        replicas = updating(graph, plans[0], optimizer)
+        slicing = Slicing(placer.where, batching, by_number, replicas)
+    left = _place_tasks(expander, placer, layouts, lists, slicing)
     placer.begin()
     placer.enter(plans[-1])
     placer.bring_state()
@@ -86,10 +75,49 @@ def lower_step(
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
     swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
     rows = list(chain(*prefetched(swapped, placer.buffers)))
-    metrics = [
-        value for value in (*metrics_of(graph), gradient_norm(graph)) if value in expander.made
-    ]
-    return _lowered(placer, rows, metrics)
+    metrics = (*metrics_of(graph), gradient_norm(graph))
+    return _lowered(placer, rows, [value for value in metrics if value in expander.existing])
+
+
+def _place_tasks(
+    expander: Expander,
+    placer: Placer,
+    layouts: Sequence[MicrobatchLayout],
+    lists: TaskLists,
+    slicing: Slicing | None,
+) -> dict[Task, tuple[int, list[int]]]:
+    """Expands and places the forwards and backwards of a step; returns what each forward leaves to be swapped.
+
+    Args:
+        expander: that expands them.
+        placer: that places them.
+        layouts: of each micro-batch.
+        lists: the tasks of each device.
+        slicing: where stages are replicated.
+    """
+    plans = [layout.plan for layout in layouts]
+    batch = range(len(layouts))
+    # A change of plan at m is prepared with m - 1: weights take a micro-batch's time to arrive.
+    ahead = {m - 1: plans[m] for m in batch[1:] if plans[m] is not plans[m - 1]}
+    tasks = list(chain(*lists))
+    to_accumulate = Counter(task.stage for task in tasks if KINDS[task.kind].accumulates)
+    split = {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.I}
+    waits = Waits(expander.graph, plans, split)
+    left: dict[Task, tuple[int, list[int]]] = {}
+    for task in order(waits, lists, waits_too=lambda task: sums_from(plans, task)):
+        layout = layouts[task.microbatch]
+        if task.microbatch in ahead:
+            placer.begin()
+            placer.relocate(ahead.pop(task.microbatch))
+        placer.enter(layout.plan)
+        placer.begin(task)
+        _perform(placer, _expanded(expander, task, layout, batch), slicing)
+        if task.kind == Kind.F:
+            left[task] = swapped_by(placer, layout, task, slicing)
+        to_accumulate[task.stage] -= KINDS[task.kind].accumulates
+        if slicing and not to_accumulate[task.stage]:
+            _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
+    return left
 
 
 def lower_move(
@@ -114,7 +142,11 @@ def lower_move(
 
 
 def divided(move: Lowered) -> tuple[Lowered, Lowered]:
-    """Divides a move between two steps: its copies, then the end of what they were made of; between them all is there.
+    """Divides a move between two steps: its copies, then the end of what they were made of.
+
+        move      MOVE a a'   FREE a   DROP b              a moves, b is elsewhere or older
+        copies    MOVE a a'                                afterwards a, a' and b are all there
+        drops                          DROP b   DROP a     afterwards a' alone is
 
     Args:
         move: from place to place.
@@ -123,15 +155,16 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     copies = [row for row in rows if KINDS[row.kind].link]
     drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))
-    ended = {b for row in drops for b in row.reads}
-    assert ended.isdisjoint(move.final), "what stays is not dropped"
-    assert ended.union(move.final).issuperset(range(move.persistent)), "what does not stay is"
-    passing: dict[int, list[int]] = {}  # what was at a place on its way alone
-    for b in sorted({*everything} - ended - {*move.final}):
-        passing.setdefault(move.buffers[b].place, []).append(b)
-    drops += [
-        Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()) for place, ids in passing.items()
-    ]
+    final = set(move.final)
+    dropped = {b for row in drops for b in row.reads}
+    assert dropped.isdisjoint(final), "what stays is not dropped"
+    assert dropped | final >= set(range(move.persistent)), "what does not stay is"
+    transient: dict[int, list[int]] = {}  # by place: buffers on the way to another one
+    for b in everything:
+        if b not in dropped and b not in final:
+            transient.setdefault(move.buffers[b].place, []).append(b)
+    for place, ids in transient.items():
+        drops.append(Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()))
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),
@@ -163,12 +196,13 @@ def lower_evaluation(
     >>> [str(row) for row in lower_evaluation(graph, Plan.from_cuts([1, 1]), optimizer, 1).rows]
     ['0E0[layer 0]', '0SEND0[layer 0]', '1E0[layer 1]', '1LOSS[layer 1]']
     """
-    lists = tuple(
-        tuple(Task(s, Kind.F, m) for m in range(microbatches)) for s in range(len(plan.stages))
-    )
-    expander, placer = Expander(graph, OneVersion(graph), set()), Placer(graph, plan, optimizer)
+    batch = range(microbatches)
+    lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in range(len(plan.stages)))
+    expander = Expander(graph, OneVersion(graph), set())
+    placer = Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
-    plans = [plan if slicing else plan.turn(m) for m in range(microbatches)]
+    # Without slices the devices of a stage take turns with the micro-batches.
+    plans = [plan if slicing else plan.turn(m) for m in batch]
     for task in order(Waits(graph, plans), lists):
         placer.begin()
         for i in plan.stages[task.stage].layers:
@@ -176,7 +210,7 @@ def lower_evaluation(
             placer.enter(plans[task.microbatch])
             _perform(placer, expander.evaluate(layer, task.microbatch), slicing)
             placer.enter(plan)
-            _perform(placer, _losses(expander, layer, range(microbatches)), slicing)
+            _perform(placer, _losses(expander, layer, batch), slicing)
     rows = [row for block in placer.blocks for row in block.rows]
     return _lowered(placer, rows, metrics_of(graph))
 
@@ -184,16 +218,22 @@ def lower_evaluation(
 def _perform(
     placer: Placer, operations: Iterable[Operation], slicing: Slicing | None = None
 ) -> None:
-    """Places operations; `slicing` makes those of replicas of them."""
-    for op in operations:
-        for part in slicing(op) if slicing else (op,):
+    """Places operations one after another, those of replicas if there are any.
+
+    Args:
+        placer: that places them.
+        operations: each made only when those before it are placed.
+        slicing: where stages are replicated.
+    """
+    for operation in operations:
+        for part in slicing(operation) if slicing else (operation,):
             placer.perform(part)
 
 
 def swapped_by(
     placer: Placer, layout: MicrobatchLayout, task: Task, slicing: Slicing | None = None
 ) -> tuple[int, list[int]]:
-    """The first layer of a task's stage, and the buffers that its forward leaves and that are to be swapped.
+    """Returns the first layer of a task's stage, and the buffers that its forward leaves to be swapped.
 
     Args:
         placer: that has placed the task.
@@ -201,19 +241,19 @@ def swapped_by(
         task: a forward.
         slicing: where stages are replicated.
     """
-    first, place = layout.layers(task.stage)[0].id, layout.plan.stages[task.stage].devices[0]
-    values = layout.swapped(task.stage, task.microbatch)
-    spots = [
-        spot
-        for value in values
-        for spot in (slicing.spots(first, value) if slicing else [(value, place)])
-    ]
-    return first, [placer.current[spot] for spot in spots]
+    first = layout.layers(task.stage)[0].id
+    place = layout.plan.stages[task.stage].devices[0]
+    buffers = []
+    for value in layout.swapped(task.stage, task.microbatch):
+        spots = slicing.spots(first, value) if slicing else [(value, place)]
+        buffers += [placer.current[spot] for spot in spots]
+    return first, buffers
 
 
 def _expanded(
     expander: Expander, task: Task, layout: MicrobatchLayout, batch: range
 ) -> Iterable[Operation]:
+    """Yields the operations of a task, layer by layer."""
     layers, m = layout.layers(task.stage), task.microbatch
     match task.kind:
         case Kind.F:
@@ -239,6 +279,8 @@ def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operatio
 
 
 def _lowered(placer: Placer, rows: Sequence[Row], metrics: Sequence[Value]) -> Lowered:
-    told = [b for b in map(placer.metric, metrics) if b is not None]
-    assert len(told) == len(metrics), "a step makes all of its metrics"
-    return live(rows, placer.buffers, placer.persistent, [b for _, b in placer.lasting()], told)
+    """Makes a step of placed rows that yields metrics, each of which some row must have made."""
+    buffers = [b for b in map(placer.metric, metrics) if b is not None]
+    assert len(buffers) == len(metrics), "a step makes all of its metrics"
+    final = [b for _, b in placer.lasting()]
+    return live(rows, placer.buffers, placer.persistent, final, buffers)

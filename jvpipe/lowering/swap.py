@@ -1,13 +1,14 @@
 """Swapping: values that leave the device between a forward and its backward get their rows.
 
 F<m>, B<m> as in the lists; `o<m>` copies what F<m> left to the host (OUT), `f<m>` waits for that and frees it (FREE),
-`i<m>` fetches it back (IN). Of what its stages swapped of a micro-batch a device holds two at most: one that is used,
-and one that is on its way. What a split backward reads stays until its second half has run.
+`i<m>` fetches it back (IN).
 
     1F1B     ... F5 o5 B2  f5 i3 F6 o6 B3  f6 i4 F7 o7 B4 ...
     GPipe    F0 o0 F1 o1 f0 F2 o2 f1 F3  B...  i1 B0 i2 B1 ...
 
-A micro-batch whose backward follows its forward at once stays.
+A device holds what two micro-batches have swapped at most: one is in use, one is on its way. Fetching starts one task
+ahead, and only once all that is leaving has left. A micro-batch whose backward follows its forward at once stays. What
+a split backward reads stays until its second half has run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.place import Block
 
 Swapped = Callable[[Task], tuple[int, Sequence[int]]]
-"""From a task, the first layer of its stage and the buffers that its forward leaves and that are to be swapped."""
+"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be swapped."""
 
 
 def swap(
@@ -49,15 +50,13 @@ def swap(
         if block.task is None:
             yield block.rows
         else:
-            yield [
-                *swaps.before(block.task),
-                *map(swaps.redirected, block.rows),
-                *swaps.after(block.task),
-            ]
+            before = list(swaps.before(block.task))
+            rows = [swaps.redirected(row) for row in block.rows]
+            yield [*before, *rows, *swaps.after(block.task)]
 
 
 class _Left(NamedTuple):
-    """What the forward of a stage left of a micro-batch."""
+    """Names what the forward of a stage has left of a micro-batch."""
 
     stage: int
     microbatch: int
@@ -68,31 +67,30 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written; devices are numbered as their lists."""
+    """The swapped values of all stages while their rows are written; devices are numbered as their lists.
+
+    on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
+    """
 
     def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
         self._buffers, self._swapped = buffers, swapped
         self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
         self._device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
-        self._out: dict[
-            _Left, tuple[int, dict[int, int]]
-        ] = {}  # first layer; buffers, their copies
-        self._leaving: list[list[_Left]] = [[] for _ in lists]  # what is on its way out
-        self._back: list[set[_Left]] = [set() for _ in lists]  # what came back
-        self._fetched: dict[int, int] = {}  # a buffer and what has come back of it
+        self._layer: dict[_Left, int] = {}  # the first layer of the stage, which rows name
+        self._hosted: dict[_Left, dict[int, int]] = {}  # buffers, and their copies on the host
+        self._leaving: list[list[_Left]] = [[] for _ in lists]  # by device: the oldest first
+        self._back: list[set[_Left]] = [set() for _ in lists]  # by device
+        self._fetched: dict[int, int] = {}  # a buffer, and its copy that has come back
 
     def before(self, task: Task) -> Iterator[Row]:
-        """Yields the rows before a task: its own values come back, the next one's start to, room is made."""
+        """Yields the rows before a task: its own values come back, those of the next task begin to, room is made."""
         d, following = self._device[task.stage], self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        if (
-            following is not None
-            and KINDS[following.kind].back
-            and _left_by(following) in self._out
-        ):
+        if following and KINDS[following.kind].back and _left_by(following) in self._hosted:
             yield from self._fetch(_left_by(following))
         elif task.kind == Kind.F and self._rests(task):
+            # The task will leave a second one: whatever else is there must have gone before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
                 yield from self._free(d)
 
@@ -109,17 +107,8 @@ class _Swaps:
             case _:
                 raise AssertionError(f"nobody says what is swapped after {task}")
 
-    def _leave(self, left: _Left, layer: int, ids: Sequence[int]) -> Iterator[Row]:
-        if not ids:
-            return
-        copies = {b: self._copy(b, Copy.HOST) for b in ids}
-        self._out[left] = layer, copies
-        self._leaving[self._device[left.stage]].append(left)
-        for b, host in copies.items():
-            yield self._row(Kind.OUT, left, b, [b], [host])
-
     def redirected(self, row: Row) -> Row:
-        """A row that reads what has come back, where it reads what went out."""
+        """Returns a row that reads what has come back, where it reads what went out."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
         return replace(row, reads=tuple(self._fetched.get(b, b) for b in row.reads))
@@ -127,27 +116,34 @@ class _Swaps:
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""
         following = self._next.get(task)
-        return (
-            following is None
-            or not KINDS[following.kind].back
-            or _left_by(following) != _left_by(task)
-        )
+        if following is None or not KINDS[following.kind].back:
+            return True
+        return _left_by(following) != _left_by(task)
+
+    def _leave(self, left: _Left, layer: int, ids: Sequence[int]) -> Iterator[Row]:
+        if not ids:
+            return
+        self._layer[left] = layer
+        self._hosted[left] = {b: self._copy(b, Copy.HOST) for b in ids}
+        self._leaving[self._device[left.stage]].append(left)
+        for b, host in self._hosted[left].items():
+            yield self._row(Kind.OUT, left, b, [b], [host])
 
     def _free(self, d: int) -> Iterator[Row]:
         left = self._leaving[d].pop(0)
-        for b, host in self._out[left][1].items():
+        for b, host in self._hosted[left].items():
             yield self._row(Kind.FREE, left, b, [b, host], [])
 
     def _fetch(self, left: _Left) -> Iterator[Row]:
         d = self._device[left.stage]
-        if left not in self._out or left in self._back[d]:
+        if left not in self._hosted or left in self._back[d]:
             return
         while self._leaving[d]:
             yield from self._free(d)
         self._back[d].add(left)
-        for b, host in self._out[left][1].items():
-            back = self._fetched[b] = self._copy(b, Copy.FETCHED)
-            yield self._row(Kind.IN, left, b, [host], [back])
+        for b, host in self._hosted[left].items():
+            self._fetched[b] = self._copy(b, Copy.FETCHED)
+            yield self._row(Kind.IN, left, b, [host], [self._fetched[b]])
 
     def _copy(self, b: int, copy: Copy) -> int:
         self._buffers.append(replace(self._buffers[b], copy=copy))
@@ -156,5 +152,6 @@ class _Swaps:
     def _row(
         self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]
     ) -> Row:
-        place, layer = self._buffers[b].place, self._out[left][0]
+        """Makes a row of a buffer's swap, at the buffer's place."""
+        place, layer = self._buffers[b].place, self._layer[left]
         return Row(kind, place, left.stage, layer, left.microbatch, tuple(reads), tuple(writes))

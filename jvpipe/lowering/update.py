@@ -1,8 +1,10 @@
 """The update: the pieces of the optimizer as operations, and the values that their slots stand for.
 
-U(layer 0) ...  what each layer tells of its gradients (partial)
-U(none)         the global program, where the loss is (a norm, a flag)
-U(layer 0) ...  each layer's parameters and optimizer state, from what the global program tells all
+    U(layer 0) ...  what the whole must know of each layer's gradients (partial), such as a sum of squares
+    U(none)         the global program, where the loss is: a norm, a flag
+    U(layer 0) ...  each layer's parameters and optimizer state, from what the global program yields
+
+A piece reads and writes slots; a slot of a layer, at a version, is a value.
 """
 
 import math
@@ -74,21 +76,26 @@ class Slots:
         """
         if slot.kind is SlotKind.PARAMETER:
             self.newest[slot.index] += 1
-        return Write(self.value(slot, layer, 0, m), math.prod(aval.shape) * aval.dtype.itemsize)
+        size = math.prod(aval.shape) * aval.dtype.itemsize
+        return Write(self.value(slot, layer, 0, m), size)
 
 
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
-    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its readers."""
+    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its readers.
+
+    Args:
+        expander: of the step.
+        slots: of the optimizer.
+    """
+    parameters = slots.graph.parameters
     for number, piece in enumerate(slots.optimizer.update):
         layer = NONE if piece.layer is None else piece.layer
         reads = [slots.value(slot, layer) for slot in piece.reads]
-        writes = [
-            slots.written(slot, aval, layer)
-            for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
-        ]
-        delivers = [
-            Delivery(write.value, slots.graph.parameters[write.value.index].readers)
-            for write in writes
-            if write.value.kind is ValueKind.PARAMETER
-        ]
+        writes: list[Write] = []
+        delivers: list[Delivery] = []
+        for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True):
+            write = slots.written(slot, aval, layer)
+            writes.append(write)
+            if slot.kind is SlotKind.PARAMETER:
+                delivers.append(Delivery(write.value, parameters[slot.index].readers))
         yield expander.operation(Kind.U, layer, NONE, reads, writes, PieceRun(number), delivers)

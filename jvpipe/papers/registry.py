@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.papers.adapipe import adapipe
 from jvpipe.papers.dapple import dapple
 from jvpipe.papers.dapple_replicas import dapple_replicas
@@ -16,6 +15,7 @@ from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.planner import FateRule, Planner
 from jvpipe.planners.model.unfolded import on_devices
+from jvpipe.util.names import did_you_mean
 
 PAPERS: tuple[Planner, ...] = (
     Planner(
@@ -98,6 +98,16 @@ def find_planner(name: str) -> Planner:
         if planner.name == name:
             return planner
     raise ValueError(did_you_mean("planner", name, [planner.name for planner in PLANNERS]))
+
+
+def reason_of(name: str) -> str:
+    """Says in a sentence how a plan's planner decides; nothing of one that is not registered.
+
+    >>> reason_of("given")
+    'the cuts were given'
+    """
+    sentences = {planner.name: planner.why for planner in PLANNERS}
+    return (sentences | {"given": "the cuts were given"}).get(name, "")
 
 
 def shape_planners() -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.names import did_you_mean, nearest
 from jvpipe.ir.plan import FATES, STATE_FATES, Fate, Plan, Stage
+from jvpipe.util.names import did_you_mean, nearest
 
 MODES = ("always", "except_last", "never")
 _log = logging.getLogger("jvpipe")

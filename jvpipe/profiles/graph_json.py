@@ -1,5 +1,6 @@
-"""The JSON files of dnn-partitioning (Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph
-Operators", 2020): a model, and the machine that it is to be spread over.
+"""The JSON files of dnn-partitioning: a model, and the machine that it is to be spread over.
+
+Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", 2020.
 
 A node has `fpgaLatency`, its milliseconds on an accelerator, and `size`, the bytes that it takes there; nodes of one
 `colorClass` share a device. A training file has backward nodes too (`isBackwardNode`), most in the class of their
@@ -12,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jvpipe.cost.hardware import Link
-from jvpipe.ir.sizes import MOST_BYTES
 from jvpipe.profiles.graph_parts import GraphFile, topological_order
 from jvpipe.profiles.located_json import Located, parse
 from jvpipe.profiles.operator_graph import Operator, costs_of
+from jvpipe.util.sizes import MOST_BYTES
 
 _BYTES_PER_S = 16e9  # of PCIe 3, for files whose edges have a cost but no size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Link
-from jvpipe.ir.sizes import MOST_BYTES
+from jvpipe.util.sizes import MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

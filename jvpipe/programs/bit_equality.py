@@ -1,13 +1,13 @@
-"""Compares a layer in two programs with the layer in one: the bits that it computes, and those that it is updated to.
+"""Compares a layer in two programs with the layer in one: its results, and its update, have to be bitwise identical.
 
-XLA chooses anew in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. So
-it is tried: both run on the same numbers, and every output, gradient and cotangent is compared.
+XLA chooses anew in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. No
+rule says when, so it is tried: both run on the same numbers, and every output, gradient and cotangent is compared.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,12 +16,13 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import Device, Var
+from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.model import backward_program, forward_program
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
-from jvpipe.trace.graph import Traced
+from jvpipe.trace.graph import Body, Traced
 
 _Arrays = dict[Var, np.ndarray]
 
@@ -29,9 +30,9 @@ _Arrays = dict[Var, np.ndarray]
 def same_bits(
     store: ProgramStore, device: Device, whole: Traced, layer: int, halves: Traced
 ) -> bool:
-    """Tells whether `layer` of `whole` computes what `layer` and `layer + 1` of `halves` compute, to the bit.
+    """Tells whether `layer` of `whole` computes bitwise what `layer` and `layer + 1` of `halves` compute.
 
-    False also where that cannot be told: for a layer that takes keys, or gives what is not a number.
+    False also where that cannot be told: for a layer that takes keys, or yields what is not finite.
 
     Args:
         store: compiles the programs.
@@ -41,37 +42,29 @@ def same_bits(
         halves: the model with that layer as two.
     """
     body, rng = whole.bodies[layer], np.random.default_rng(0)
-    if any(
-        jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended)
-        for v in [*body.inputs, *body.outputs]
-    ):
+    atoms = [*body.inputs, *body.outputs]
+    if any(jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended) for v in atoms):
         return False
-    parameters = {
-        v for v, ref in zip(body.inputs, body.reads, strict=True) if ref.kind == ValueKind.PARAMETER
+    values = {
+        v: _drawn(rng, v, is_parameter=ref.kind == ValueKind.PARAMETER)
+        for v, ref in zip(body.inputs, body.reads, strict=True)
     }
-    values = {v: _drawn(rng, v, v in parameters) for v in body.inputs}
     # What comes in from later layers, and what earlier micro-batches added up: a sum that begins with nothing hides
     # whether its first product was rounded.
-    sums = {
-        v: _drawn(rng, v)
-        for v in dict.fromkeys([*body.inputs, *body.outputs])
-        if isinstance(v, Var)
-    }
+    variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
+    sums = {v: _drawn(rng, v) for v in variables}
     one = _outcome(store, device, whole, [layer], values, sums)
     two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
-    pairs = [
-        (results[0][v], results[1][v])
-        for results in zip(one, two, strict=True)
-        for v in sums
-        if v in results[0]
-    ]
-    return all(_alike(x, y) for x, y in pairs)
+    for of_one, of_two in zip(one, two, strict=True):
+        if not all(_alike(of_one[v], of_two[v]) for v in sums if v in of_one):
+            return False
+    return True
 
 
 def same_update(
     store: ProgramStore, device: Device, whole: OptimizerCut, layer: int, halves: OptimizerCut
 ) -> bool:
-    """Tells whether `layer` of `whole` is updated as `layer` and `layer + 1` of `halves` are, to the bit.
+    """Tells whether `layer` of `whole` is updated bitwise as `layer` and `layer + 1` of `halves` are.
 
     Args:
         store: compiles the programs.
@@ -88,41 +81,65 @@ def same_update(
 def _updated(
     store: ProgramStore, device: Device, cut: OptimizerCut, layers: Sequence[int]
 ) -> dict[Slot, np.ndarray]:
-    """Runs the pieces of some layers; what they tell the global program is joined and sorted, as halves split it."""
+    """Runs the pieces of some layers; returns new parameters and state, and what goes to the global program.
+
+    The latter is joined and sorted, since halves split it between them.
+    """
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
-    told: dict[Slot, list[np.ndarray]] = defaultdict(list)
+    to_global: dict[Slot, list[np.ndarray]] = defaultdict(list)
     for piece in (piece for piece in cut.update if piece.layer in layers):
-        inputs = zip(piece.reads, piece.program.in_avals, strict=True)
-        arrays = [
-            _value_of(slot, aval) if (x := values.get((slot, piece.layer))) is None else x
-            for slot, aval in inputs
-        ]
-        (executable,) = store.compile([(Program.of(piece.program, key=("try", piece.key)), device)])
+        arrays = []
+        for slot, aval in zip(piece.reads, piece.program.in_avals, strict=True):
+            passed = values.get((slot, piece.layer))  # from an earlier piece of the layer
+            arrays.append(_value_of(slot, aval) if passed is None else passed)
+        program = Program.of(piece.program, key=("try", piece.key))
+        (executable,) = store.compile([(program, device)])
         for slot, x in zip(piece.writes, _run(executable, arrays, device), strict=False):
             values[slot, piece.layer] = x
             if slot.kind is SlotKind.PARTIAL:
-                told[replace(slot, source=0)].append(x)
-    written = {
-        slot: x
-        for (slot, _), x in values.items()
-        if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)
-    }
-    return written | {slot: np.sort(np.concatenate(x)) for slot, x in told.items()}
+                to_global[replace(slot, source=0)].append(x)
+    lasting = (SlotKind.PARAMETER, SlotKind.STATE)
+    written = {slot: x for (slot, _), x in values.items() if slot.kind in lasting}
+    # Of two layers the vectors for the global program are packed in another order than of one.
+    return written | {slot: np.sort(np.concatenate(x)) for slot, x in to_global.items()}
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """The same numbers for a slot in whatever piece; a state may be squares, so it is positive."""
-    rng, low = np.random.default_rng([slot.kind.order, slot.index]), -1.0
-    if slot.kind in (SlotKind.STATE, SlotKind.WEIGHT, SlotKind.GLOBAL):
-        low = 0.0
+    """Returns the same numbers for a slot in every piece; a state may be squares, so it is positive."""
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
-    return rng.uniform(low, 1.0, aval.shape).astype(aval.dtype)
+    is_positive = slot.kind in (SlotKind.STATE, SlotKind.WEIGHT, SlotKind.GLOBAL)
+    rng = np.random.default_rng([slot.kind.order, slot.index])
+    return rng.uniform(0.0 if is_positive else -1.0, 1.0, aval.shape).astype(aval.dtype)
 
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
-    """Equal to the bit, and numbers."""
+    """Tells whether arrays are bitwise identical and finite."""
     return x.tobytes() == y.tobytes() and bool(np.isfinite(x.astype(np.complex128)).all())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A layer whose forward has run, and what its backward needs of that."""
+
+    body: Body
+    signature: Signature
+    backward: Any
+    results: list[np.ndarray]
+
+    def arguments(self, values: _Arrays, cotangents: Mapping[Any, np.ndarray]) -> list[np.ndarray]:
+        """Returns what the backward takes: sources, cotangents of outputs, and sums."""
+        body, signature = self.body, self.signature
+        count = len(body.outputs)
+        sources = {
+            "input": [values[v] for v in body.inputs],
+            "output": self.results[:count],
+            "residual": self.results[count:],
+        }
+        arguments = [sources[kind][i] for kind, i in signature.sources]
+        arguments += [cotangents[body.outputs[i]] for i in signature.cotangents]
+        sums = (*signature.partial, *signature.gradients)
+        return [*arguments, *(cotangents[body.inputs[i]] for i in sums)]
 
 
 def _outcome(
@@ -130,60 +147,64 @@ def _outcome(
     device: Device,
     traced: Traced,
     layers: Sequence[int],
-    given: _Arrays,
+    inputs: _Arrays,
     sums: _Arrays,
 ) -> tuple[_Arrays, _Arrays]:
-    """The values that layers compute, one after another, and the gradients and cotangents of what they read."""
-    values, cotangents, passes = dict(given), dict(sums), []
-    gradients: _Arrays = {}
+    """Runs layers forward one after another, and back again.
+
+    Args:
+        store: compiles the programs.
+        device: runs them.
+        traced: the model.
+        layers: of it.
+        inputs: what the layers read.
+        sums: the cotangents of what they write, and what theirs are added to.
+
+    Returns:
+        The values that they compute, and the gradients and cotangents of what they read.
+    """
+    values, cotangents, passes = dict(inputs), dict(sums), []
     for layer in layers:
-        body, tensors = traced.bodies[layer], traced.graph.tensors
-        later = [
-            r.index
-            for r in body.reads
-            if r.kind == ValueKind.TENSOR and tensors[r.index].readers[-1] > layer
-        ]
-        programs = store.layer(body, list(body.candidates.values()), later)
-        forward, backward = store.compile(
-            [
-                (forward_program(programs, recompute=True), device),
-                (backward_program(programs), device),
-            ]
-        )
-        made = _run(forward, [values[v] for v in body.inputs], device)
-        outputs = [(v, x) for v, x in zip(body.outputs, made, strict=False) if isinstance(v, Var)]
-        values |= outputs
-        passes.append((body, programs.signature, backward, made))
-    for body, signature, backward, made in reversed(passes):
-        sources = {
-            "input": [values[v] for v in body.inputs],
-            "output": made[: len(body.outputs)],
-            "residual": made[len(body.outputs) :],
-        }
-        read = [sources[kind][i] for kind, i in signature.sources]
-        read += [cotangents[body.outputs[i]] for i in signature.cotangents]
-        read += [cotangents[body.inputs[i]] for i in (*signature.partial, *signature.gradients)]
-        got = _run(backward, read, device)
-        moved = {
-            body.inputs[i]: x
-            for i, x in zip((*signature.gradients, *signature.returned), got, strict=False)
-        }
+        body = traced.bodies[layer]
+        forward, backward, signature = _programs(store, device, traced, layer)
+        results = _run(forward, [values[v] for v in body.inputs], device)
+        outputs = zip(body.outputs, results, strict=False)
+        values |= {v: x for v, x in outputs if isinstance(v, Var)}
+        passes.append(_Pass(body, signature, backward, results))
+    gradients: _Arrays = {}
+    for one in reversed(passes):
+        results = _run(one.backward, one.arguments(values, cotangents), device)
+        read = (*one.signature.gradients, *one.signature.returned)
+        moved = {one.body.inputs[i]: x for i, x in zip(read, results, strict=False)}
         cotangents |= moved
         gradients |= moved
     return values, gradients
 
 
+def _programs(
+    store: ProgramStore, device: Device, traced: Traced, layer: int
+) -> tuple[Any, Any, Signature]:
+    """Returns a layer's forward and backward, compiled, and their signature."""
+    body, tensors = traced.bodies[layer], traced.graph.tensors
+    read = [ref.index for ref in body.reads if ref.kind == ValueKind.TENSOR]
+    later = [t for t in read if tensors[t].readers[-1] > layer]
+    programs = store.layer(body, list(body.candidates.values()), later)
+    both = (forward_program(programs, recompute=True), backward_program(programs))
+    forward, backward = store.compile([(program, device) for program in both])
+    return forward, backward, programs.signature
+
+
 def _run(executable: Any, arrays: Sequence[np.ndarray], device: Device) -> list[np.ndarray]:
-    given = [jax.device_put(x, device, may_alias=False) for x in arrays]
-    return [np.asarray(x) for x in executable(*given)]
+    placed = [jax.device_put(x, device, may_alias=False) for x in arrays]
+    return [np.asarray(x) for x in executable(*placed)]
 
 
-def _drawn(rng: np.random.Generator, var: Var, parameter: bool = False) -> np.ndarray:
-    """Numbers as a layer meets them: those of a parameter are small enough that products of them stay near one."""
+def _drawn(rng: np.random.Generator, var: Var, *, is_parameter: bool = False) -> np.ndarray:
+    """Draws numbers as a layer meets them: those of a parameter are so small that their products stay near one."""
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return np.zeros(aval.shape, aval.dtype)
-    size = 2 / math.sqrt(aval.shape[0]) if parameter and aval.shape else 1.0
+    size = 2 / math.sqrt(aval.shape[0]) if is_parameter and aval.shape else 1.0
     drawn = rng.uniform(-size, size, aval.shape)
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         drawn = drawn + 1j * rng.uniform(-size, size, aval.shape)

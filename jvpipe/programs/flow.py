@@ -1,4 +1,11 @@
-"""Placed equations as pieces: who needs which value, what crosses between layers, what each computes in each phase."""
+"""Placed equations as pieces: who needs which value, what crosses between layers, what each computes in each phase.
+
+    layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
+    layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1
+
+Values between layers and the global program go in vectors, one for each maker, phase and type, so that a piece has few
+arguments. What a layer computed at a cost and needs again in a later phase is KEPT; what is cheap it computes again.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +24,14 @@ from jvpipe.trace.primitives import is_cheap
 class Flow:
     """Placed equations between named inputs and results.
 
-    `layers` are those that own parameters; `shared` is the replicated state that the global program has a copy of.
+    Attributes:
+        eqns: in their order.
+        constants: what they closed over.
+        inputs: the slot of each input.
+        outputs: the results.
+        placement: where each equation runs.
+        layers: those that own parameters.
+        shared: replicated state of which the global program has a copy.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -29,39 +43,45 @@ class Flow:
     shared: frozenset[Slot] = frozenset()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of all layers and of the global program, in an order in which they can run."""
+        """Returns the pieces of all layers and of the global program, in an order in which they can run."""
         homes: list[Home] = [*self.layers, "global"]
         pieces = [piece for home in homes for piece in self._pieces_of(home)]
         return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
 
     @cached_property
     def readers(self) -> dict[Var, set[Home]]:
-        """The layers that need each value. What goes from layer to layer goes by the global program."""
+        """The layers that need each value; the global program too, for values that go from layer to layer.
+
+        From the results back to the inputs: an equation's operands are needed where it runs, and those of one that
+        runs everywhere by all who need its results.
+        """
+        # Results first: whoever holds a copy needs the value.
         readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
         for out in self.outputs:
             for var in jaxprs.variables([out.atom]):
                 readers[var] |= self._holders(out)
+        # An equation that runs everywhere is run by those who need its results, so its operands go to them.
         for eqn in reversed(self.eqns):
             asking = set().union(*(readers[v] for v in eqn.outvars))
             home = self.placement.of(eqn.outvars[0]).home
             for var in jaxprs.variables(eqn.invars):
                 readers[var] |= {home} if asking and home != "everywhere" else asking
-        for var, who in readers.items():
+        for var, needing in readers.items():
             home = self.placement.of(var).home
-            if isinstance(home, int) and who - {home}:
-                who.add("global")
+            if isinstance(home, int) and needing - {home}:
+                needing.add("global")
         return readers
 
     @cached_property
     def _vectors(self) -> dict[Slot, list[Var]]:
         """The values that are packed into each vector between the layers and the global program."""
         vectors: dict[Slot, list[Var]] = {}
-        for var, who in self.readers.items():
+        for var, needing in self.readers.items():
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
-            if isinstance(home, int) and "global" in who:
+            if isinstance(home, int) and "global" in needing:
                 vectors.setdefault(Slot(SlotKind.PARTIAL, phase, home, dtype), []).append(var)
-            if home != "everywhere" and who - {home, "global"}:
+            if home != "everywhere" and needing - {home, "global"}:
                 vectors.setdefault(Slot(SlotKind.GLOBAL, phase, 0, dtype), []).append(var)
         return vectors
 
@@ -73,12 +93,14 @@ class Flow:
         return eqns
 
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
-        """The equations that a layer or the global program may run. For layers alike they are in the same order."""
+        """Returns the equations that a layer or the global program may run.
+
+        For layers that are alike they are in the same order, so that these share a program.
+        """
         if home == "global":
+            homes = [self.placement.of(eqn.outvars[0]).home for eqn in self.eqns]
             return [
-                eqn
-                for eqn in self.eqns
-                if not isinstance(self.placement.of(eqn.outvars[0]).home, int)
+                eqn for eqn, home in zip(self.eqns, homes, strict=True) if not isinstance(home, int)
             ]
         return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
 
@@ -91,67 +113,66 @@ class Flow:
         return {*self.layers, *(["global"] if out.slot in self.shared else [])}
 
     def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
-        """The vectors that a layer or the global program makes, by phase."""
+        """Returns the vectors that a layer or the global program makes, by phase."""
         sent: dict[int, list[Slot]] = {}
         for slot in self._vectors:
-            if home == ("global" if slot.kind is SlotKind.GLOBAL else slot.source):
+            maker = "global" if slot.kind is SlotKind.GLOBAL else slot.source
+            if home == maker:
                 sent.setdefault(slot.index, []).append(slot)
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """A piece for each phase in which something is sent; all results are made in the last."""
-        results = [
-            out for out in self.outputs if home in self._holders(out) and not self._unchanged(out)
-        ]
+        """Yields a piece for each phase in which something is sent; all results are made in the last."""
+        of_home = (out for out in self.outputs if home in self._holders(out))
+        results = [out for out in of_home if not self._unchanged(out)]
         sent = self._sent_by(home)
-        last = max(
-            [*sent, *(self.placement.of(out.atom).ready(home) for out in results)], default=None
-        )
+        ready = [self.placement.of(out.atom).ready(home) for out in results]
+        last = max([*sent, *ready], default=None)
         if last is None:
             return
-        wanted: dict[int, list[Atom]] = {}
+        needed: dict[int, list[Atom]] = {}
         for phase in sorted({*sent, last}):
-            wanted[phase] = [v for slot in sent.get(phase, []) for v in self._vectors[slot]]
-        wanted[last] += [out.atom for out in results]
-        runs = self._runs(home, wanted)
+            needed[phase] = [v for slot in sent.get(phase, []) for v in self._vectors[slot]]
+        needed[last] += [out.atom for out in results]
+        runs = self._runs(home, needed)
         kept = self._kept(home, runs)
-        for phase, (eqns, read) in runs.items():
-            made = {v for eqn in eqns for v in eqn.outvars}
+        for phase, run in runs.items():
+            computed = {v for eqn in run.eqns for v in eqn.outvars}
             yielded = [(out.atom, out.slot) for out in results if phase == last]
-            yielded += [(v, slot) for v, slot in kept.items() if v in made]
-            slots = {v: kept.get(v) or self._slot(v, home) for v in read}
-            part = Part(eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded)
+            yielded += [(v, slot) for v, slot in kept.items() if v in computed]
+            slots = {v: kept.get(v) or self._slot(v, home) for v in run.reads}
+            part = Part(
+                run.eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded
+            )
             yield part.piece(home if isinstance(home, int) else None, phase, last=phase == last)
 
-    def _runs(
-        self, home: Home, wanted: Mapping[int, Sequence[Atom]]
-    ) -> dict[int, tuple[list[JaxprEqn], list[Var]]]:
-        """Per phase, the equations that run and what they read. A costly layer equation runs once, others as needed."""
+    def _runs(self, home: Home, needed: Mapping[int, Sequence[Atom]]) -> dict[int, "_Run"]:
+        """Returns what runs in each phase: a layer's costly equations once, all others as often as needed.
+
+        Args:
+            home: the layer, or the global program.
+            needed: by phase, the values that it sends or yields.
+        """
         eqns = self._eqns_for(home)
         runs = {}
-        for phase, atoms in wanted.items():
-            needed = jaxprs.prune(eqns, atoms)
-            made = {v for eqn in needed for v in eqn.outvars}
-            passed = [v for v in jaxprs.variables(atoms) if v not in made]
-            read = dict.fromkeys([*jaxprs.free_variables(needed), *passed])
-            runs[phase] = needed, [v for v in read if v not in self.constants]
-            done = {id(eqn) for eqn in needed if home != "global" and not is_cheap(eqn)}
+        for phase, atoms in needed.items():
+            run = _Run.of(eqns, atoms, self.constants)
+            runs[phase] = run
+            done = {id(eqn) for eqn in run.eqns if home != "global" and not is_cheap(eqn)}
             eqns = [eqn for eqn in eqns if id(eqn) not in done]
         return runs
 
-    def _kept(
-        self, home: Home, runs: Mapping[int, tuple[list[JaxprEqn], list[Var]]]
-    ) -> dict[Var, Slot]:
-        """The results of costly equations that a layer reads in a later phase."""
-        made = {
-            v for eqns, _ in runs.values() for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars
-        }
-        read = dict.fromkeys(v for _, variables in runs.values() for v in variables if v in made)
-        return {
-            v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read) if isinstance(home, int)
-        }
+    def _kept(self, home: Home, runs: Mapping[int, "_Run"]) -> dict[Var, Slot]:
+        """Returns the results of costly equations that a layer reads in a later phase."""
+        if not isinstance(home, int):
+            return {}
+        costly = (eqn for run in runs.values() for eqn in run.eqns if not is_cheap(eqn))
+        computed = {v for eqn in costly for v in eqn.outvars}
+        read = dict.fromkeys(v for run in runs.values() for v in run.reads if v in computed)
+        return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:
+        """Returns the slot in which a reader finds a value: an input's own, or a vector."""
         home, phase = self.placement.of(var)
         dtype = str(_jax.aval(var).dtype)
         if home in ("everywhere", reader):
@@ -159,3 +180,20 @@ class Flow:
         if isinstance(home, int) and reader == "global":
             return Slot(SlotKind.PARTIAL, phase, home, dtype)
         return Slot(SlotKind.GLOBAL, phase, 0, dtype)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The equations that run in a phase, and the values that they read, constants apart."""
+
+    eqns: list[JaxprEqn]
+    reads: list[Var]
+
+    @staticmethod
+    def of(eqns: Sequence[JaxprEqn], atoms: Sequence[Atom], constants: Mapping[Var, Any]) -> "_Run":
+        """Returns what makes some values; those of them that no equation makes are passed on."""
+        needed = jaxprs.prune(eqns, atoms)
+        computed = {v for eqn in needed for v in eqn.outvars}
+        passed = [v for v in jaxprs.variables(atoms) if v not in computed]
+        read = dict.fromkeys([*jaxprs.free_variables(needed), *passed])
+        return _Run(needed, [v for v in read if v not in constants])

@@ -1,4 +1,4 @@
-"""What an optimizer leaves as it is: parameters that it returns unchanged, whose gradients nobody reads.
+"""The parameters that an optimizer freezes: it returns them unchanged, and nobody reads their gradients.
 
 Both are read off the traced update, after what is certain whatever the gradients are:
 
@@ -26,42 +26,54 @@ from jvpipe.trace import jaxprs
 _AS_IT_IS = frozenset(
     ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "stop_gradient")
 )
-"""What yields its operand, if that has the shape of the result, and a type that loses nothing."""
+"""Primitives that yield their operand, if it has the shape of the result and the type loses nothing."""
 _OF_ZEROS = _AS_IT_IS | frozenset(("add", "add_any", "sub", "neg", "concatenate", "expand_dims"))
 _OF_ZEROS |= frozenset(("rev", "slice", "squeeze", "transpose"))
-"""What makes zeros of zeros."""
+"""Primitives that make zeros of zeros."""
 
 
 def without_frozen(
     traced: TracedOptimizer, readers: Sequence[int], frozen: Collection[int] = ()
 ) -> TracedOptimizer:
-    """The same optimizer, which says what it freezes; it returns that as it came, and keeps no state for it.
+    """Returns the same optimizer with what it freezes told: it returns that as it came, and keeps no state for it.
 
     Args:
         traced: over all parameters.
         readers: per parameter, how many gradients the update takes.
-        frozen: parameters of which it is known.
+        frozen: parameters that are known to be frozen.
     """
     update = _Update.of(traced, readers)
-    dead = {i: update.state_alone(i) for i in update.unchanged - set(frozen)}
-    unread = {leaf for leaves in dead.values() if leaves is not None for leaf in leaves}
-    found = {i for i, leaves in dead.items() if leaves is not None}
-    if not found:
+    newly_frozen: set[int] = set()
+    unread: set[int] = set()
+    for i in update.unchanged - set(frozen):
+        leaves = update.state_alone(i)
+        if leaves is not None:
+            newly_frozen.add(i)
+            unread |= leaves
+    if not newly_frozen:
         return replace(traced, frozen=frozenset(frozen))
     kept = [k for k in range(len(traced.state)) if k not in unread]
     return TracedOptimizer(
-        update.leaving(found, unread),
+        update.leaving(newly_frozen, unread),
         _yielding(traced.init, kept),
         tuple(traced.state[k] for k in kept),
         _masked(traced.state_tree, unread),
         tuple(traced.parameter_of[k] for k in kept),
-        frozenset(frozen) | found,
+        frozenset(frozen) | newly_frozen,
     )
 
 
 @dataclass(frozen=True)
 class _Update:
-    """A traced update with its inputs and results told apart by what they are of."""
+    """A traced update, with its inputs told apart.
+
+    Attributes:
+        closed: the update.
+        gradients: per parameter, those that the update takes.
+        parameters: as it takes them.
+        state: the leaves of the optimizer's state.
+        parameter_of: the parameter that each leaf of the state belongs to, if to any.
+    """
 
     closed: ClosedJaxpr
     gradients: tuple[tuple[Var, ...], ...]
@@ -71,8 +83,9 @@ class _Update:
 
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
-        """The inputs are gradients, perhaps a weight, parameters and state."""
+        """Tells the inputs apart: they are gradients, perhaps a weight, parameters and state."""
         inputs, count = traced.update.jaxpr.invars, len(readers)
+        # From the front the gradients are counted, from the back the rest: a weight may stand between them.
         bounds = pairwise(accumulate(readers, initial=0))
         first = len(inputs) - len(traced.state) - count
         return _Update(
@@ -87,18 +100,26 @@ class _Update:
     def unchanged(self) -> set[int]:
         """The parameters that the update returns as they came."""
         same = _same(self.closed, self.parameters)
+        unchanged = set()
         results = zip(self.parameters, self.closed.jaxpr.outvars, strict=False)
-        return {
-            i
-            for i, (p, out) in enumerate(results)
-            if isinstance(out, Var) and same.get(out) is p and _jax.aval(out).dtype == _type(p)
-        }
+        for i, (p, out) in enumerate(results):
+            is_same = isinstance(out, Var) and same.get(out) is p
+            if is_same and _jax.aval(out).dtype == _type(p):
+                unchanged.add(i)
+        return unchanged
 
     def state_alone(self, i: int) -> set[int] | None:
-        """The leaves of the state that nothing but a parameter's gradient needs; None if anything else needs that.
+        """Returns the leaves of the state that only a parameter's gradient needs.
 
-        State that is made of the gradient and belongs to the parameter is looked at as the gradient is: who reads it?
-        It ends, for each value is looked at once, and most often soon: what all parameters need leads to any of them.
+        It follows the gradient forward through all that reads it. State that is made of it and belongs to the parameter
+        is followed in turn, from the next update's input on. It ends, since each value is looked at once; most often
+        soon, since what all parameters need leads to any of them.
+
+        Args:
+            i: the parameter.
+
+        Returns:
+            None if anything else needs the gradient.
         """
         count, alone, seen = len(self.parameters), set[int](), set[Var]()
         todo = list(self.gradients[i])
@@ -107,8 +128,10 @@ class _Update:
             if v in seen:
                 continue
             seen.add(v)
-            for leaf in (k - count for k in self._results.get(v, ())):
-                if not 0 <= leaf < len(self.state) or self.parameter_of[leaf] != i:
+            for result in self._results.get(v, ()):
+                leaf = result - count
+                is_state = 0 <= leaf < len(self.state)
+                if not is_state or self.parameter_of[leaf] != i:
                     return None
                 alone.add(leaf)
                 todo.append(self.state[leaf])
@@ -117,16 +140,16 @@ class _Update:
 
     @cached_property
     def _made_of(self) -> Mapping[Var, Sequence[Var]]:
-        """What the equations that read a value make."""
-        made: dict[Var, list[Var]] = {}
+        """By value, what the equations that read it make."""
+        made_of: dict[Var, list[Var]] = {}
         for eqn in self.closed.jaxpr.eqns:
             for v in dict.fromkeys(jaxprs.variables(eqn.invars)):
-                made.setdefault(v, []).extend(eqn.outvars)
-        return made
+                made_of.setdefault(v, []).extend(eqn.outvars)
+        return made_of
 
     @cached_property
     def _results(self) -> Mapping[Var, Sequence[int]]:
-        """The results that a value is, but for parameters that stay as they are."""
+        """By value, the numbers of the results that it is; parameters that stay as they are do not count."""
         results: dict[Var, list[int]] = {}
         for k, out in enumerate(self.closed.jaxpr.outvars):
             if isinstance(out, Var) and k not in self.unchanged:
@@ -134,62 +157,65 @@ class _Update:
         return results
 
     def leaving(self, frozen: Collection[int], unread: Collection[int]) -> ClosedJaxpr:
-        """The update with frozen parameters as they came, and without state that nobody reads.
+        """Returns the update with frozen parameters as they came, and without state that nobody reads.
 
         Args:
             frozen: parameters.
             unread: leaves of the state.
         """
         jaxpr, count = self.closed.jaxpr, len(self.parameters)
-        results = [
-            self.parameters[i] if i in frozen else out for i, out in enumerate(jaxpr.outvars)
-        ]
+        results = list(jaxpr.outvars)
+        for i in frozen:
+            results[i] = self.parameters[i]
         outvars = [out for k, out in enumerate(results) if k - count not in unread]
-        gone = {self.state[k] for k in unread}
-        invars = [v for v in jaxpr.invars if v not in gone]
+        dropped = {self.state[k] for k in unread}
+        invars = [v for v in jaxpr.invars if v not in dropped]
         eqns = jaxprs.prune(jaxpr.eqns, outvars)
-        return ClosedJaxpr(
-            jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns), self.closed.consts
-        )
+        narrowed = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
+        return ClosedJaxpr(narrowed, self.closed.consts)
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
-    """The values that are equal to one of some inputs, whatever the other inputs are."""
+    """Returns by value the input that it is equal to, whatever the other inputs are.
+
+    One pass over the equations, in order: it knows of each value whether it is an input, or zero, or neither.
+    """
     same: dict[Atom, Var] = {v: v for v in inputs}
-    zeros: set[Atom] = {
-        v
-        for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        if np.size(x) and not np.any(x)
-    }
+    constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    zeros: set[Atom] = {v for v, x in constants if np.size(x) and not np.any(x)}
 
     def is_zero(atom: Atom) -> bool:
         return not np.any(atom.val) if isinstance(atom, Literal) else atom in zeros
 
     for eqn in closed.jaxpr.eqns:
-        origin = _origin(eqn, [same.get(a) if isinstance(a, Var) else None for a in eqn.invars])
-        name, operands = eqn.primitive.name, list(map(is_zero, eqn.invars))
+        origins = [same.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+        are_zeros = list(map(is_zero, eqn.invars))
+        origin = _origin(eqn, origins, are_zeros)
         if origin is not None:
             same[eqn.outvars[0]] = origin
-        elif name in ("add", "add_any", "sub") and operands[1] and eqn.invars[0] in same:
-            same[eqn.outvars[0]] = same[eqn.invars[0]]
-        elif name in ("add", "add_any") and operands[0] and eqn.invars[1] in same:
-            same[eqn.outvars[0]] = same[eqn.invars[1]]
-        elif _makes_zeros(eqn, operands):
+        elif _makes_zeros(eqn, are_zeros):
             zeros.update(eqn.outvars)
     return same
 
 
-def _origin(eqn: JaxprEqn, origins: Sequence[Var | None]) -> Var | None:
-    """The input that an equation yields as it is; None if it does not.
+def _origin(eqn: JaxprEqn, origins: Sequence[Var | None], are_zeros: Sequence[bool]) -> Var | None:
+    """Returns the input that an equation yields as it is; None if it does not.
 
     Args:
         eqn: the equation.
         origins: the input that each operand is equal to.
+        are_zeros: whether each operand is zero.
     """
-    if eqn.primitive.name == "select_n":
+    name = eqn.primitive.name
+    if name in ("add", "add_any", "sub") and are_zeros[1]:
+        return origins[0]
+    if name in ("add", "add_any") and are_zeros[0]:
+        return origins[1]
+    if name == "select_n":
+        # Whatever the choice is, it is one of these: if all are equal to the same input, so is the result.
         first, *others = origins[1:]
         return first if all(origin is first for origin in others) else None
-    if eqn.primitive.name not in _AS_IT_IS or origins[0] is None:
+    if name not in _AS_IT_IS or origins[0] is None:
         return None
     out = _jax.aval(eqn.outvars[0])
     if out.shape != _jax.aval(eqn.invars[0]).shape:
@@ -219,7 +245,7 @@ def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
     """Tells whether an equation makes zeros, of operands some of which are `zeros`."""
     match eqn.primitive.name:
         case "mul" if any(zeros):
-            # By a number that is known: zero by one that is computed, and might be infinite, is none.
+            # The other factor must be known: zero times one that is computed, and might be infinite, is NaN.
             others = [x for x, zero in zip(eqn.invars, zeros, strict=True) if not zero]
             return all(isinstance(x, Literal) and np.all(np.isfinite(x.val)) for x in others)
         case "select_n":
@@ -235,14 +261,14 @@ def _type(var: Var) -> np.dtype:
 
 
 def _yielding(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
-    """A program that yields some of its results alone."""
+    """Returns a program that yields only some of its results."""
     results = [closed.jaxpr.outvars[k] for k in kept]
     eqns = jaxprs.prune(closed.jaxpr.eqns, results)
     return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=results), closed.consts)
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """The tree of the state with optax's own sign of nothing in place of leaves that nobody reads."""
+    """Returns the tree of the state, with optax's own sign of nothing in place of leaves that nobody reads."""
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]

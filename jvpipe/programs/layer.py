@@ -3,7 +3,10 @@
 The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
 barrier; everything else is recomputed in the backward. Candidates and outputs are made by calls that are compiled
 alike in all programs (see `outline`), and what is made of them is the same whether they were kept or recomputed. So
-any choice gives the same bits.
+results are bitwise identical for any choice.
+
+    forward     inputs -> outputs, residuals                       residuals: the candidates that are kept
+    backward    sources, cotangents, sums -> sums, cotangents      sources: inputs, outputs and residuals that it reads
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -32,8 +35,10 @@ from jvpipe.trace.structure import comparable, structure
 class LayerPrograms:
     """Both programs of a layer for one choice of fates.
 
-    `forward` is `(inputs) -> (outputs, residuals)`; `backward` is `(sources, cotangents, partial sums,
-    accumulators) -> (accumulators, cotangents of inputs)`.
+    Attributes:
+        forward: `(inputs) -> (outputs, residuals)`.
+        backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of inputs)`.
+        signature: what these are, by the layer's own numbers of its inputs and outputs.
     """
 
     forward: ClosedJaxpr
@@ -63,7 +68,7 @@ class LayerPrograms:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """A value that is equal for two jaxprs that compile to the same program."""
+    """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
@@ -78,20 +83,22 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
         partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
     """
     reads = enumerate(zip(body.reads, body.differentiable, strict=True))
-    summed = [
-        i for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR and ref.index in partial
-    ]
+    tensors = [(i, ref) for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR]
+    summed = [i for i, ref in tensors if ref.index in partial]
+    # The forward is traced with everything that its derivative closes over; what of this are residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     leaves = closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
-    own = list(dict.fromkeys(v for v in leaves if sources[v][0] == "residual"))
     shapes = [(sources[v], _jax.aval(v)) for v in leaves]
     backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.told(closed))
-    used = [v for v in own if sources[v] in signature.sources]
+    # The forward yields only those residuals that the backward turned out to read; they are numbered anew.
+    residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
+    used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
     jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
+    # A residual that is no candidate has no name of its own.
     names = _candidate_names(jaxpr.eqns)
     signature = replace(
         signature,
@@ -102,7 +109,7 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """The candidate that each value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
+    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
         if eqn.primitive.name == "name":
@@ -113,7 +120,7 @@ def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
 
 
 def inference(body: Body) -> ClosedJaxpr:
-    """The layer without residuals, for evaluation."""
+    """Returns the layer without residuals, for evaluation."""
     return flatten(lambda *xs: _run(body, xs), *map(_shape, body.inputs))
 
 
@@ -123,13 +130,17 @@ def _shape(atom: _jax.Atom) -> jax.ShapeDtypeStruct:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Computes all twice: as gradients flow, and in calls. Candidates and outputs have the calls' values."""
+    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its equations.
+
+    So everything is computed twice: by equations through which gradients flow, and by calls, which no gradient enters.
+    The compiler drops what is read of neither.
+    """
     env = dict(zip(body.inputs, inputs, strict=True))
     fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
     calls = outline(body)
     for position, eqn in enumerate(body.eqns):
         jaxprs.run([eqn], env)
-        if eqn.effects:
+        if eqn.effects:  # such an equation runs once: the calls read what it has yielded here
             fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
         elif position in calls:
             fixed |= calls[position](fixed)
@@ -137,20 +148,20 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
             if name := body.candidates.get(v):
                 env[v] = _candidate(_valued(env[v], fixed[v]), name)
                 fixed[v] = jax.lax.stop_gradient(env[v])
-    if last := calls.get(len(body.eqns)):
+    last = calls.get(len(body.eqns))
+    if last:
         fixed |= last(fixed)
     results = zip(body.outputs, jaxprs.read(body.outputs, env), strict=True)
     return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
 
 
-_valued = jax.custom_jvp(
-    lambda differentiable, value: value
-)  # a value, with the derivative of a like one
+# The value of its second argument, with the derivative of its first one, which is equal to it but for roundings.
+_valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _candidate(x: jax.Array, name: str) -> jax.Array:
-    """A value that can be saved under a name; `jax.checkpoint` saves complex ones as their two parts alone."""
+    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as JAX demands."""
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
     parts = checkpoint_name(jax.lax.optimization_barrier(jnp.stack([x.real, x.imag])), name)
@@ -160,29 +171,38 @@ def _candidate(x: jax.Array, name: str) -> jax.Array:
 def _trace_forward(
     body: Body, kept: Collection[str], summed: Sequence[int]
 ) -> tuple[ClosedJaxpr, Any]:
-    """The forward with every leaf that the backward closes over as an output, and how to rebuild it.
+    """Traces the forward, with every leaf that the backward closes over as an output.
 
-    To the backward the `summed` inputs are outputs as well. Then their partial sums are where the layer's own sums
-    begin, as if the layers that read them later were part of this one: where layers are cut changes no sum.
+    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with their partial sums,
+    as if the layers that read them later were part of this one: where layers are cut changes no sum.
+
+    Args:
+        body: the layer's equations.
+        kept: the names of the candidates that are saved.
+        summed: inputs whose cotangents come in as partial sums.
+
+    Returns:
+        The forward, and the tree by which the backward is rebuilt from the leaves.
     """
-    trees = []
+    trees = []  # what tracing leaves behind: a traced function returns arrays alone
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
     def forward(*xs: Any) -> list[Any]:
         def pick(*variable: Any) -> tuple[list[Any], list[Any]]:
             moving = iter(variable)
-            merged = [
-                next(moving) if d else x for x, d in zip(xs, body.differentiable, strict=True)
-            ]
+            pairs = zip(xs, body.differentiable, strict=True)
+            merged = [next(moving) if d else x for x, d in pairs]
             run = jax.checkpoint(
                 lambda *ys: (_run(body, ys), [ys[i] for i in summed]),
                 policy=policy,
                 prevent_cse=False,
             )
             out, passed = run(*merged)
-            return [*(x for x, a in zip(out, body.active, strict=True) if a), *passed], out
+            active = [x for x, a in zip(out, body.active, strict=True) if a]
+            return [*active, *passed], out
 
         variable = [x for x, d in zip(xs, body.differentiable, strict=True) if d]
+        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the forward.
         _, pull, out = jax.vjp(pick, *variable, has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
@@ -193,16 +213,49 @@ def _trace_forward(
 
 
 def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
-    """Names where the backward finds each value that the forward leaves it."""
+    """Returns where the backward finds each value that the forward leaves it.
+
+    What is an input or an output of the layer need not be left: it has a buffer of its own.
+    """
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
-    known: dict[_jax.Atom, Source] = {}
-    for i, v in reversed(list(enumerate(outputs))):
+    sources: dict[_jax.Atom, Source] = {}
+    for i, v in reversed(list(enumerate(outputs))):  # of equal outputs the first one counts
         if not isinstance(v, _jax.Literal):
-            known[v] = ("output", i)
-    known |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
-    own = dict.fromkeys(v for v in leaves if v not in known)
-    known |= {v: ("residual", i) for i, v in enumerate(own)}
-    return known
+            sources[v] = ("output", i)
+    sources |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
+    residuals = dict.fromkeys(v for v in leaves if v not in sources)
+    sources |= {v: ("residual", i) for i, v in enumerate(residuals)}
+    return sources
+
+
+@dataclass(frozen=True)
+class _Differentiated:
+    """The inputs and outputs of a layer, by their numbers, as its backward meets them.
+
+    Attributes:
+        gradients: parameters.
+        returned: tensors, whose cotangents it yields.
+        active: outputs through which gradients flow.
+        taken: those of them whose cotangents come from later layers.
+    """
+
+    gradients: list[int]
+    returned: list[int]
+    active: list[int]
+    taken: list[int]
+
+    @staticmethod
+    def of(body: Body) -> "_Differentiated":
+        variable = [i for i, d in enumerate(body.differentiable) if d]
+        kinds = [ref.kind for ref in body.reads]
+        active = [i for i, a in enumerate(body.active) if a]
+        loss = Ref(ValueKind.LOSS, 0)
+        return _Differentiated(
+            [i for i in variable if kinds[i] == ValueKind.PARAMETER],
+            [i for i in variable if kinds[i] == ValueKind.TENSOR],
+            active,
+            [i for i in active if body.received[i] and body.writes[i] != loss],
+        )
 
 
 def _trace_backward(
@@ -210,18 +263,23 @@ def _trace_backward(
     tree: Any,
     leaves: Sequence[tuple[Source, Any]],
     summed: Sequence[int],
-    told: Collection[Hashable],
+    printed: Collection[Hashable],
 ) -> tuple[ClosedJaxpr, Signature]:
-    """The backward, which says what derivative rules say in it, and not again what the forward has `told`.
+    """Traces the backward, with all gradients and cotangents that there could be.
 
-    It is made with all gradients and cotangents that there could be. What frozen parameters alone have is none: it
-    comes in as zeros, and what it gives is cut off again, after all that settles the bits of the rest.
+    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off again, only after
+    everything is done on which the rounding of the rest depends.
+
+    Args:
+        body: the layer's equations.
+        tree: rebuilds the backward from the leaves.
+        leaves: that the forward has left, by where they are found.
+        summed: inputs whose cotangents come in as partial sums.
+        printed: what derivative rules have printed in the forward already; they print it only once.
     """
     variable = [i for i, d in enumerate(body.differentiable) if d]
-    gradients = [i for i in variable if body.reads[i].kind == ValueKind.PARAMETER]
-    returned = [i for i in variable if body.reads[i].kind == ValueKind.TENSOR]
-    active = [i for i, a in enumerate(body.active) if a]
-    taken = [i for i in active if body.received[i] and body.writes[i] != Ref(ValueKind.LOSS, 0)]
+    parts = _Differentiated.of(body)
+    gradients, returned = parts.gradients, parts.returned
     partial = [i for i in summed if body.returned[i]]
     shapes = dict(leaves)
 
@@ -230,11 +288,12 @@ def _trace_backward(
     ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
-        given = {i: _cotangent(body, i) for i in active}
-        given |= zip(taken, cotangents, strict=True)
+        incoming = {i: _cotangent(body, i) for i in parts.active}
+        incoming |= zip(parts.taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
-        pulled = pull([*(given[i] for i in active), *later.values()])
+        # In the order in which the forward listed what gradients come from: active outputs, then summed inputs.
+        pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
         moved = dict(zip(variable, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
@@ -242,33 +301,52 @@ def _trace_backward(
     flat = flatten(
         backward,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
-        [_shape(body.outputs[i]) for i in taken],
+        [_shape(body.outputs[i]) for i in parts.taken],
         [_shape(body.inputs[i]) for i in partial],
         [_shape(body.inputs[i]) for i in gradients],
     )
-    closed = settle(upright(jaxprs.silent(flat, told)), len(gradients))
+    # First what decides how the compiler rounds, then what only leaves results out.
+    closed = settle(upright(jaxprs.silent(flat, printed)), len(gradients))
     closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
-    read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
-    inputs = closed.jaxpr.invars
-    dropped = set(inputs[: len(shapes)]) - read  # of the forward
-    ends = zip(inputs[len(inputs) - len(gradients) :], gradients, strict=True)
-    dropped |= {v for v, i in ends if not body.returned[i]}
-    assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
-    sources = [s for s, v in zip(shapes, inputs, strict=False) if v not in dropped]
-    jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
+    closed, sources = _without_unread(closed, body, list(shapes), gradients)
     signature = Signature(
-        (),
-        tuple(sources),
-        tuple(taken),
-        tuple(partial),
-        tuple(i for i in gradients if body.returned[i]),
-        tuple(i for i in returned if body.returned[i]),
+        residuals=(),
+        sources=tuple(sources),
+        cotangents=tuple(parts.taken),
+        partial=tuple(partial),
+        gradients=tuple(i for i in gradients if body.returned[i]),
+        returned=tuple(i for i in returned if body.returned[i]),
     )
-    return ClosedJaxpr(jaxpr, closed.consts), signature
+    return closed, signature
+
+
+def _without_unread(
+    closed: ClosedJaxpr, body: Body, sources: Sequence[Source], gradients: Sequence[int]
+) -> tuple[ClosedJaxpr, list[Source]]:
+    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what is frozen.
+
+    Args:
+        closed: the backward; its inputs begin with the sources and end with the sums of gradients.
+        body: the layer's equations.
+        sources: of the values that the forward has left.
+        gradients: the parameters that the sums are of.
+
+    Returns:
+        The backward, and the sources that are left.
+    """
+    inputs = closed.jaxpr.invars
+    read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
+    dropped = set(inputs[: len(sources)]) - read
+    sums = inputs[len(inputs) - len(gradients) :]
+    dropped |= {v for v, i in zip(sums, gradients, strict=True) if not body.returned[i]}
+    assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
+    left = [source for source, v in zip(sources, inputs, strict=False) if v not in dropped]
+    jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
+    return ClosedJaxpr(jaxpr, closed.consts), left
 
 
 def _cotangent(body: Body, i: int) -> jax.Array:
-    """The cotangent of an output that no later layer gives: of the loss its share, of others none."""
+    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of others zeros."""
     if body.writes[i] == Ref(ValueKind.LOSS, 0):
         return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
     return _zeros(body.outputs[i])
@@ -279,7 +357,7 @@ def _zeros(atom: _jax.Atom) -> jax.Array:
 
 
 def _pruned(closed: ClosedJaxpr, kept: Sequence[bool]) -> ClosedJaxpr:
-    """A program that yields some of its results alone."""
+    """Returns a program that yields only some of its results."""
     if all(kept):
         return closed
     results = [x for x, k in zip(closed.jaxpr.outvars, kept, strict=True) if k]

@@ -17,21 +17,22 @@ from jvpipe.programs.store import Program
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The slices that replicas made of a loss or a leaf of aux, and how the whole is made of them."""
+    """The slices on which replicas made a loss or a leaf of aux, and how the whole is made of what they made."""
 
     slices: tuple[Examples, ...]
     spread: Spread
 
     def whole(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Joins what the slices of a micro-batch gave."""
-        examples = sum(s.size for s in self.slices)
+        """Joins what replicas made on the slices of a micro-batch."""
         match self.spread.over:
             case Over.NONE | Over.FIRST:
                 return values[0]
             case Over.SUM:
                 return _total(values)
             case Over.MEAN:
-                shares = (np.asarray(s.size / examples, values[0].dtype) for s in self.slices)
+                # Slices differ in size if the replicas do not divide the micro-batch: each counts by its examples.
+                examples = sum(s.size for s in self.slices)
+                shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
                 return _total([value * share for share, value in zip(shares, values, strict=True)])
             case Over.ALONG:
                 return jnp.concatenate(values, self.spread.axis)
@@ -46,23 +47,25 @@ class Parts:
 def loss_program(
     graph: LayerGraph, inputs: Sequence[Any], microbatches: int, parts: Sequence[Parts | None] = ()
 ) -> Program:
-    """Reduces what the micro-batches gave, in ascending order.
+    """Returns what reduces the losses and aux of the micro-batches, in ascending order of these.
 
     The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
-    reduced as the user says. Else it is reduced as the loss is if it is `Weighted` or a floating-point scalar; others
-    are stacked along a new first axis.
+    reduced as the user says; unless they do, as the loss is if it is `Weighted` or a floating-point scalar. Others are
+    stacked along a new first axis.
 
     Args:
-        graph: whose losses and aux.
+        graph: of the model.
         inputs: the shapes of all losses, then of all aux, each of all micro-batches.
         microbatches: how many.
-        parts: of each loss and leaf of aux, if replicas have made it in parts, the parts that a micro-batch has.
+        parts: for each loss and leaf of aux the parts in which replicas make it, None if it is made whole; empty
+            without replicas.
     """
 
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = _columns(values, microbatches, parts)
         losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
         loss = _total(losses[0])
+        # The weight has its own sum, and only the quotient of both is the loss, however the items were spread.
         if graph.weighted:
             weight = _total(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
@@ -70,29 +73,21 @@ def loss_program(
             out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, members in enumerate(graph.aux_groups):
             leaves = [aux[i] for i in members]
-            if len(leaves) == 2:
-                sums = _total(leaves[0]), _total(leaves[1])
-                out.append(sums[0] / sums[1].astype(sums[0].dtype))
+            if len(leaves) == 2:  # a `Weighted`: its total, and its weight
+                total, weight = map(_total, leaves)
+                out.append(total / weight.astype(total.dtype))
             else:
                 out.append(_reduced(leaves[0], graph.aux_reduction(group)))
         return out
 
     shapes = tuple(inputs)
-    told = tuple((s.shape, str(s.dtype)) for s in shapes)
-    key = (
-        "loss",
-        graph.weighted,
-        graph.aux_groups,
-        graph.aux_chosen,
-        told,
-        microbatches,
-        tuple(parts),
-    )
-    return Program(key, reduce, shapes)
+    types = tuple((s.shape, str(s.dtype)) for s in shapes)
+    reductions = graph.weighted, graph.aux_groups, graph.aux_chosen
+    return Program(("loss", *reductions, types, microbatches, tuple(parts)), reduce, shapes)
 
 
 def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array:
-    """What the micro-batches made of a leaf of aux, as one."""
+    """Reduces what a leaf of aux was in each micro-batch, as the user says; None: stacks it."""
     match how:
         case None:
             return jnp.stack(values)
@@ -115,6 +110,7 @@ def _largest(values: Sequence[jax.Array]) -> jax.Array:
     return result
 
 
+# In a loop, not by `jnp.sum`: the order of summation is that of the micro-batches, whatever the compiler does.
 def _total(values: Sequence[jax.Array]) -> jax.Array:
     result = values[0]
     for value in values[1:]:
@@ -125,19 +121,20 @@ def _total(values: Sequence[jax.Array]) -> jax.Array:
 def _columns(
     values: Sequence[jax.Array], microbatches: int, parts: Sequence[Parts | None]
 ) -> list[Sequence[jax.Array]]:
-    """What each loss and leaf of aux was in each micro-batch."""
+    """Returns what each loss and leaf of aux was in each micro-batch."""
     if not parts:
         return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
     left, columns = iter(values), list[Sequence[jax.Array]]()
     for part in parts:
-        given = [
-            list(islice(left, 1 if part is None else len(part.slices))) for _ in range(microbatches)
-        ]
-        columns.append([one[0] if part is None else part.whole(one) for one in given])
+        if part is None:
+            columns.append(list(islice(left, microbatches)))
+        else:
+            slices = [list(islice(left, len(part.slices))) for _ in range(microbatches)]
+            columns.append([part.whole(of_one) for of_one in slices])
     return columns
 
 
 def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """Fresh accumulators."""
+    """Returns what makes fresh accumulators."""
     key = ("zeros", tuple((s.shape, str(s.dtype)) for s in shapes))
     return Program(key, lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], ())

@@ -10,6 +10,7 @@ from jvpipe import _jax
 from jvpipe.ir.fates import Fates
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
+from jvpipe.programs.pieces import Piece, SlotKind
 from jvpipe.programs.split_backward import Halves
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Body, Traced
@@ -20,12 +21,12 @@ Share = Literal["all", "half", "nothing"]
 def layer_programs(
     store: ProgramStore, traced: Traced, share: Share | Fates = "all"
 ) -> tuple[LayerPrograms, ...]:
-    """Forward and backward of every layer, with so much of its candidates kept, or what the fates of a plan keep.
+    """Returns forward and backward of every layer.
 
     Args:
-        store: that may know them already.
+        store: keeps them.
         traced: the model.
-        share: which candidates are kept.
+        share: how many of a layer's candidates its forward keeps, or what the fates of a plan keep.
     """
     return tuple(programs_of(store, traced, layer.id, share) for layer in traced.graph.layers)
 
@@ -33,25 +34,25 @@ def layer_programs(
 def programs_of(
     store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all"
 ) -> LayerPrograms:
-    """Forward and backward of one layer.
+    """Returns forward and backward of one layer.
 
     Args:
-        store: where they are kept.
+        store: keeps them.
         traced: the model.
         number: the layer.
-        share: which candidates are kept.
+        share: how many of its candidates its forward keeps, or what the fates of a plan keep.
     """
     layer, body = traced.graph.layers[number], traced.bodies[number]
-    later = [
-        t for t in layer.reading(ValueKind.TENSOR) if traced.graph.tensors[t].readers[-1] != number
-    ]
+    # Cotangents are summed last reader first: all readers but the last one add to a partial sum.
+    tensors = traced.graph.tensors
+    later = [t for t in layer.reading(ValueKind.TENSOR) if tensors[t].readers[-1] != number]
     names = [c.name for c in layer.candidates]
     kept = sorted(share.kept[number]) if isinstance(share, Fates) else kept_names(names, share)
     return store.layer(body, kept, later)
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
-    """Picks the candidates of a layer that are kept; half of them is every other one.
+    """Returns the candidates of a layer that are kept; half of them is every other one.
 
     >>> kept_names(["a", "b", "c"], "half")
     ['a', 'c']
@@ -60,30 +61,29 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """A layer's forward as something to compile; `recompute`: it prints nothing, as one on trial."""
+    """Returns a layer's forward as something to compile; one that is for recomputing prints nothing."""
     if recompute and programs.recompute is not programs.forward:
         return Program.of(programs.recompute, marked=True, key=("F again", programs.key))
     return Program.of(programs.forward, marked=True, key=("F", programs.key))
 
 
 def evaluation_program(body: Body) -> Program:
-    """A layer's forward that leaves nothing for a backward."""
+    """Returns a layer's forward that leaves nothing for a backward."""
     closed = inference(body)
     return Program.of(closed, marked=True, key=("E", program_key(closed)))
 
 
 def backward_program(programs: LayerPrograms) -> Program:
-    """A layer's backward; it adds into the sums that it is given."""
+    """Returns a layer's backward; it adds into the sums that it takes, which are donated."""
     signature = programs.signature
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
-    return Program.of(
-        programs.backward, range(first, first + count), marked=True, key=("B", programs.key)
-    )
+    donated = range(first, first + count)
+    return Program.of(programs.backward, donated, marked=True, key=("B", programs.key))
 
 
 def input_program(programs: LayerPrograms) -> Program:
-    """The half of a layer's backward that yields cotangents; it adds into the partial sums that it is given."""
+    """Returns the half of a layer's backward that yields cotangents; it adds into the partial sums that it takes."""
     halves = _halves(programs)
     signature = halves.signature.input
     first = len(signature.sources) + len(signature.cotangents)
@@ -92,7 +92,7 @@ def input_program(programs: LayerPrograms) -> Program:
 
 
 def weight_program(programs: LayerPrograms) -> Program:
-    """The half of a layer's backward that yields gradients; it adds into the accumulators that it is given."""
+    """Returns the half of a layer's backward that yields gradients; it adds into the accumulators that it takes."""
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
     donated = range(count - len(halves.signature.weight.gradients), count)
@@ -105,17 +105,24 @@ def _halves(programs: LayerPrograms) -> Halves:
 
 
 def single_backward_program(programs: LayerPrograms) -> Program:
-    """A layer's backward where every micro-batch is an update of its own: there are no sums to add to."""
+    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums to add to."""
     signature, avals = programs.signature, programs.backward.in_avals
-    given = len(avals) - len(signature.gradients)
+    taken = len(avals) - len(signature.gradients)
     run = _jax.jaxpr_as_fun(programs.backward)
 
     def fn(*arrays: jax.Array) -> tuple[Any, ...]:
-        zeros = (jnp.zeros(a.shape, a.dtype) for a in avals[given:])
+        # To the same backward fresh zeros are sums of nothing: its results are bitwise identical.
+        zeros = (jnp.zeros(a.shape, a.dtype) for a in avals[taken:])
         return (*run(*arrays, *zeros), jnp.int32(0))
 
     first = len(signature.sources) + len(signature.cotangents)
-    called = backward_program(programs).calls_host
-    return Program(
-        ("B alone", programs.key), fn, tuple(avals[:given]), tuple(range(first, given)), called
-    )
+    calls_host = backward_program(programs).calls_host
+    key = "B alone", programs.key
+    return Program(key, fn, tuple(avals[:taken]), tuple(range(first, taken)), calls_host)
+
+
+def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
+    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
+    donated = tuple(i for i in piece.donated if not is_kept[i])
+    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))

@@ -1,8 +1,11 @@
 """An optimizer cut into pieces that run where their operands live.
 
 `optimizer.update` and `init` are traced over the whole tree of parameters. Every parameter has an owner, a layer; so
-has the state that belongs to it. Each equation runs with the layer that its operands belong to. What mixes layers, a
-global norm say, runs in a global program between two rounds of the layers' own.
+has the state that belongs to it. Each equation runs with the layer that its operands belong to. What mixes layers, such
+as a global norm, runs in a global program between two rounds of the layers' own.
+
+    phase    0: layers                    0: global          1: layers
+             sum of squares per layer     their norm         clip, adam, new parameters
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,8 +33,8 @@ from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 PER_LAYER = (
     'With Pipeline(stacked="per_layer") it sees each layer of those that the loss scans over alone'
@@ -40,9 +43,12 @@ PER_LAYER = (
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of the optimizer's state and the layer that owns it; None: every layer has a copy of its own.
+    """A leaf of the optimizer's state.
 
-    `parameter` is the one that it belongs to, if to any.
+    Attributes:
+        array: its name, shape and type.
+        owner: the layer that has it; None if every layer has a copy.
+        parameter: the one that it belongs to, if to any.
     """
 
     array: Array
@@ -52,12 +58,18 @@ class StateLeaf:
 
 @dataclass(frozen=True)
 class OptimizerCut:
-    """An optimizer in pieces; those of `init` and of `update` can run in the order in which they stand.
+    """An optimizer in pieces.
 
     Parameters and state belong to the layer of the piece that reads or writes them: replicated state has a copy per
-    layer, and one for the global program if this reads it. All other slots mean the same array to every piece.
-    A leaf that no piece of `update` writes stays as it is. `cross_layer` names the transformations through which a
-    layer's update depends on other layers.
+    layer, and one for the global program if this reads it. All other slots mean the same array to every piece. A leaf
+    that no piece of `update` writes stays as it is.
+
+    Attributes:
+        init: the pieces that make the state, in an order in which they can run.
+        update: the pieces of an update, likewise.
+        state: the leaves of the state.
+        state_tree: their tree, as the optimizer has it.
+        cross_layer: the names of transformations through which a layer's update depends on other layers.
     """
 
     init: tuple[Piece, ...]
@@ -69,14 +81,15 @@ class OptimizerCut:
     @cached_property
     def holders(self) -> frozenset[tuple[int, int | None]]:
         """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
-        pieces = (*self.init, *self.update)
-        slots = ((piece.layer, slot) for piece in pieces for slot in (*piece.reads, *piece.writes))
-        return frozenset(
-            (slot.index, layer) for layer, slot in slots if slot.kind is SlotKind.STATE
-        )
+        holders = set()
+        for piece in (*self.init, *self.update):
+            for slot in (*piece.reads, *piece.writes):
+                if slot.kind is SlotKind.STATE:
+                    holders.add((slot.index, piece.layer))
+        return frozenset(holders)
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
-        """The leaves of the state that a layer, or the global program, has."""
+        """Returns the leaves of the state that a layer, or the global program, has."""
         return tuple(sorted(i for i, holder in self.holders if holder == layer))
 
 
@@ -122,47 +135,68 @@ def cut_optimizer(
     >>> cut.cross_layer
     ('clip_by_global_norm',)
     """
-    traced = traced or trace_stacked(
-        optimizer, params, readers, microbatches, grad_norm=grad_norm, stacks=stacks, frozen=frozen
-    )
+    if traced is None:
+        options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
+        traced = trace_stacked(optimizer, params, readers, microbatches, **options)
     update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
-    state, parameters = (
-        [slot for slot in update.results if slot.kind is SlotKind.STATE],
-        init.inputs,
-    )
-    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
-    norm = [slot for slot in update.results if slot.kind is SlotKind.GRAD_NORM]
     names = _names(params, stacks)
-    of_leaf = [Input(owner, name) for owner, name in zip(owners, names, strict=True)]
-    owned = {slot: of_leaf[slot.index] for slot in (*gradients, *parameters)}
-    matches = zip(state, traced.parameter_of, strict=True)
-    owned |= {slot: of_leaf[leaf] for slot, leaf in matches if leaf is not None}
-    owned |= {slot: Input("global") for slot in norm}
+    homes = _homes(update, init, traced, list(map(Input, owners, names)))
     try:
-        flow, owned = _settled(update, owned, _updated(traced, owners))
+        flow, homes = _settled(update, homes, _updated(traced, owners))
     except ValueError as error:
         if not stacks:
             raise
         raise ValueError(f"{error}. {PER_LAYER}") from error
-    first = replace(init.flow(owned, flow.layers), shared=flow.shared)
-    _check(first, owned)
-    owner_of = {slot: given.home for slot, given in owned.items() if isinstance(given.home, int)}
+    # What the update shares or gives to layers has to begin there, too.
+    first = replace(init.flow(homes, flow.layers), shared=flow.shared)
+    _check(first, homes)
     return OptimizerCut(
         first.pieces(),
         flow.pieces(),
-        tuple(
-            StateLeaf(array, owner_of.get(slot), parameter)
-            for array, slot, parameter in zip(traced.state, state, traced.parameter_of, strict=True)
-        ),
+        _state_leaves(update, traced, homes),
         traced.state_tree,
         _cross_layer(flow),
     )
 
 
+def _homes(
+    update: "_Program", init: "_Program", traced: TracedOptimizer, of_leaf: Sequence[Input]
+) -> dict[Slot, Input]:
+    """Returns what belongs to a layer: each parameter, its gradients, and the state of its path.
+
+    Args:
+        update: names what an update takes.
+        init: names what it takes.
+        traced: says which parameter the state belongs to.
+        of_leaf: the home of each parameter.
+    """
+    gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
+    homes = {slot: of_leaf[slot.index] for slot in (*gradients, *init.inputs)}
+    for slot, leaf in zip(update.of_kind(SlotKind.STATE), traced.parameter_of, strict=True):
+        if leaf is not None:
+            homes[slot] = of_leaf[leaf]
+    # The norm is a number of all layers, which the global program yields.
+    for slot in update.of_kind(SlotKind.GRAD_NORM):
+        homes[slot] = Input("global")
+    return homes
+
+
+def _state_leaves(
+    update: "_Program", traced: TracedOptimizer, homes: Mapping[Slot, Input]
+) -> tuple[StateLeaf, ...]:
+    slots = update.of_kind(SlotKind.STATE)
+    leaves = []
+    for array, slot, parameter in zip(traced.state, slots, traced.parameter_of, strict=True):
+        home = homes.get(slot, _EVERYWHERE).home
+        owner = home if isinstance(home, int) else None
+        leaves.append(StateLeaf(array, owner, parameter))
+    return tuple(leaves)
+
+
 def laid_state(
     cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sharding
 ) -> OptimizerCut:
-    """The same optimizer, where state of the path and the shape of a parameter lies over devices as this does.
+    """Returns the same optimizer, where state of the path and the shape of a parameter lies over devices as this does.
 
     Args:
         cut: the optimizer.
@@ -171,10 +205,14 @@ def laid_state(
     """
 
     def laid(leaf: StateLeaf) -> StateLeaf:
-        own = None if leaf.parameter is None else parameters[leaf.parameter].array
-        if own is None or own.shape != leaf.array.shape:
+        if leaf.parameter is None:
             return leaf
-        return replace(leaf, array=sharding.laid(leaf.array, own.spec))
+        parameter = parameters[leaf.parameter].array
+        if (
+            parameter.shape != leaf.array.shape
+        ):  # such as a factored moment, which stays whole on each
+            return leaf
+        return replace(leaf, array=sharding.laid(leaf.array, parameter.spec))
 
     return replace(cut, state=tuple(map(laid, cut.state)))
 
@@ -190,19 +228,28 @@ class _Program:
     inputs: tuple[Slot, ...]
     results: tuple[Slot, ...]
 
-    def outputs(self, owned: Mapping[Slot, Input]) -> list[Output]:
-        named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
-        return [Output(atom, owned.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
+    def of_kind(self, kind: SlotKind) -> list[Slot]:
+        """Returns the results of a kind."""
+        return [slot for slot in self.results if slot.kind is kind]
 
-    def origins(self, owned: Mapping[Slot, Input]) -> dict[Var, Input]:
+    def outputs(self, homes: Mapping[Slot, Input]) -> list[Output]:
+        """Returns the results, each with who needs it: everywhere, unless it has a home."""
+        named = zip(self.closed.jaxpr.outvars, self.results, strict=True)
+        return [Output(atom, homes.get(slot, _EVERYWHERE).home, slot) for atom, slot in named]
+
+    def origins(self, homes: Mapping[Slot, Input]) -> dict[Var, Input]:
+        """Returns the home of each input; constants are everywhere."""
         named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
         constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
-        return constants | {var: owned.get(slot, _EVERYWHERE) for var, slot in named}
+        return constants | {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
 
-    def placed(self, owned: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
-        """Places all equations; scans over several layers are split first."""
+    def placed(self, homes: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
+        """Places all equations; scans over several layers are split first.
+
+        It ends: the parts of a split scan work on one layer each, so they are not split again.
+        """
         eqns = self.closed.jaxpr.eqns
-        placement = place(eqns, self.origins(owned), self.outputs(owned))
+        placement = place(eqns, self.origins(homes), self.outputs(homes))
         if not placement.splits:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
@@ -212,30 +259,30 @@ class _Program:
                 return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
 
         closed = flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)
-        return replace(self, closed=closed).placed(owned)
+        return replace(self, closed=closed).placed(homes)
 
-    def flow(self, owned: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
-        program, placement = self.placed(owned)
+    def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
+        """Returns the placed equations with the names of what goes in and out, for some layers."""
+        program, placement = self.placed(homes)
         jaxpr, consts = program.closed.jaxpr, program.closed.consts
         constants = dict(zip(jaxpr.constvars, consts, strict=True))
         inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
-        return Flow(jaxpr.eqns, constants, inputs, program.outputs(owned), placement, layers)
+        return Flow(jaxpr.eqns, constants, inputs, program.outputs(homes), placement, layers)
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
-    """The names of the parameters, of each slice that of its stack if the optimizer sees this."""
+    """Returns the names of the parameters; a slice has that of its stack if the optimizer sees this."""
     if not stacks:
         return [path_name(path) for path in paths_of(params)]
-    given = paths_of(stacks.join(params, lambda *slices: slices[0]))
-    return [
-        path_name(path)
-        for path, n in zip(given, stacks.lengths, strict=True)
-        for _ in range(1 if n is None else n)
-    ]
+    names: list[str] = []
+    paths = paths_of(stacks.join(params, lambda *slices: slices[0]))
+    for path, n in zip(paths, stacks.lengths, strict=True):
+        names += [path_name(path)] * (1 if n is None else n)
+    return names
 
 
 def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
-    """The layers that an update concerns: they own parameters that it changes, or have state that belongs to one."""
+    """Returns the layers of an update: they own parameters that it changes, or that state belongs to."""
     changed = set(range(len(owners))) - traced.frozen
     return sorted({owners[i] for i in (*changed, *traced.parameter_of) if i is not None})
 
@@ -243,89 +290,91 @@ def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
 def _programs(
     traced: TracedOptimizer, readers: Sequence[int], *, weighted: bool, grad_norm: bool
 ) -> tuple[_Program, _Program]:
-    """Names what a traced optimizer's update and its init take and give."""
-    gradients = (
-        Slot(SlotKind.GRADIENT, leaf, reader)
-        for leaf, n in enumerate(readers)
-        for reader in range(n)
-    )
+    """Names what a traced optimizer's update and its init take and yield."""
+    numbered = enumerate(readers)
+    gradients = [
+        Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in numbered for reader in range(n)
+    ]
     weight = [Slot(SlotKind.WEIGHT)] if weighted else []
     parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
-    update = _Program(
-        traced.update, (*gradients, *weight, *parameters, *state), (*parameters, *state, *norm)
-    )
+    inputs = (*gradients, *weight, *parameters, *state)
+    update = _Program(traced.update, inputs, (*parameters, *state, *norm))
     return update, _Program(traced.init, parameters, state)
 
 
 def _settled(
-    update: _Program, owned: Mapping[Slot, Input], layers: Sequence[int]
+    update: _Program, homes: Mapping[Slot, Input], layers: Sequence[int]
 ) -> tuple[Flow, dict[Slot, Input]]:
     """Places an update until no layer claims more of the state and the global program reads no more of it.
 
+    It ends: each round gives more of the state to layers, or makes more of it shared.
+
     Args:
         update: the traced update.
-        owned: what is known to belong to a layer.
+        homes: what is known to belong to a layer.
         layers: those that own parameters.
 
     Returns:
         The update, placed, and what belongs to layers by then.
     """
-    owned = dict(owned)
-    flow = update.flow(owned, layers)
-    while claims := _claims(flow):
-        owned |= claims
-        flow = update.flow(owned, layers)
-    _check(flow, owned)
+    homes = dict(homes)
+    flow = update.flow(homes, layers)
+    claims = _claims(flow)
+    while claims:
+        homes |= claims
+        flow = update.flow(homes, layers)
+        claims = _claims(flow)
+    _check(flow, homes)
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
-    return flow, owned
+    return flow, homes
 
 
 def _claims(flow: Flow) -> dict[Slot, Input]:
-    """State that matches no parameter's path but is made of one layer's values and read by that layer alone."""
-    made = {
-        out.slot: flow.placement.of(out.atom).home
-        for out in flow.outputs
-        if out.home == "everywhere"
-    }
-    made = {slot: home for slot, home in made.items() if isinstance(home, int)}
-    goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in made])
+    """Returns state of no parameter's path that is made of one layer's values and read by that layer alone."""
+    maker: dict[Slot, int] = {}
+    for out in flow.outputs:
+        home = flow.placement.of(out.atom).home
+        if out.home == "everywhere" and isinstance(home, int):
+            maker[out.slot] = home
+    # Without the results in question: they count as needed everywhere, which is what is to be found out.
+    goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in maker])
     variables = {slot: var for var, slot in flow.inputs.items()}
-    return {
-        slot: Input(home)
-        for slot, home in made.items()
-        if goes_to.get(variables[slot], home) == home
-    }
+    readers = {slot: goes_to.get(variables[slot], home) for slot, home in maker.items()}
+    return {slot: Input(home) for slot, home in maker.items() if readers[slot] == home}
 
 
-def _check(flow: Flow, owned: Mapping[Slot, Input]) -> None:
-    inputs = {var: owned.get(slot, _EVERYWHERE) for var, slot in flow.inputs.items()}
+def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
+    inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in flow.inputs.items()}
     check_outputs(flow.eqns, inputs, flow.outputs, flow.placement)
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:
-    """The replicated state that the global program reads."""
-    copied = {v: slot for v, slot in flow.inputs.items() if slot.kind is SlotKind.STATE}
-    copied = {v: slot for v, slot in copied.items() if flow.placement.of(v).home == "everywhere"}
-    return frozenset(slot for v, slot in copied.items() if "global" in flow.readers[v])
+    """Returns the replicated state that the global program reads."""
+    read = set()
+    for v, slot in flow.inputs.items():
+        is_copied = flow.placement.of(v).home == "everywhere"
+        if slot.kind is SlotKind.STATE and is_copied and "global" in flow.readers[v]:
+            read.add(slot)
+    return frozenset(read)
 
 
 def _cross_layer(flow: Flow) -> tuple[str, ...]:
-    """The transformations that read one layer's values for another layer's sake."""
-    wanted = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
+    """Returns the transformations that read one layer's values for another layer's sake."""
+    results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
+    # Results that one layer makes for another: whatever makes them crosses layers, too.
     relayed = {
         out.atom
-        for out in wanted
+        for out in results
         if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")
     }
     names: dict[str, None] = {}
-    for eqn in jaxprs.prune(flow.eqns, [out.atom for out in wanted]):
+    for eqn in jaxprs.prune(flow.eqns, [out.atom for out in results]):
         home = flow.placement.of(eqn.outvars[0]).home
         homes = {flow.placement.of(atom).home for atom in eqn.invars}
-        if any(isinstance(h, int) and h != home for h in homes) or not relayed.isdisjoint(
-            eqn.outvars
-        ):
+        reads_others = any(isinstance(other, int) and other != home for other in homes)
+        if reads_others or not relayed.isdisjoint(eqn.outvars):
             names[transformation(eqn) or "the optimizer"] = None
     return tuple(names)

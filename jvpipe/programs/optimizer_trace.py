@@ -1,6 +1,7 @@
 """An optimizer as two straight lines of equations, its update and its init.
 
-The name scope of each equation ends with the transformation that it comes from.
+Calls are inlined, and of a branch both sides run, so that each equation can be placed by itself. The name scope of each
+equation ends with the transformation that it comes from, for messages and for `OptimizerCut.cross_layer`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.inline import JITS, inlined
-from jvpipe.trace.leaves import path_name, path_names
+from jvpipe.util.paths import path_name, path_names
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -30,10 +31,14 @@ Apply = Callable[[JaxprEqn, list[Any]], list[Any]]
 class TracedOptimizer:
     """The equations of an optimizer over a whole tree of parameters.
 
-    `update` takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
-    state; it returns parameters, state and, if asked for, the gradient norm. `init` takes the parameters.
-    `parameter_of` says which parameter each leaf of the state belongs to, if to any. The `frozen` ones are returned as
-    they came, and their gradients read by nobody.
+    Attributes:
+        update: takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
+            state; returns parameters, state and, if asked for, the gradient norm.
+        init: takes the parameters, and returns the state.
+        state: its leaves.
+        state_tree: their tree.
+        parameter_of: the parameter that each leaf of the state belongs to, if to any.
+        frozen: parameters that are returned as they came, and whose gradients nobody reads.
     """
 
     update: ClosedJaxpr
@@ -85,56 +90,76 @@ def trace_optimizer(
         answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
         updates, state = _checked_answer(answer, tree)
         changed = zip(seen, jax.tree.leaves(optax.apply_updates(params, updates)), strict=True)
+        # The frozen ones pass through, in their places.
         new = dict(enumerate(values)) | dict(changed)
         return list(new.values()), state, norm(grads) if grad_norm else None
 
-    traced_init, first = _standard(functools.partial(jax.make_jaxpr, return_shape=True))(init)(
-        leaves
-    )
-    state = first
-    for _ in range(3):
+    def traced_at(state: Tree) -> ClosedJaxpr:
         closed = straight_line(update, sums, weight, leaves, state)
         _check_shapes(params, [closed.out_avals[i] for i in seen])
-        new_state = closed.out_avals[len(leaves) : len(closed.out_avals) - grad_norm]
-        settled = _settled(state, new_state)
-        if list(map(_type, jax.tree.leaves(settled))) == list(map(_type, jax.tree.leaves(state))):
-            break
-        state = settled
-    else:
-        raise ValueError(
-            f"the types of the optimizer's state do not settle: after three updates they are {state}"
-        )
+        return closed
+
+    make_init = _standard(functools.partial(jax.make_jaxpr, return_shape=True))
+    traced_init, first = make_init(init)(leaves)
+    closed, state = _at_fixed_types(traced_at, first, slice(len(leaves), -1 if grad_norm else None))
     if state is not first:
-        traced_init = _standard(jax.make_jaxpr)(
-            lambda leaves: jax.tree.map(_cast, init(leaves), state)
-        )(leaves)
+        # The first state has the types that it takes on in later updates, so that one program does for all.
+        settled_init = lambda leaves: jax.tree.map(_cast, init(leaves), state)  # noqa: E731
+        traced_init = _standard(jax.make_jaxpr)(settled_init)(leaves)
+    owners = match_paths(paths_of(state), paths_of(params))
     return TracedOptimizer(
         closed,
         _straightened(traced_init),
         arrays_of(state),
         jax.tree.structure(state),
-        tuple(
-            None if i is None else seen[i] for i in match_paths(paths_of(state), paths_of(params))
-        ),
+        tuple(None if i is None else seen[i] for i in owners),
         frozenset(frozen),
     )
 
 
+def _at_fixed_types(
+    traced_at: Callable[[Tree], ClosedJaxpr], state: Tree, of_state: slice
+) -> tuple[ClosedJaxpr, Tree]:
+    """Traces an update at the types of state that it leaves as they are.
+
+    Args:
+        traced_at: traces it at a state.
+        state: at first.
+        of_state: the results that are the state's.
+
+    Returns:
+        The update, and the shapes and types of its state; the same tree as at first if these settle at once.
+
+    Raises:
+        ValueError: an update changes a shape, or the types do not settle.
+    """
+    for _ in range(3):
+        closed = traced_at(state)
+        settled = _settled(state, closed.out_avals[of_state])
+        types, settled_types = (list(map(_type, jax.tree.leaves(x))) for x in (state, settled))
+        if types == settled_types:
+            return closed, state
+        state = settled
+    raise ValueError(
+        f"the types of the optimizer's state do not settle: after three updates they are {state}"
+    )
+
+
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
-    """The leaves of a tree of shapes, by name."""
+    """Returns the leaves of a tree of shapes, by name."""
     return tuple(map(_array, path_names(paths_of(tree)), jax.tree.leaves(tree)))
 
 
 def paths_of(tree: Tree) -> list[Path]:
-    """The paths of a tree's leaves."""
+    """Returns the paths of a tree's leaves."""
     return [tuple(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
-    """The parameter that each leaf of the state belongs to: the path of the one ends with the path of the other.
+    """Returns the parameter that each leaf of the state belongs to: its path ends with that of the parameter.
 
-    It has to do so for all leaves under what stands before: in `hyperparams["b1"]`, `hyperparams["eps"]` the former
-    does not belong to a parameter `b1`.
+    All leaves under the same prefix must do so: of `hyperparams["b1"]` and `hyperparams["eps"]` neither belongs to a
+    parameter, even if there is one named `b1`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
@@ -145,18 +170,21 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
         n = len(prefix)
         return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
 
-    prefixes = dict.fromkeys(
-        path[:n] for path in state for n in range(len(path) + 1) if path[n:] in leaf_of
-    )
+    cuts = [(path, n) for path in state for n in range(len(path) + 1)]
+    prefixes = dict.fromkeys(path[:n] for path, n in cuts if path[n:] in leaf_of)
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    splits = ([n for n in range(len(path) + 1) if path[:n] in mirrored] for path in state)
-    return [leaf_of[path[ns[0] :]] if ns else None for path, ns in zip(state, splits, strict=True)]
+    # Of several prefixes the shortest counts: it leaves the longest path of a parameter.
+    shortest: dict[Path, int] = {}
+    for path, n in cuts:
+        if path[:n] in mirrored:
+            shortest.setdefault(path, n)
+    return [leaf_of[path[shortest[path] :]] if path in shortest else None for path in state]
 
 
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Traces `fn` without calls and branches: of a `cond` both branches run and `select_n` picks.
+    """Traces `fn` without calls and branches: of a `cond` both branches run, and `select_n` picks.
 
-    Both are free of side effects, so the results have the same bits.
+    Both are free of side effects, so the results are bitwise identical.
     """
     return _straightened(_standard(jax.make_jaxpr)(fn)(*args))
 
@@ -165,6 +193,7 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
     closed = inlined(traced, JITS)
     if not any(map(_jax.inner_jaxprs, closed.jaxpr.eqns)):
         return closed
+    # An expanded body may have calls of its own: it ends, since bodies nest only so deeply.
     closed = _retraced(traced)
     while any(eqn.primitive.name in _EXPANDED for eqn in closed.jaxpr.eqns):
         closed = _retraced(closed)
@@ -172,12 +201,12 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def transformation(eqn: JaxprEqn) -> str:
-    """Finds the optax transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
+    """Returns the transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
     return scope(eqn).rpartition("/")[2]
 
 
 def scope(eqn: JaxprEqn) -> str:
-    """Gives the name scope of an equation, which ends with its transformation."""
+    """Returns the name scope of an equation, which ends with its transformation."""
     return "/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))
 
 
@@ -189,9 +218,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind)
         args: its arguments.
         apply: runs an equation on values.
     """
-    env = dict(
-        zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
-    )
+    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    env = dict(zip(inputs, [*closed.consts, *args], strict=True))
     jaxprs.run(closed.jaxpr.eqns, env, apply)
     return jaxprs.read(closed.jaxpr.outvars, env)
 
@@ -213,7 +241,7 @@ def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """A function with a derivative rule of its own: no derivative is taken here."""
+    """Runs a function with a derivative rule of its own, without that: no derivative is taken here."""
     return evaluate(eqn.params["call_jaxpr"], values, _expand)
 
 
@@ -229,6 +257,7 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
     try:
         return method(*args)
     except TypeError as error:
+        # Optimizers that take the value of the loss, or the loss itself, say so in their signature.
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
@@ -238,7 +267,7 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
 
 
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """What an optimizer's `update` returned; ValueError unless that is (updates, state)."""
+    """Returns what an optimizer's `update` has returned; raises ValueError unless that is (updates, state)."""
     if isinstance(answer, tuple) and len(answer) == 2 and jax.tree.structure(answer[0]) == tree:
         return answer
     raise ValueError(
@@ -248,7 +277,11 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
 
 
 def _traced_in(eqn: JaxprEqn) -> str:
-    """The factory of the innermost `update` or `init` that traced an equation: `adam` of `adam.<locals>.update_fn`."""
+    """Returns the factory of the innermost `update` or `init` that traced an equation.
+
+    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. Where there is none, the
+    outermost function of the optimizer counts.
+    """
     factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):
         if function == _call_optimizer.__name__ and file == __file__:
@@ -261,7 +294,7 @@ def _traced_in(eqn: JaxprEqn) -> str:
 
 
 def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """`trace` under the promotion rules that optax is written for, whatever the user has set."""
+    """Returns `trace` under the promotion rules that optax is written for, whatever the user has set."""
 
     def traced(fn: Callable[..., Any], *args: Any) -> Any:
         def standard(*args: Any) -> Any:
@@ -276,7 +309,7 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
 # Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
-    """A gradient: the sum of its accumulators, divided."""
+    """Returns a gradient: the sum of its accumulators, divided."""
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
 
@@ -286,14 +319,13 @@ def _square_sum(x: jax.Array) -> jax.Array:
 
 
 def norm(grads: Sequence[jax.Array]) -> jax.Array:
-    """The norm of all gradients."""
+    """Returns the norm of all gradients."""
     return jnp.sqrt(sum(map(_square_sum, grads)))
 
 
 def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
-    for (path, before), after in zip(
-        jax.tree_util.tree_leaves_with_path(params), new, strict=False
-    ):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, before), after in zip(leaves, new, strict=False):
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of parameter '{path_name(path)}' from {before.shape} to "
@@ -302,13 +334,22 @@ def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:
-    """The types of the state after an update, as a scan would have its carry: weak types give way to strong ones."""
+    """Returns the types of the state after an update, as a scan would have its carry: weak types give way.
+
+    Args:
+        old: the state before.
+        new: the types of its leaves after.
+
+    Raises:
+        ValueError: the update changes a shape, or the number of leaves.
+    """
 
     def settle(path: Path, before: Any, after: Any) -> jax.ShapeDtypeStruct:
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
+        # A weak type gives way to a strong one, but never comes back.
         weak = _type(before)[1] and _type(after)[1]
         return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
 
@@ -317,9 +358,8 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         raise ValueError(
             f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update"
         )
-    return tree.unflatten(
-        [settle(path, before, after) for (path, before), after in zip(leaves, new, strict=True)]
-    )
+    pairs = zip(leaves, new, strict=True)
+    return tree.unflatten([settle(path, before, after) for (path, before), after in pairs])
 
 
 def _type(leaf: Any) -> tuple[Any, bool]:

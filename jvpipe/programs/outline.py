@@ -1,8 +1,11 @@
 """A layer's candidates and results as calls, each of which the compiler treats by itself.
 
-What XLA fuses, and how it simplifies, depends on all that a program computes: a row divided by its norm may round
-otherwise where the backward divides by that norm once more. A value that is to have the same bits in every program that
-computes it is therefore computed by a function of its own, compiled alike wherever it is called.
+What XLA fuses, and how it simplifies, depends on all that a program computes: a row divided by its norm may be rounded
+differently where the backward divides by that norm once more. A value that has to be bitwise identical in every program
+that computes it is therefore computed by a function of its own, compiled alike wherever it is called.
+
+    equations    a  b  c*  d  e*  out        *: a candidate; c needs a and b, e needs b and d, out needs e
+    calls        [b] [a c] [d e] [out]       b, which two calls need, is a call of its own
 """
 
 from collections import defaultdict
@@ -40,71 +43,62 @@ class Call:
         return flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
     def equation(self) -> JaxprEqn:
-        """The call as an equation between its inputs and outputs."""
-        avals = self._closed.in_avals
-        (eqn,) = jax.make_jaxpr(lambda *values: _jax.outlined(self._closed, values))(
-            *avals
-        ).jaxpr.eqns
+        """Returns the call as an equation between its inputs and outputs."""
+        call = jax.make_jaxpr(lambda *values: _jax.outlined(self._closed, values))
+        (eqn,) = call(*self._closed.in_avals).jaxpr.eqns
         return eqn.replace(invars=list(self.inputs), outvars=list(self.outputs))
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """The values of the outputs, computed from values in `env` through which no gradient flows."""
-        return dict(
-            zip(
-                self.outputs,
-                _jax.outlined(self._closed, jaxprs.read(self.inputs, env)),
-                strict=True,
-            )
-        )
+        """Returns the values of the outputs, computed from values in `env` through which no gradient flows."""
+        results = _jax.outlined(self._closed, jaxprs.read(self.inputs, env))
+        return dict(zip(self.outputs, results, strict=True))
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """The calls of a layer by the position of the equation whose results they make; the last makes its outputs."""
-    outputs = [
-        v
-        for v in jaxprs.variables(body.outputs)
-        if v not in body.candidates and v not in body.inputs
-    ]
-    return calls(body.eqns, body.candidates, dict.fromkeys(outputs))
+    """Returns the calls of a layer by the position of the equation whose results they make; the last makes outputs."""
+    # A candidate has a call already, and an input that is passed on needs none.
+    computed = (v for v in jaxprs.variables(body.outputs) if v not in body.inputs)
+    outputs = dict.fromkeys(v for v in computed if v not in body.candidates)
+    return calls(body.eqns, body.candidates, outputs)
 
 
 def calls(
     body: Sequence[JaxprEqn], candidates: Collection[Var], outputs: Collection[Var]
 ) -> dict[int, Call]:
-    """Calls by the position of the equation whose results they make: one per candidate, and a last one for outputs.
+    """Returns calls by the position of the equation whose results they make.
 
-    A value that several calls need is made by one of its own, unless it only moves what is there.
+    There is one per candidate, and a last one for outputs. A value that several calls need is made by one of its own,
+    unless it only moves its operand. One pass from the last equation to the first finds, for each, the calls that need
+    it: by then all its readers have been seen.
 
     Args:
         body: a layer's equations.
         candidates: values of which each gets a call.
         outputs: values that the last call makes.
     """
-    callers: defaultdict[Var, set[int]] = defaultdict(set)  # which calls need a value
-    callers |= {v: {len(body)} for v in outputs}
-    made: dict[int, Sequence[Var]] = {len(body): list(outputs)}
-    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)
+    last = len(body)
+    callers: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the calls that need it
+    callers |= {v: {last} for v in outputs}
+    yielded: dict[int, Sequence[Var]] = {last: list(outputs)}  # by call
+    eqns: defaultdict[int, list[JaxprEqn]] = defaultdict(list)  # by call, from last to first
     for position, eqn in reversed(list(enumerate(body))):
-        if eqn.effects:  # is run once, outside
+        if eqn.effects:  # it runs once, outside
             continue
-        asking = set().union(*(callers[v] for v in eqn.outvars))
-        if any(v in candidates for v in eqn.outvars):
-            wanted = [v for v in eqn.outvars if v in candidates or callers[v]]
-        elif len(asking) > 1 and not is_move(eqn):
-            wanted = [v for v in eqn.outvars if callers[v]]
-        else:
-            wanted = []
-        if wanted:
-            made[position], asking = wanted, {position}
-        for call in asking:
+        needing = set().union(*(callers[v] for v in eqn.outvars))
+        is_candidate = any(v in candidates for v in eqn.outvars)
+        is_shared = len(needing) > 1 and not is_move(eqn)
+        if is_candidate or is_shared:
+            results = [v for v in eqn.outvars if v in candidates or callers[v]]
+            yielded[position], needing = results, {position}
+        for call in needing:
             eqns[call].append(eqn)
             for v in jaxprs.variables(eqn.invars):
                 callers[v].add(call)
-    return {i: _call(eqns[i][::-1], wanted) for i, wanted in made.items() if eqns[i]}
+    return {i: _call(eqns[i][::-1], results) for i, results in yielded.items() if eqns[i]}
 
 
-def _call(eqns: Sequence[JaxprEqn], wanted: Iterable[Var]) -> Call:
-    own = {v for eqn in eqns for v in eqn.outvars}
-    return Call(
-        tuple(eqns), tuple(jaxprs.free_variables(eqns)), tuple(v for v in wanted if v in own)
-    )
+def _call(eqns: Sequence[JaxprEqn], results: Iterable[Var]) -> Call:
+    """Returns a call of equations that yields those results which it computes."""
+    computed = {v for eqn in eqns for v in eqn.outvars}
+    outputs = tuple(v for v in results if v in computed)
+    return Call(tuple(eqns), tuple(jaxprs.free_variables(eqns)), outputs)

@@ -1,12 +1,13 @@
 """The places of an optimizer's equations: with the layer that owns their operands, everywhere, or once for all layers.
 
-What is computed from replicated values alone is recomputed by whoever needs it. What mixes layers runs in the
-global program, and only small values may go there. Layers and the global program take turns, in phases: the
-global program of a phase reads what layers sent in it, layers read the results in the next phase.
+What is computed only from replicated values is recomputed by whoever needs it. What mixes layers runs in the global
+program, and only small values may go there. Layers and the global program take turns, in phases: the global program of
+a phase reads what layers sent in it, layers read the results in the next phase. One pass over the equations in their
+order places them all, since an equation's place depends on those of its operands.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,18 +19,21 @@ from jvpipe.programs.scans import SplitScan, split_scan
 from jvpipe.trace import jaxprs
 
 Home = int | Literal["everywhere", "global"]
+"""A layer by its number, everywhere, or the global program."""
 SMALL_BYTES = 1024
+"""Values below this may go from layer to layer."""
 
 
 class Place(NamedTuple):
-    """The home at which a value is made, and the phase; a `home` that is a number is a layer."""
+    """The home at which a value is made, and the phase."""
 
     home: Home
     phase: int
 
     def ready(self, reader: Home) -> int:
-        """The phase from which on a layer or the global program can have the value."""
+        """Returns the phase from which on a layer or the global program can have the value."""
         if self.home == "everywhere":
+            # Layers have what is made of the global program's results a phase later than that program itself.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
@@ -43,7 +47,13 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A result of the optimizer: who needs it (everywhere: whoever holds a copy), and its name."""
+    """A result of the optimizer.
+
+    Attributes:
+        atom: the value.
+        home: who needs it; everywhere: whoever has a copy.
+        slot: its name.
+    """
 
     atom: Atom
     home: Home
@@ -52,13 +62,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every variable. `splits` are the scans that have to be split first, by position."""
+    """The place of every variable; `splits` are the scans that have to be split first, by position."""
 
     places: Mapping[Var, Place]
     splits: Mapping[int, SplitScan]
 
     def of(self, atom: Atom) -> Place:
-        """The place of an atom; constants are everywhere."""
+        """Returns the place of an atom; constants are everywhere."""
         return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
 
 
@@ -85,13 +95,16 @@ def place(
 def check_outputs(
     eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
 ) -> None:
-    """Raises ValueError if a large result is made by one layer and needed by another.
+    """Checks that no large result is made by one layer and needed by another.
 
     Args:
         eqns: that were placed.
         inputs: the homes of their free variables.
         outputs: their results.
         at: where they are.
+
+    Raises:
+        ValueError: one is.
     """
     for out in outputs:
         home = at.of(out.atom).home
@@ -104,7 +117,7 @@ def check_outputs(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """The only layer whose results depend on a value; "everywhere" if there are several."""
+    """Returns by value the only layer whose results depend on it; "everywhere" if there are several."""
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
 
@@ -122,49 +135,78 @@ def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Va
 
 
 class _Placing:
+    """The places of the equations so far.
+
+    Args:
+        eqns: all of them.
+        inputs: the homes of their free variables.
+        goes_to: by value, the only layer whose results depend on it.
+    """
+
     def __init__(
         self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]
     ) -> None:
-        self.eqns, self.inputs, self.goes_to = eqns, inputs, goes_to
-        self.places = {var: Place(given.home, 0) for var, given in inputs.items()}
+        self.eqns = eqns
+        self.inputs = inputs
+        self.goes_to = goes_to
+        self.places = {var: Place(of_input.home, 0) for var, of_input in inputs.items()}
         self.splits: dict[int, SplitScan] = {}
-        self.reductions: set[Var] = set()
+        self.reductions: set[Var] = set()  # numbers that are made of arrays, or of such numbers
 
     def place(self, index: int, eqn: JaxprEqn) -> None:
+        """Places the next equation, which has this position."""
         if eqn.effects:
             raise ValueError(
                 f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {p.home for p in operands.values() if isinstance(p.home, int)}
+        # Large arrays of several layers cannot meet: either the equation comes apart, or the optimizer is refused.
         large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
             return
-        if len(layers) > 1:
-            home = large.pop() if len(large) == 1 else "global"
-        elif layers:
-            home = "global" if self._continues_a_reduction(eqn, operands, *layers) else layers.pop()
-        else:
-            home = "global" if self._belongs_together(eqn, operands) else "everywhere"
+        home = self._home_of(eqn, operands, layers, large)
         phase = max((p.ready(home) for p in operands.values()), default=0)
         self.places |= dict.fromkeys(eqn.outvars, Place(home, phase))
         if self._is_reduction(eqn):
             self.reductions.update(eqn.outvars)
 
-    def send_early(self, wanted: Iterable[Var]) -> None:
+    def _home_of(
+        self,
+        eqn: JaxprEqn,
+        operands: Mapping[Var, Place],
+        layers: set[int],
+        large: Collection[Home],
+    ) -> Home:
+        """Returns where an equation runs: with its only layer, or that of its large operand, else with none.
+
+        Args:
+            eqn: the equation.
+            operands: the places of what it reads.
+            layers: that operands belong to.
+            large: those of large operands; one at most, unless it stacks vectors.
+        """
+        if len(layers) > 1:
+            return next(iter(large)) if len(large) == 1 else "global"
+        if layers:
+            (layer,) = layers
+            return "global" if self._continues_a_reduction(eqn, operands, layer) else layer
+        return "global" if self._belongs_together(eqn, operands) else "everywhere"
+
+    def send_early(self, results: Iterable[Var]) -> None:
         """Moves a layer's arithmetic on scalars that only the global program reads into the global program.
 
-        So layers alike have programs alike, wherever their parameters stand in the tree.
+        So layers that are alike have programs that are alike, wherever their parameters stand in the tree.
+
+        Args:
+            results: that layers need.
         """
-        read_by_layers = set(wanted)
+        read_by_layers = set(results)
         for eqn in reversed(self.eqns):
             home, phase = self.places[eqn.outvars[0]]
-            atoms = [*eqn.invars, *eqn.outvars]
-            scalar = (
-                all(_size(a) == 1 for a in atoms) and len({_jax.aval(a).dtype for a in atoms}) == 1
-            )
-            if isinstance(home, int) and scalar and read_by_layers.isdisjoint(eqn.outvars):
+            is_for_global = isinstance(home, int) and read_by_layers.isdisjoint(eqn.outvars)
+            if is_for_global and _is_scalar_arithmetic(eqn):
                 self.places |= dict.fromkeys(eqn.outvars, Place("global", phase))
             elif home != "global":
                 read_by_layers.update(jaxprs.variables(eqn.invars))
@@ -174,14 +216,16 @@ class _Placing:
 
         It is if it serves many, is no larger than they are, and of their type: a vector per type is sent.
         """
+        if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
+            return False
         types = {_jax.aval(v).dtype for v, p in operands.items() if p.home == "global"}
-        serves_many = any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars)
         reduces = eqn.primitive.name.startswith("reduce_")
-        no_larger = all(
-            (_is_small(v) or reduces) and _size(v) <= sum(map(_size, eqn.invars))
-            for v in eqn.outvars
-        )
-        return serves_many and no_larger and all(_jax.aval(v).dtype in types for v in eqn.outvars)
+        read = sum(map(_size, eqn.invars))
+        for v in eqn.outvars:
+            is_small = (_is_small(v) or reduces) and _size(v) <= read
+            if not is_small or _jax.aval(v).dtype not in types:
+                return False
+        return True
 
     def _continues_a_reduction(
         self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home
@@ -191,38 +235,37 @@ class _Placing:
         Then the result stays global: else each layer in turn would wait for the one before.
         """
         mixes = any(p.home == "global" for p in operands.values())
-        reduced = all(
-            _size(v) == 1 and (p.home != layer or v in self.reductions) for v, p in operands.items()
-        )
-        return mixes and reduced and any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
+        serves_others = any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
+        if not (mixes and serves_others):
+            return False
+        are_reduced = (p.home != layer or v in self.reductions for v, p in operands.items())
+        return all(are_reduced) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number of an array, or of such numbers."""
-        reduces = eqn.primitive.name.startswith(("reduce_", "dot_general"))
-        scalar = all(_size(v) == 1 for v in eqn.outvars)
-        return scalar and (
-            reduces
-            or any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
-        )
+        if any(_size(v) != 1 for v in eqn.outvars):
+            return False
+        if eqn.primitive.name.startswith(("reduce_", "dot_general")):
+            return True
+        return any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
 
     def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
+        """Places the results of a scan over several layers as if it were one scan per layer."""
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
         used = [v in self.goes_to for v in eqn.outvars]
+        # Only of a scan the body shows which results depend on which operands.
         split = split_scan(eqn, layers, used) if eqn.primitive.name == "scan" else None
         if split is None or not split.separates:
             raise ValueError(self._complaint(eqn))
         self.splits[index] = split
         phase = max(p.phase for p in operands.values())
-        for var, layers_of_result in zip(eqn.outvars, split.layers, strict=True):
-            self.places[var] = (
-                Place(min(layers_of_result), phase)
-                if layers_of_result
-                else Place("everywhere", phase)
-            )
+        for var, of_result in zip(eqn.outvars, split.layers, strict=True):
+            self.places[var] = Place(min(of_result) if of_result else "everywhere", phase)
 
     def _complaint(self, eqn: JaxprEqn) -> str:
         large = [v for v in jaxprs.variables(eqn.invars) if not _is_small(v)]
+        # Where arrays are stacked, whatever reads the stack is what mixes them.
         readers = (reader for reader in self.eqns if eqn.outvars[0] in reader.invars)
         mixing = next(readers, eqn) if _stacks(eqn) else eqn
         return (
@@ -234,13 +277,12 @@ class _Placing:
 
 
 def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Iterable[Atom]) -> str:
-    """The parameters that values are made of, as text."""
+    """Returns the parameters that values are made of, as text."""
     origins: dict[str, None] = {}
     for atom in atoms:
         read = jaxprs.free_variables(jaxprs.prune(eqns, [atom]))
-        origins |= {
-            inputs[v].parameter: None for v in [*read, atom] if v in inputs and inputs[v].parameter
-        }
+        named = (inputs[v].parameter for v in [*read, atom] if v in inputs)
+        origins |= dict.fromkeys(filter(None, named))
     names = [f"'{name}'" for name in origins]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -255,6 +297,13 @@ def _stacks(eqn: JaxprEqn) -> bool:
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
     """Tells whether an equation stacks vectors: what the sums over layers of a norm per column leave, say."""
     return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
+
+
+def _is_scalar_arithmetic(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation makes numbers of numbers, all of one type."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    types = {_jax.aval(atom).dtype for atom in atoms}
+    return len(types) == 1 and all(_size(atom) == 1 for atom in atoms)
 
 
 def _size(atom: Atom) -> int:

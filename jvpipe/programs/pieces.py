@@ -34,7 +34,7 @@ class SlotKind(StrEnum):
 
     @property
     def order(self) -> int:
-        """Its place among the kinds.
+        """The place of the kind among all.
 
         >>> SlotKind.WEIGHT.order
         1
@@ -68,9 +68,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The program of one layer (None: the global program) in one phase, from `reads` to `writes`.
+    """The program of one layer, or the global program, in one phase.
 
-    `donated` are positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
+    Attributes:
+        layer: None for the global program.
+        phase: in which it runs.
+        reads: the arrays that it takes.
+        writes: the arrays that it yields.
+        donated: positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
+        program: what it computes.
     """
 
     layer: int | None
@@ -88,9 +94,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """The equations of a piece, with the slot of each value that they read and of each that they yield.
+    """The equations of a piece.
 
-    Several values in one slot are packed into a vector: `vectors` lists what is in each.
+    Attributes:
+        eqns: in their order.
+        constants: what they closed over.
+        vectors: the values that are packed into a slot, one after another.
+        read: the slot of each value that they read.
+        sent: the vectors that they yield.
+        yielded: what else they yield, and its slot.
     """
 
     eqns: Sequence[JaxprEqn]
@@ -103,14 +115,11 @@ class Part:
     @cached_property
     def reads(self) -> tuple[Slot, ...]:
         """The arrays that the piece takes, each once."""
-        return tuple(
-            sorted(
-                set(self.read.values()), key=lambda s: (s.kind.order, s.index, s.source, s.dtype)
-            )
-        )
+        slots = set(self.read.values())
+        return tuple(sorted(slots, key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
-        """The program of these equations; the last of a layer may overwrite what the layer owns.
+        """Returns the program of these equations; the last of a layer may overwrite what the layer owns.
 
         Args:
             layer: that runs it; None: the global program.
@@ -119,19 +128,19 @@ class Part:
         """
         program = _program_of(_Content(self._content, self))
         writes = (*self.sent, *(slot for _, slot in self.yielded))
+        # Until its last piece a layer may read everything once more.
         donated = _donated(self.reads, writes, program) if last else ()
         return Piece(layer, phase, self.reads, writes, donated, program)
 
     @property
     def _content(self) -> Hashable:
-        """Equal for parts of one program, whatever the names of what they read and yield, and of any model."""
+        """Equal for parts with equal programs: names of variables do not count, nor does the model."""
         packed = [self.vectors[slot] for slot in self.sent]
-        outputs = [
-            *(v for variables in packed for v in variables),
-            *(atom for atom, _ in self.yielded),
-        ]
+        outputs: list[Atom] = [v for variables in packed for v in variables]
+        outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
+        # Which argument, and which part of it, each variable stands for.
         place = {slot: i for i, slot in enumerate(self.reads)}
         layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
         return (
@@ -142,19 +151,23 @@ class Part:
         )
 
     def trace(self) -> ClosedJaxpr:
-        """The program, traced."""
+        """Traces the program."""
+        # A slot that is no vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
         shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: jax.Array) -> list[Any]:
-        given = dict(zip(self.reads, arrays, strict=True))
+        array_of = dict(zip(self.reads, arrays, strict=True))
         env = {**self.constants}
         for var, slot in self.read.items():
-            env[var] = self._unpack(given[slot], slot, var) if slot in self.vectors else given[slot]
+            array = array_of[slot]
+            env[var] = self._unpack(array, slot, var) if slot in self.vectors else array
+        # With their name scopes: a profile and a message show the transformation.
         jaxprs.run(self.eqns, env, _bind_in_scope)
         packed = [_packed(jaxprs.read(self.vectors[slot], env)) for slot in self.sent]
-        return packed + [_strong(x) for x in jaxprs.read([atom for atom, _ in self.yielded], env)]
+        results = jaxprs.read([atom for atom, _ in self.yielded], env)
+        return packed + list(map(_strong, results))
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
@@ -162,20 +175,21 @@ class Part:
 
     def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
         start, _ = self._span(slot, var)
-        return jax.lax.reshape(
-            jax.lax.slice(vector, [start], [start + _size(var)]), _jax.aval(var).shape
-        )
+        flat = jax.lax.slice(vector, [start], [start + _size(var)])
+        return jax.lax.reshape(flat, _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """The position at which a value begins in its vector, and the length of that; nothing if it is alone."""
-        sizes = {v: _size(v) for v in self.vectors.get(slot, ())}
+        """Returns where a value begins in its vector, and the length of that; nothing if it has a slot alone."""
+        if slot not in self.vectors:
+            return ()
+        sizes = {v: _size(v) for v in self.vectors[slot]}
         before = itertools.takewhile(lambda v: v is not var, sizes)
-        return (sum(sizes[v] for v in before), sum(sizes.values())) if sizes else ()
+        return sum(sizes[v] for v in before), sum(sizes.values())
 
 
 @dataclass(frozen=True)
 class _Content:
-    """A part, equal to others that compute the same."""
+    """A part that is equal to others which compute the same: the key of the cache of traced programs."""
 
     key: Hashable
     part: Part = field(compare=False)
@@ -194,19 +208,25 @@ def _key_of(program: ClosedJaxpr) -> Hashable:
 def _donated(
     reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr
 ) -> tuple[int, ...]:
-    """Parameters and state that are written anew, and accumulators that some other result fits into."""
-    free = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
-    chosen = []
-    for kinds in ((SlotKind.PARAMETER, SlotKind.STATE), (SlotKind.GRADIENT,)):
-        for i, (slot, aval) in enumerate(zip(reads, program.in_avals, strict=True)):
-            if (
-                slot.kind in kinds
-                and (slot in writes or slot.kind is SlotKind.GRADIENT)
-                and free[aval.shape, aval.dtype]
-            ):
-                free[aval.shape, aval.dtype] -= 1
-                chosen.append(i)
-    return tuple(sorted(chosen))
+    """Returns the positions of arrays that results can replace.
+
+    They are parameters and state that are written anew, and then accumulators, as long as there are results left of
+    their shape and type: what is donated in vain only gives a warning.
+    """
+    results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
+    anew, sums = [], []
+    for i, slot in enumerate(reads):
+        if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE) and slot in writes:
+            anew.append(i)
+        elif slot.kind is SlotKind.GRADIENT:
+            sums.append(i)
+    donated = []
+    for i in (*anew, *sums):
+        aval = program.in_avals[i]
+        if results[aval.shape, aval.dtype]:
+            results[aval.shape, aval.dtype] -= 1
+            donated.append(i)
+    return tuple(sorted(donated))
 
 
 def _packed(values: Sequence[jax.Array]) -> jax.Array:
@@ -219,11 +239,11 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _strong(value: Any) -> jax.Array:
-    """A value without the weak type that would make its second use another program."""
+    """Returns a value without a weak type, for which each of its readers would be compiled once more."""
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-    return (
-        jax.lax.convert_element_type(array, array.dtype) if jax.typeof(array).weak_type else array
-    )
+    if not jax.typeof(array).weak_type:
+        return array
+    return jax.lax.convert_element_type(array, array.dtype)
 
 
 def _shape(var: Var) -> jax.ShapeDtypeStruct:

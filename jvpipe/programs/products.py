@@ -1,7 +1,9 @@
 """Products whose result is only transposed, made the other way round.
 
 The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on CPUs takes up to
-twice as long for that as for the product of `x` and the cotangent.
+twice as long for that as for the product of `x` and the cotangent:
+
+    (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
 
 from collections import Counter
@@ -13,7 +15,7 @@ from jvpipe.trace import jaxprs
 
 
 def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function with such products turned.
+    """Returns the same function with such products turned.
 
     >>> import jax
     >>> x, dy = jax.numpy.ones((4, 2)), jax.numpy.ones((4, 3))
@@ -22,13 +24,13 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
     [('transpose', (3, 4)), ('dot_general', (2, 3))]
     """
     jaxpr = closed.jaxpr
-    readings = Counter(
-        jaxprs.variables([*(atom for eqn in jaxpr.eqns for atom in eqn.invars), *jaxpr.outvars])
-    )
+    read = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+    readings = Counter(jaxprs.variables([*read, *jaxpr.outvars]))
     products: dict[Var, JaxprEqn] = {}
     eqns = []
     for eqn in jaxpr.eqns:
         product = _transposed(eqn, products)
+        # If others read the product as it is, turning would compute it twice.
         if eqn.primitive.name == "dot_general" and readings[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = eqn
         eqns.append(_turned(product, eqn.outvars[0]) if product else eqn)
@@ -36,7 +38,7 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
-    """The product, if any, whose two sides an equation exchanges."""
+    """Returns the product whose two sides an equation exchanges; None if it does something else."""
     if eqn.primitive.name != "transpose" or isinstance(eqn.invars[0], Literal):
         return None
     product = products.get(eqn.invars[0])
@@ -44,7 +46,7 @@ def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | N
 
 
 def _exchange(product: JaxprEqn) -> tuple[int, ...]:
-    """The permutation of a product's result that exchanges what is of its first and of its second operand."""
+    """Returns the permutation of a product's result that exchanges the axes of its first and its second operand."""
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
@@ -52,6 +54,7 @@ def _exchange(product: JaxprEqn) -> tuple[int, ...]:
 
 
 def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
+    """Returns a product with its operands exchanged, bound to another result."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
     params = product.params | {

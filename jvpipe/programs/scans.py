@@ -1,4 +1,8 @@
-"""A scan over values of several layers as one scan per layer, where its body does not mix them."""
+"""A scan over values of several layers as one scan per layer, where its body does not mix them.
+
+Which layers each result depends on is found by following them through the body, from carries to carries until nothing
+is added. A part then keeps those equations of the body, and those carries, that its results need.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +21,13 @@ Layers = frozenset[int]
 
 @dataclass(frozen=True)
 class SplitScan:
-    """A scan in parts: the body to narrow, and the `layers` that each result depends on (None: it is not used)."""
+    """A scan in parts.
+
+    Attributes:
+        eqn: the scan.
+        body: what each part narrows.
+        layers: those that each result depends on; None if it is not used.
+    """
 
     eqn: JaxprEqn
     body: ClosedJaxpr
@@ -32,24 +42,24 @@ class SplitScan:
         """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
         results: dict[int, Any] = {}
         for layers in dict.fromkeys(result for result in self.layers if result is not None):
-            results |= self._run(
-                [i for i, result in enumerate(self.layers) if result == layers], values
-            )
+            outputs = [i for i, result in enumerate(self.layers) if result == layers]
+            results |= self._run(outputs, values)
         return [results.get(i) for i in range(len(self.layers))]
 
     def _run(self, outputs: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
+        """Runs the part of the scan that makes some results; returns these by their numbers."""
         jaxpr = self.body.jaxpr
         constants, start, scanned = _jax.scan_operands(self.eqn, values)
         fixed_in, carry_in, scanned_in = _jax.scan_operands(self.eqn, jaxpr.invars)
+        # Results are numbered carries first, then ys, as in the body's.
         kept, eqns = self._narrowed(outputs, carry_in)
         ys = [i for i in outputs if i >= len(carry_in)]
         read = _read(eqns, [jaxpr.outvars[i] for i in [*kept, *ys]])
-        fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True)) | dict(
-            zip(fixed_in, constants, strict=True)
-        )
+        fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True))
+        fixed |= dict(zip(fixed_in, constants, strict=True))
 
-        def pick(wanted: Sequence[int], env: dict[Var, Any]) -> list[Any]:
-            return jaxprs.read([jaxpr.outvars[i] for i in wanted], env)
+        def pick(numbers: Sequence[int], env: dict[Var, Any]) -> list[Any]:
+            return jaxprs.read([jaxpr.outvars[i] for i in numbers], env)
 
         def step(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
             env = fixed | dict(zip((carry_in[i] for i in kept), carry, strict=True))
@@ -57,9 +67,8 @@ class SplitScan:
             jaxprs.run(eqns, env)
             return pick(kept, env), pick(ys, env)
 
-        init = [
-            start[i] if isinstance(start[i], jax.Array) else jnp.asarray(start[i]) for i in kept
-        ]
+        init = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (start[i] for i in kept)]
+        # What no equation of the part reads is not scanned over: it may belong to another layer.
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(step, init, xs, **options)
@@ -69,12 +78,15 @@ class SplitScan:
     def _narrowed(
         self, outputs: Sequence[int], carry_in: Sequence[Var]
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """The carries that some results need, and the equations of the body behind all these."""
+        """Returns the carries that some results need, and the equations of the body behind all these.
+
+        A carry that is read in one iteration is needed from the one before: it ends when no carry is added.
+        """
         results, carries = self.body.jaxpr.outvars, {i for i in outputs if i < len(carry_in)}
         while True:
-            wanted = [results[i] for i in sorted({*outputs, *carries})]
-            eqns = jaxprs.prune(self.body.jaxpr.eqns, wanted)
-            read = _read(eqns, wanted)
+            needed_results = [results[i] for i in sorted({*outputs, *carries})]
+            eqns = jaxprs.prune(self.body.jaxpr.eqns, needed_results)
+            read = _read(eqns, needed_results)
             needed = carries | {i for i, var in enumerate(carry_in) if var in read}
             if needed == carries:
                 return sorted(carries), eqns
@@ -91,25 +103,26 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
     """
     traced = eqn.params["jaxpr"]
     body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
-    outvars = body.jaxpr.outvars
     while True:
-        layers = dict(zip(body.jaxpr.invars, operands, strict=True))
-        for inner in body.jaxpr.eqns:
-            mixed = Layers().union(
-                *(layers.get(v, Layers()) for v in jaxprs.variables(inner.invars))
-            )
-            layers |= dict.fromkeys(inner.outvars, mixed)
-        results = [
-            Layers() if isinstance(v, _jax.Literal) else layers.get(v, Layers()) for v in outvars
-        ]
+        results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
-            return SplitScan(
-                eqn, body, tuple(r if u else None for r, u in zip(results, used, strict=True))
-            )
+            layers = [of_result if u else None for of_result, u in zip(results, used, strict=True)]
+            return SplitScan(eqn, body, tuple(layers))
         operands = [*constants, *grown, *xs]
 
 
-def _read(eqns: Sequence[JaxprEqn], wanted: Sequence[_jax.Atom]) -> set[Var]:
-    return {*jaxprs.free_variables(eqns), *jaxprs.variables(wanted)}
+def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[Layers]:
+    """Returns the layers that each result of a scan's body depends on, in one iteration."""
+    nothing = Layers()
+    layers: dict[_jax.Atom, Layers] = dict(zip(body.jaxpr.invars, operands, strict=True))
+    for eqn in body.jaxpr.eqns:
+        mixed = nothing.union(*(layers.get(v, nothing) for v in jaxprs.variables(eqn.invars)))
+        layers |= dict.fromkeys(eqn.outvars, mixed)
+    results = body.jaxpr.outvars
+    return [nothing if isinstance(v, _jax.Literal) else layers.get(v, nothing) for v in results]
+
+
+def _read(eqns: Sequence[JaxprEqn], results: Sequence[_jax.Atom]) -> set[Var]:
+    return {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}

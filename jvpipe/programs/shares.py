@@ -1,8 +1,8 @@
 """The shares of replicas in an update: which of them updates a layer, and keeps the optimizer's state for that.
 
-It sends the new parameters to the others: ZeRO's first stage (Rajbhandari et al., 2020), by whole layers. Layers of a
-stage are packed onto its replicas by the bytes of their state. By parameters they would lie more evenly, but an update
-is then made by other programs, depending on the cut, and the compiler gives these other bits.
+It sends the new parameters to the others: ZeRO's first stage (Rajbhandari et al., 2020), by whole layers. The layers of
+a stage are packed onto its replicas by the bytes of their state. Single parameters could be packed more evenly, but
+then the programs of an update would depend on the cut, and the compiler rounds differently in different programs.
 """
 
 from collections.abc import Sequence
@@ -13,38 +13,45 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 
 def updating(graph: LayerGraph, plan: Plan, optimizer: OptimizerCut) -> dict[int, int]:
-    """The replica of each layer that updates it.
+    """Returns the replica that updates each layer.
 
     Args:
         graph: the layers.
         plan: their stages.
         optimizer: whose state is shared out.
     """
-    state, own = [0] * len(graph.layers), [0] * len(graph.layers)
+    state_bytes, parameter_bytes = [0] * len(graph.layers), [0] * len(graph.layers)
     for j, layer in optimizer.holders:
         if layer is not None:
-            state[layer] += optimizer.state[j].array.bytes
+            state_bytes[layer] += optimizer.state[j].array.bytes
     for parameter in graph.parameters:
-        own[parameter.owner] += parameter.array.bytes
+        parameter_bytes[parameter.owner] += parameter.array.bytes
     replicas: dict[int, int] = {}
     for stage in plan.stages:
-        sizes = [(state[layer], own[layer]) for layer in stage.layers]
+        sizes = [(state_bytes[layer], parameter_bytes[layer]) for layer in stage.layers]
         replicas |= zip(stage.layers, packed(sizes, len(stage.devices)), strict=True)
     return replicas
 
 
 def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Packs layers onto replicas: the largest first, each to where least is.
+    """Packs layers onto replicas: the largest first, each onto the replica that has least so far.
 
     Args:
-        sizes: of each layer bytes of the optimizer's state, then of parameters.
+        sizes: of each layer the bytes of the optimizer's state, then those of parameters.
         replicas: how many there are.
+
+    Returns:
+        The replica of each layer.
 
     >>> packed([(2, 1), (6, 3), (2, 1), (4, 2)], 2)
     [1, 0, 0, 1]
     """
-    loads, found = [(0, 0)] * replicas, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i][0], -sizes[i][1], i)):
-        found[i] = least = loads.index(min(loads))
-        loads[least] = loads[least][0] + sizes[i][0], loads[least][1] + sizes[i][1]
-    return found
+    loads, replica_of = [(0, 0)] * replicas, [0] * len(sizes)
+    # Ties are broken by the layers' numbers, and by those of the replicas: all processes pack alike.
+    largest_first = sorted(enumerate(sizes), key=lambda item: item[1], reverse=True)
+    for i, (state_bytes, parameter_bytes) in largest_first:
+        replica = loads.index(min(loads))
+        replica_of[i] = replica
+        load = loads[replica]
+        loads[replica] = load[0] + state_bytes, load[1] + parameter_bytes
+    return replica_of

@@ -1,9 +1,13 @@
 """Equations over arrays that are stacked by layers, run slice by slice.
 
-An array whose slices lie apart travels as `Rows`. What works along other axes than that of the
-layers is done to each slice, a reduction over the layers to each slice and then to what that
-leaves, in the order of the layers. Whatever else is done to `Rows` takes the whole array; whether
-the slices may meet is for `jvpipe.programs.ownership` to say.
+An array whose slices lie apart travels as `Rows`:
+
+    works along other axes             to each slice                            Rows -> Rows
+    reduces over the layers            to each slice, then to what that leaves  Rows -> array
+    anything else                      to the whole array                       Rows -> array
+
+Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that is the same all
+along an axis travels as `Even`, so that its slices are known without the whole.
 """
 
 import math
@@ -23,24 +27,27 @@ Shape = tuple[int, ...]
 Params = dict[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["given"], meta_fields=["axis", "thin"])
+@partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["axis", "thin"])
 @dataclass(frozen=True)
 class Rows:
     """An array by its parts along an axis, of equal sizes, two or more.
 
-    `thin` ones are given without that axis.
+    Attributes:
+        axis: along which it is cut.
+        pieces: the parts, without that axis if they are thin.
+        thin: each part has one element along the axis.
     """
 
     axis: int
-    given: tuple[Any, ...]
+    pieces: tuple[Any, ...]
     thin: bool = False
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
         """The parts, with the axis."""
         if not self.thin:
-            return self.given
-        return tuple(jax.lax.expand_dims(x, (self.axis,)) for x in self.given)
+            return self.pieces
+        return tuple(jax.lax.expand_dims(x, (self.axis,)) for x in self.pieces)
 
     @cached_property
     def whole(self) -> jax.Array:
@@ -62,12 +69,12 @@ class Even:
 
 
 def whole(value: Any) -> Any:
-    """An array, wherever its parts lie."""
+    """Returns an array, wherever its parts lie."""
     return value.whole if isinstance(value, Rows | Even) else value
 
 
 def stacked(slices: Sequence[Any]) -> Any:
-    """The array that has these slices along its first axis.
+    """Returns the array that has these slices along its first axis.
 
     >>> import jax.numpy as jnp
     >>> whole(stacked([jnp.ones(2), jnp.zeros(2)])).tolist()
@@ -79,7 +86,13 @@ def stacked(slices: Sequence[Any]) -> Any:
 
 
 def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
-    """The parts of an array along an axis: as many as that, of equal sizes."""
+    """Returns the parts of an array along an axis, of equal sizes.
+
+    Args:
+        value: the array.
+        axis: along which it is cut.
+        count: of the parts.
+    """
     if isinstance(value, Rows) and (value.axis, len(value.parts)) == (axis, count):
         return value.parts
     if count == 1:
@@ -88,16 +101,20 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         return (_broadcast(value.one, _cut(value.shape, axis, count)),) * count
     array = whole(value)
     size = array.shape[axis] // count
-    slices = (
-        jax.lax.slice_in_dim(array, i * size, (i + 1) * size, axis=axis) for i in range(count)
-    )
-    return tuple(slices)
+    starts = range(0, size * count, size)
+    return tuple(jax.lax.slice_in_dim(array, i, i + size, axis=axis) for i in starts)
 
 
 def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
-    """The slices of an array at all places along an axis, without it."""
-    if isinstance(value, Rows) and (value.axis, len(value.given)) == (axis, count) and value.thin:
-        return value.given
+    """Returns the slices of an array at all places along an axis, without it.
+
+    Args:
+        value: the array.
+        axis: that the slices lack.
+        count: of the slices.
+    """
+    if isinstance(value, Rows) and (value.axis, len(value.pieces)) == (axis, count) and value.thin:
+        return value.pieces
     if isinstance(value, Even) and value.one.shape[axis] == 1:
         shape = (*value.shape[:axis], *value.shape[axis + 1 :])
         return (_broadcast(jax.lax.squeeze(value.one, (axis,)), shape),) * count
@@ -107,62 +124,72 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs an equation of `straight_line` on arrays, of which some may be `Rows` or `Even`."""
     with jax.named_scope(scope(eqn)):
-        of_layers = any(isinstance(value, Rows) for value in values)
-        found = (_on_rows if of_layers else _on_even)(eqn, values)
-        return found or _jax.bind(eqn, list(map(whole, values)))
+        on_parts = _on_rows if any(isinstance(v, Rows) for v in values) else _on_even
+        return on_parts(eqn, values) or _jax.bind(eqn, list(map(whole, values)))
 
 
 def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """The results of an equation on `Rows`; None if it needs the whole of them."""
-    name, given = eqn.primitive.name, next(v for v in values if isinstance(v, Rows))
-    along_others = name in _MATRIX and given.axis < len(_jax.aval(eqn.invars[0]).shape) - 2
+    """Returns the results of an equation on `Rows`; None if it needs the whole of them."""
+    name, rows = eqn.primitive.name, next(v for v in values if isinstance(v, Rows))
+    rank = len(_jax.aval(eqn.invars[0]).shape)
+    along_others = name in _MATRIX and rows.axis < rank - 2  # matrices lie in the last two axes
     if is_elementwise(eqn) or along_others:
-        return _on_each(eqn, values, given, thin=given.thin and not along_others)
-    if name in _SUMS and given.axis in eqn.params["axes"]:
-        left = [_jax.bind(eqn, [part])[0] for part in given.parts]
+        return _on_each(eqn, values, rows, thin=rows.thin and not along_others)
+    # Each slice is reduced by itself, then what is left of them, in the order of the layers.
+    if name in _SUMS and rows.axis in eqn.params["axes"]:
+        left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
         return _jax.bind(_with(eqn, {"axes": (0,)}), [_stacked(left)])
     if name == "dot_general":
         return [_product(eqn, values)]
     if name == "scan":
         return _scan(eqn, values)
-    if name in _SHAPED and len(values) - (name == "pad") == 1:
-        found = _SHAPED[name](eqn, given.axis, len(given.given))
-        if found is not None:
-            params, axis = found
-            each = _with(eqn, params)
-            return [Rows(axis, tuple(_jax.bind(each, [x, *values[1:]])[0] for x in given.parts))]
-    return None
+    arrays = len(values) - (name == "pad")  # a pad takes its padding value, too
+    if name not in _SHAPED or arrays != 1:
+        return None
+    shaped = _SHAPED[name](eqn, rows.axis, len(rows.pieces))
+    if shaped is None:
+        return None
+    params, axis = shaped
+    of_part = _with(eqn, params)
+    results = [_jax.bind(of_part, [x, *values[1:]])[0] for x in rows.parts]
+    return [Rows(axis, tuple(results))]
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """The results of an equation that makes or keeps what is the same along an axis, or None."""
+    """Returns the results of an equation that makes or keeps what is the same along an axis; None for others."""
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         one = values[0].one if isinstance(values[0], Even) else values[0]
+        # The axes that are new have one element: all along them the array is the same.
         sizes = [1] * len(out.shape)
-        for axis, size in zip(
-            eqn.params["broadcast_dimensions"], jax.numpy.shape(one), strict=True
-        ):
+        axes = eqn.params["broadcast_dimensions"]
+        for axis, size in zip(axes, jax.numpy.shape(one), strict=True):
             sizes[axis] = size
         if tuple(sizes) == out.shape:
             return None
         return [Even(out.shape, _jax.bind(_with(eqn, {"shape": tuple(sizes)}), [one])[0])]
-    ranked = [v for v in values if jax.numpy.ndim(v if not isinstance(v, Even) else v.one)]
-    if not ranked or not is_elementwise(eqn) or not all(isinstance(v, Even) for v in ranked):
+    # Scalars go with everything.
+    ranked = [v for v in values if jax.numpy.ndim(v.one if isinstance(v, Even) else v)]
+    are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
+    if not (are_even and is_elementwise(eqn)):
         return None
     sizes = tuple(map(max, zip(*(v.one.shape for v in ranked), strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
-    return [Even(out.shape, made) for made in _jax.bind(eqn, ones)]
+    return [Even(out.shape, one) for one in _jax.bind(eqn, ones)]
 
 
 def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> list[Any]:
-    """The results of an equation that is done to each part alone, as `like` has them.
+    """Returns the results of an equation that is done to each part alone.
 
-    Scalars are the same for all.
+    Args:
+        eqn: the equation.
+        values: its operands; scalars are the same for all parts.
+        like: has the axis and the number of the parts.
+        thin: do it to parts without that axis.
     """
-    axis, count = like.axis, len(like.given)
+    axis, count = like.axis, len(like.pieces)
 
-    def taken(value: Any, shape: Shape) -> Sequence[Any]:
+    def parts(value: Any, shape: Shape) -> Sequence[Any]:
         if not shape:
             return (value,) * count
         if shape[axis] == 1:  # the same for all
@@ -171,13 +198,20 @@ def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> lis
         return (slices_of if thin else parts_of)(value, axis, count)
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
-    split = [taken(value, shape) for value, shape in zip(values, shapes, strict=True)]
-    made = [_jax.bind(eqn, list(parts)) for parts in zip(*split, strict=True)]
-    return [Rows(axis, results, thin) for results in zip(*made, strict=True)]
+    operands = map(parts, values, shapes)
+    results = [_jax.bind(eqn, list(of_part)) for of_part in zip(*operands, strict=True)]
+    return [Rows(axis, of_result, thin) for of_result in zip(*results, strict=True)]
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
-    """A product of arrays of which one or both are `Rows`."""
+    """Returns a product of arrays of which one or both are `Rows`.
+
+    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the first of these counts:
+
+        batch        a product per layer, with that layer's part of the other operand
+        contracted   likewise, and the products are added up in the order of the layers
+        free         a product per layer, with the whole of the other operand
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     sides = [side for side in (0, 1) if isinstance(values[side], Rows)]
 
@@ -188,64 +222,68 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     side = min(sides, key=rank)
     axis, parts, other = values[side].axis, values[side].parts, values[1 - side]
     if rank(side) == 2:
-        free = [
-            [
-                d
-                for d in range(len(_jax.aval(v).shape))
-                if d not in contracted[s] and d not in batch[s]
-            ]
-            for s, v in enumerate(eqn.invars)
-        ]
+        others = (whole(other),) * len(parts)
+        free = [_free_axes(eqn, 0), _free_axes(eqn, 1)]
         before = len(batch[0]) + (len(free[0]) if side else 0)
-        others, made = (whole(other),) * len(parts), before + free[side].index(axis)
+        position = before + free[side].index(axis)
     else:
-        dims = (batch, contracted)[rank(side)]
-        made = list(dims[side]).index(axis)
-        others = parts_of(other, int(dims[1 - side][made]), len(parts))
+        axes = (batch, contracted)[rank(side)]
+        position = list(axes[side]).index(axis)
+        others = parts_of(other, int(axes[1 - side][position]), len(parts))
     pairs = zip(parts, others, strict=True) if side == 0 else zip(others, parts, strict=True)
     results = [_jax.bind(eqn, list(pair))[0] for pair in pairs]
     if rank(side) == 1:
         return jax.lax.reduce_sum(_stacked(results), axes=(0,))
-    return Rows(made, tuple(results))
+    return Rows(position, tuple(results))
+
+
+def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
+    """Returns the axes of a product's operand that are neither contracted nor batch axes: the result has them."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    others = {*contracted[side], *batch[side]}
+    return [axis for axis in range(len(_jax.aval(eqn.invars[side]).shape)) if axis not in others]
 
 
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """A scan whose body works on parts, of which its carries are so many more."""
+    """Runs a scan whose body works on parts.
+
+    Which carries are in parts is found by running the body: a carry that it leaves in parts begins in such parts, too.
+    It ends, since carries are only ever taken apart, and each at most once.
+    """
     traced = eqn.params["jaxpr"]
     body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
     values = [whole(v) if isinstance(v, Even) else v for v in values]
     constants, carry, xs = _jax.scan_operands(eqn, values)
+    # Along the first axis of xs the scan goes, so it cannot be taken apart.
     xs = [whole(x) if isinstance(x, Rows) and x.axis == 0 else _moved(x, 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
-    made: list[Any] = []
+    results: list[Any] = []  # of the body, as it was last run
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = [_moved(x, -1) for x in xs]
-        made[:] = evaluate(body, [*constants, *carry, *inner], apply)
-        ys = [whole(y) if isinstance(y, Even) else _moved(y, 0) for y in made[len(carry) :]]
-        return [_like(x, c) for x, c in zip(made, carry, strict=False)], ys
+        results[:] = evaluate(body, [*constants, *carry, *inner], apply)
+        ys = [whole(y) if isinstance(y, Even) else _moved(y, 0) for y in results[len(carry) :]]
+        return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     while True:
         scanned = partial(jax.lax.scan, step, **options)
         jax.eval_shape(scanned, carry, xs)
-        grown = [
-            _like(c, x) if isinstance(x, Rows) and not isinstance(c, Rows) else c
-            for c, x in zip(carry, made, strict=False)
-        ]
-        if all(a is b for a, b in zip(grown, carry, strict=True)):
+        pairs = list(zip(carry, results, strict=False))
+        apart = [isinstance(x, Rows) and not isinstance(c, Rows) for c, x in pairs]
+        if not any(apart):
             carry, ys = scanned(carry, xs)
             return [*carry, *(_moved(y, 1) for y in ys)]
-        carry = grown
+        carry = [_like(c, x) if now else c for (c, x), now in zip(pairs, apart, strict=True)]
 
 
 def _moved(value: Any, by: int) -> Any:
-    """A value whose parts, with their axis, have one more or less in front."""
+    """Returns a value whose parts, with their axis, have so many more axes in front, or fewer."""
     return Rows(value.axis + by, value.parts) if isinstance(value, Rows) else value
 
 
 def _like(value: Any, other: Any) -> Any:
-    """A value in such parts as another one."""
+    """Returns a value in such parts as another one."""
     if not isinstance(other, Rows):
         return whole(value)
     return Rows(other.axis, tuple(parts_of(value, other.axis, len(other.parts))))
@@ -269,25 +307,25 @@ def _stacked(arrays: Sequence[Any]) -> jax.Array:
     return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
 
 
-# What is done to a shape: the parameters for a part, and the axis that the parts have then.
-# None: they do not stay apart.
-
 _Shaped = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
+"""Of an equation that changes shapes, an axis and the number of parts along it: the parameters for a part, and the axis
+that the parts have in the result. None if they do not stay apart."""
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
-    made = int(eqn.params["broadcast_dimensions"][axis])
-    return {"shape": _cut(eqn.params["shape"], made, count)}, made
+    target = int(eqn.params["broadcast_dimensions"][axis])
+    return {"shape": _cut(eqn.params["shape"], target, count)}, target
 
 
 def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
-    """Parts stay apart along an axis with as much before it that is a multiple of their number."""
+    """Keeps parts apart along an axis with as many elements before it, and whose size their number divides."""
     if eqn.params["dimensions"] is not None:
         return None
     before, shape = math.prod(_jax.aval(eqn.invars[0]).shape[:axis]), eqn.params["new_sizes"]
-    fits = (d for d, n in enumerate(shape) if math.prod(shape[:d]) == before and n % count == 0)
-    made = next(fits, None)
-    return None if made is None else ({"new_sizes": _cut(shape, made, count)}, made)
+    for target, size in enumerate(shape):
+        if math.prod(shape[:target]) == before and size % count == 0:
+            return {"new_sizes": _cut(shape, target, count)}, target
+    return None
 
 
 def _transpose(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
@@ -295,21 +333,22 @@ def _transpose(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
 
 
 def _without(name: str) -> _Shaped:
-    """What takes axes away; those in a parameter of this name."""
+    """Returns what is true of equations that take away the axes in a parameter of this name."""
 
     def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
-        gone = eqn.params[name]
-        return None if axis in gone else ({}, axis - sum(int(d < axis) for d in gone))
+        removed = eqn.params[name]
+        return None if axis in removed else ({}, axis - sum(int(d < axis) for d in removed))
 
     return shaped
 
 
 def _along(name: str) -> _Shaped:
-    """What is done along axes; those in a parameter of this name."""
+    """Returns what is true of equations that work along the axes in a parameter of this name."""
 
     def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
         axes = eqn.params[name]
-        return None if axis in (axes if isinstance(axes, tuple) else (axes,)) else ({}, axis)
+        works_along = axis in axes if isinstance(axes, tuple) else axis == axes
+        return None if works_along else ({}, axis)
 
     return shaped
 

@@ -1,8 +1,12 @@
 """A layer's backward as two programs: I for the cotangents that others wait for, W for the gradients.
 
+    whole    sources, cotangents, sums -> cotangents of inputs, sums
+    I        sources, cotangents       -> cotangents of inputs, handed values
+    W        sources, cotangents, handed values, sums -> sums
+
 I hands W what it has computed at a cost, products and the like; W computes again what is cheap. So that both together
-yield the bits of the whole backward, handed values stand behind a barrier there too, and what both compute is made by
-calls that are compiled alike in all three (see `outline`).
+are bitwise identical with the whole backward, handed values stand behind a barrier there too, and what both compute is
+made by calls that are compiled alike in all three (see `outline`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +38,7 @@ class Halves:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The equations of both halves, some in either, and the values that the first hands to the second."""
+    """The equations of both halves, of which some are in both, and the values that the first hands to the second."""
 
     input: list[JaxprEqn]
     weight: list[JaxprEqn]
@@ -42,20 +46,28 @@ class _Cut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
-        """Finds by liveness what the cotangents are made of, and what the sums are made of beside that."""
+        """Finds by liveness what the cotangents are made of, and what the sums are made of beside that.
+
+        Args:
+            backward: of a layer.
+            gradients: how many of its results are sums; they come first.
+        """
         eqns, results = backward.jaxpr.eqns, backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
-        made: set[Var] = set()  # by the first half, at a cost or with an effect
+        can_be_handed: set[Var] = set()  # the first half makes it at a cost or with an effect
         again = []  # what the second half may compute
         for eqn in eqns:
-            behind = _is_barrier(eqn) and not made.isdisjoint(jaxprs.variables(eqn.invars))
-            if id(eqn) in in_first and (behind or eqn.effects or not is_cheap(eqn)):
-                made.update(eqn.outvars)
+            # A barrier behind what is handed belongs to it: the second half reads what comes out of it.
+            holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
+            is_costly = eqn.effects or not is_cheap(eqn) or (_is_barrier(eqn) and holds)
+            if id(eqn) in in_first and is_costly:
+                can_be_handed.update(eqn.outvars)
             else:
                 again.append(eqn)
         second = jaxprs.prune(again, results[:gradients])
-        return _Cut(first, second, [v for v in jaxprs.free_variables(second) if v in made])
+        handed = [v for v in jaxprs.free_variables(second) if v in can_be_handed]
+        return _Cut(first, second, handed)
 
 
 def _is_barrier(eqn: JaxprEqn) -> bool:
@@ -63,7 +75,7 @@ def _is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def settle(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
-    """A backward that yields the same bits whole and in halves.
+    """Returns a backward that is bitwise identical whole and in halves.
 
     Args:
         backward: of a layer.
@@ -73,32 +85,33 @@ def settle(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     if gradients in (0, len(jaxpr.outvars)):
         return backward
     cut = _Cut.of(backward, gradients)
-    handed = set(cut.handed) - {v for eqn in jaxpr.eqns if _is_barrier(eqn) for v in eqn.outvars}
-    made = _shared(backward, cut)
+    behind_barriers = {v for eqn in jaxpr.eqns if _is_barrier(eqn) for v in eqn.outvars}
+    handed = set(cut.handed) - behind_barriers
+    shared = _shared(backward, cut)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns += (
-            [made[id(eqn)].equation()]
-            if id(eqn) in made
-            else _held(eqn, [v for v in eqn.outvars if v in handed])
-        )
+        if id(eqn) in shared:
+            eqns.append(shared[id(eqn)].equation())
+        else:
+            eqns += _held(eqn, [v for v in eqn.outvars if v in handed])
     return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), backward.consts)
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
-    """The calls that make what both halves compute, by the ids of the equations that they replace."""
+    """Returns the calls that make what both halves compute, by the ids of the equations that they replace."""
     jaxpr, second = backward.jaxpr, set(map(id, cut.weight))
-    both = {
-        id(eqn): eqn for eqn in cut.input if id(eqn) in second and eqn.primitive.name != "outlined"
-    }
-    wanted = {v for eqn in jaxpr.eqns if id(eqn) not in both for v in jaxprs.variables(eqn.invars)}
-    wanted.update(jaxprs.variables(jaxpr.outvars))
-    eqns = list(both.values())
+    in_both = (eqn for eqn in cut.input if id(eqn) in second)
+    eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # else it is a call already
+    both = set(map(id, eqns))
+    others = (eqn for eqn in jaxpr.eqns if id(eqn) not in both)
+    read = {v for eqn in others for v in jaxprs.variables(eqn.invars)}
+    read.update(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(eqns):
-        if is_move(eqn) and not wanted.isdisjoint(eqn.outvars):  # its readers do that by themselves
-            wanted.difference_update(eqn.outvars)
-            wanted.update(jaxprs.variables(eqn.invars))
-    return {id(eqns[i]): call for i, call in calls(eqns, wanted, ()).items()}
+        # What only moves its operand needs no call: its readers do that by themselves.
+        if is_move(eqn) and not read.isdisjoint(eqn.outvars):
+            read.difference_update(eqn.outvars)
+            read.update(jaxprs.variables(eqn.invars))
+    return {id(eqns[i]): call for i, call in calls(eqns, read, ()).items()}
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
@@ -114,23 +127,27 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
 
 
 def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
-    """Cuts a settled backward; None if it yields cotangents alone, or gradients alone.
+    """Cuts a settled backward in two.
 
     Args:
         backward: of a layer.
         signature: of that layer.
+
+    Returns:
+        None if it yields only cotangents, or only gradients.
     """
     if not signature.returned or not signature.gradients:
         return None
     jaxpr, count = backward.jaxpr, len(signature.gradients)
-    cut, sums, returned = _Cut.of(backward, count), jaxpr.outvars[:count], jaxpr.outvars[count:]
+    cut = _Cut.of(backward, count)
+    sums, returned = jaxpr.outvars[:count], jaxpr.outvars[count:]
     partial = jaxpr.invars[len(signature.sources) + len(signature.cotangents) : -count]
+    accumulators = jaxpr.invars[-count:]
     first = replace(signature, gradients=())
     second = replace(signature, partial=(), returned=())
     input_half, first = _half(backward, first, cut.input, partial, [*returned, *cut.handed])
-    weight_half, second = _half(
-        backward, second, cut.weight, [*cut.handed, *jaxpr.invars[-count:]], sums
-    )
+    taken = [*cut.handed, *accumulators]
+    weight_half, second = _half(backward, second, cut.weight, taken, sums)
     handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
     return Halves(input_half, weight_half, SplitSignature(handed, first, second))
 
@@ -139,24 +156,33 @@ def _half(
     whole: ClosedJaxpr,
     signature: Signature,
     eqns: Sequence[JaxprEqn],
-    own: Sequence[Var],
+    taken: Sequence[Var],
     results: Sequence[Atom],
 ) -> tuple[ClosedJaxpr, Signature]:
-    """Some equations of a backward as a program, and what that reads; `own` is taken after sources and cotangents."""
+    """Makes a program of some equations of a backward.
+
+    Args:
+        whole: the backward.
+        signature: its sources and cotangents; the half keeps those that it reads.
+        eqns: of the half.
+        taken: what it takes after sources and cotangents.
+        results: what it yields.
+
+    Returns:
+        The program, and its signature.
+    """
     jaxpr = whole.jaxpr
     read = {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
     sources = {v: s for v, s in zip(jaxpr.invars, signature.sources, strict=False) if v in read}
     others = jaxpr.invars[len(signature.sources) :]
     cotangents = {v: c for v, c in zip(others, signature.cotangents, strict=False) if v in read}
     constants = {v: c for v, c in zip(jaxpr.constvars, whole.consts, strict=True) if v in read}
-    invars = [*sources, *cotangents, *own]
-    assert read <= {*invars, *constants, *(v for eqn in eqns for v in eqn.outvars)}, (
-        "a half reads what is the other's"
-    )
+    invars = [*sources, *cotangents, *taken]
+    computed = {v for eqn in eqns for v in eqn.outvars}
+    assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"
     half = jaxpr.replace(
         constvars=list(constants), invars=invars, eqns=list(eqns), outvars=list(results)
     )
-    narrowed = replace(
-        signature, sources=tuple(sources.values()), cotangents=tuple(cotangents.values())
-    )
+    found_at = tuple(sources.values())
+    narrowed = replace(signature, sources=found_at, cotangents=tuple(cotangents.values()))
     return ClosedJaxpr(half, list(constants.values())), narrowed

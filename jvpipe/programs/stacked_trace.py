@@ -1,8 +1,13 @@
-"""An optimizer traced over stacked parameters and run on their slices, which layers own."""
+"""An optimizer traced over stacked parameters and run on their slices, which layers own.
+
+A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the optimizer is to see
+what the user gave it: it is traced over the stacks, and that trace is run on slices (`slicewise`), as far as what it
+does leaves them apart.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import jax
@@ -49,12 +54,11 @@ def trace_stacked(
         stacks: which leaves the optimizer sees as arrays; None: it sees slices.
         frozen: leaves of `params` that it does not see; of a stack all slices.
     """
-    whole = {"grad_norm": grad_norm, "frozen": frozen}
-    traced = (
-        _trace_stacks(optimizer, params, readers, microbatches, stacks, **whole)
-        if stacks
-        else trace_optimizer(optimizer, params, readers, microbatches, **whole)
-    )
+    options: Any = {"grad_norm": grad_norm, "frozen": frozen}
+    if stacks:
+        traced = _trace_stacks(optimizer, params, readers, microbatches, stacks, **options)
+    else:
+        traced = trace_optimizer(optimizer, params, readers, microbatches, **options)
     return without_frozen(traced, readers, frozen)
 
 
@@ -69,32 +73,35 @@ def _trace_stacks(
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
-    given, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
+    joined, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
-    core = trace_optimizer(
-        optimizer, given, [1] * len(stacks.lengths), 1, grad_norm=False, frozen=hidden
-    )
+    one_reader = [1] * len(stacks.lengths)
+    # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
+    core = trace_optimizer(optimizer, joined, one_reader, 1, grad_norm=False, frozen=hidden)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     state = _settled(core, parameters, leaves)
     shapes = state.shapes(_state(core))
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
-    def update(sums: list[list[Any]], weight: Any, params: Any, own: Any) -> list[Any]:
+    def update(sums: list[list[Any]], weight: Any, params: Any, moments: Any) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
+        # Nobody reads the gradient of what is frozen: the parameter stands in for it.
         grads = [
             x if i in frozen else mean(parts, by, x.dtype)
             for i, (parts, x) in enumerate(zip(sums, params, strict=True))
         ]
-        given = [*parameters.joined(grads), *parameters.joined(params), *state.joined(own)]
-        made = evaluate(core.update, given, apply)
-        new = [*parameters.taken_apart(made), *state.taken_apart(made[len(stacks.lengths) :])]
+        split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
+        results = evaluate(core.update, list(chain(*split)), apply)
+        new = parameters.taken_apart(results)
+        new += state.taken_apart(results[len(stacks.lengths) :])
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
-        return [*new, *([norm(seen)] if grad_norm else [])]
+        return [*new, norm(seen)] if grad_norm else new
 
     def init(params: Any) -> list[Any]:
         return state.taken_apart(evaluate(core.init, parameters.joined(params), apply))
 
+    # The pipeline sees the state with `Slices` in place of what was taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
     return TracedOptimizer(
         straight_line(update, sums, weight, leaves, shapes),
@@ -107,7 +114,7 @@ def _trace_stacks(
 
 @dataclass(frozen=True)
 class _Split:
-    """How leaves are taken apart along their first axis: into how many slices, None: not at all.
+    """A way to take leaves apart along their first axis: into how many slices each, None for not at all.
 
     >>> split = _Split((2, None))
     >>> split.taken_apart(split.joined([1.0, 2.0, 3.0]))[2]
@@ -122,24 +129,24 @@ class _Split:
         return [0, *accumulate(1 if n is None else n for n in self.lengths)]
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
-        """The slices of each leaf, those of one that is taken apart as `Slices`."""
+        """Returns the slices of each leaf, those of one that is taken apart as `Slices`."""
         spans = zip(self.starts, self.lengths, strict=False)
         return [values[at] if n is None else Slices(values[at : at + n]) for at, n in spans]
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
-        """The leaves that these are the slices of."""
+        """Returns the leaves that these are the slices of."""
         leaves = self.slices(values)
         return [x if n is None else stacked(x) for x, n in zip(leaves, self.lengths, strict=True)]
 
     def taken_apart(self, values: Sequence[Any]) -> list[Any]:
-        """The slices of these leaves."""
+        """Returns the slices of these leaves."""
         slices: list[Any] = []
         for value, n in zip(values, self.lengths, strict=False):
             slices += [whole(value)] if n is None else slices_of(value, 0, n)
         return slices
 
     def shapes(self, leaves: Shapes) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the slices of these leaves."""
+        """Returns the shapes of the slices of these leaves."""
         split: list[jax.ShapeDtypeStruct] = []
         for x, n in zip(leaves, self.lengths, strict=True):
             shape = x.shape if n is None else x.shape[1:]
@@ -148,45 +155,47 @@ class _Split:
         return split
 
     def parameter_of(
-        self, parameters: "_Split", known: Sequence[int | None]
+        self, parameters: "_Split", of_leaves: Sequence[int | None]
     ) -> tuple[int | None, ...]:
-        """The slice of a parameter that each slice of the state belongs to.
+        """Returns the slice of a parameter that each slice of the state belongs to.
 
         Args:
             parameters: how these are taken apart.
-            known: the parameter that each leaf of the state belongs to.
+            of_leaves: the parameter that each leaf of the state belongs to.
         """
-        found: list[int | None] = []
-        for n, leaf in zip(self.lengths, known, strict=True):
+        of_slices: list[int | None] = []
+        for n, leaf in zip(self.lengths, of_leaves, strict=True):
             count = 1 if n is None else n
             if leaf is None or parameters.lengths[leaf] != n:
-                found += [None] * count
+                of_slices += [None] * count
             else:
-                found += range(parameters.starts[leaf], parameters.starts[leaf] + count)
-        return tuple(found)
+                start = parameters.starts[leaf]
+                of_slices += range(start, start + count)
+        return tuple(of_slices)
 
 
 def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Split:
-    """How the state is taken apart.
+    """Returns how the state is taken apart: what belongs to a stack and is as long, and what updates make of slices.
 
-    Slices are what belongs to a stack and is as long, and what an update makes of slices.
+    The latter is found by running an update abstractly, until it takes apart nothing more: at most once per leaf.
+
+    Args:
+        core: the optimizer over stacks.
+        parameters: how these are taken apart.
+        leaves: their slices.
     """
-    shapes = _state(core)
-    own = [None if p is None else parameters.lengths[p] for p in core.parameter_of]
-    state = _Split(
-        tuple(n if n and x.shape[:1] == (n,) else None for n, x in zip(own, shapes, strict=True))
-    )
+    shapes, state = _state(core), _Split(_stack_lengths(core, parameters))
     while True:
-        made: list[Any] = []
+        results: list[Any] = []
 
-        def update(grads: Any, params: Any, own: Any, state: _Split = state) -> None:
-            given = [*parameters.joined(grads), *parameters.joined(params), *state.joined(own)]
-            made[:] = evaluate(core.update, given, apply)  # noqa: B023 - it is called at once
+        def update(grads: Any, params: Any, moments: Any, state: _Split = state) -> None:
+            split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
+            results[:] = evaluate(core.update, list(chain(*split)), apply)  # noqa: B023 - it is called at once
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
-        new = made[len(parameters.lengths) :]
+        new = results[len(parameters.lengths) :]
         grown = tuple(
-            len(x.given) if n is None and _is_stack(x) else n
+            len(x.pieces) if n is None and _is_stack(x) else n
             for n, x in zip(state.lengths, new, strict=True)
         )
         if grown == state.lengths:
@@ -194,12 +203,21 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
         state = _Split(grown)
 
 
+def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
+    """Returns for each leaf of the state the length of its parameter's stack, if it is as long itself."""
+    lengths: list[int | None] = []
+    for owner, shape in zip(core.parameter_of, _state(core), strict=True):
+        n = None if owner is None else parameters.lengths[owner]
+        lengths.append(n if n and shape.shape[:1] == (n,) else None)
+    return tuple(lengths)
+
+
 def _is_stack(value: Any) -> bool:
     return isinstance(value, Rows) and value.axis == 0 and value.parts[0].shape[0] == 1
 
 
 def _state(core: TracedOptimizer) -> Shapes:
-    """The shapes of the state as the optimizer sees it."""
+    """Returns the shapes of the state as the optimizer sees it."""
     avals = core.init.out_avals
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
 

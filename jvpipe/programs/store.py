@@ -22,11 +22,16 @@ from jvpipe.trace.primitives import calls_host
 
 @dataclass(frozen=True)
 class Program:
-    """A function of flat arrays, what it takes, and which of these it may overwrite; `key` names what it computes.
+    """A function of flat arrays, ready to be compiled.
 
-    One that `calls_host` can fail after its dispatch. On a group of devices what it takes and gives lies over them as
-    `takes` and `gives` say, as far as they go: what comes after these is whole on each. A result of which they say None
-    lies as the compiler finds best.
+    Attributes:
+        key: names what it computes; equal keys, equal programs.
+        fn: the function.
+        inputs: the shapes and types that it takes.
+        donated: positions of inputs that it may overwrite.
+        calls_host: it can fail after its dispatch.
+        takes: how the first inputs lie over a group of devices; all others are whole on each.
+        gives: likewise of results; one of which this says None lies as the compiler finds best.
     """
 
     key: Hashable
@@ -38,7 +43,7 @@ class Program:
     gives: tuple[Spec | None, ...] = ()
 
     def laid(self, takes: Sequence[Spec], gives: Sequence[Spec | None]) -> "Program":
-        """The same where some of what it takes or gives is cut along the axes of a group of devices.
+        """Returns the same program, some of whose inputs or results are cut along the axes of a group of devices.
 
         Args:
             takes: of each input.
@@ -46,9 +51,8 @@ class Program:
         """
         if all(spec == () for spec in (*takes, *gives)):
             return self
-        return replace(
-            self, key=(self.key, *takes, "gives", *gives), takes=tuple(takes), gives=tuple(gives)
-        )
+        key = self.key, *takes, "gives", *gives
+        return replace(self, key=key, takes=tuple(takes), gives=tuple(gives))
 
     @staticmethod
     def of(
@@ -58,7 +62,7 @@ class Program:
         marked: bool = False,
         key: Hashable = None,
     ) -> "Program":
-        """A program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on.
+        """Returns a program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on.
 
         Args:
             closed: the jaxpr.
@@ -68,16 +72,16 @@ class Program:
         """
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
-        called = any(map(calls_host, closed.jaxpr.eqns))
-        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated), called)
+        can_fail = any(map(calls_host, closed.jaxpr.eqns))
+        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated), can_fail)
 
 
 @dataclass(frozen=True)
 class PackedCall:
     """An executable that takes elements smaller than a byte, compiled once more by `jax.jit` when it is first called.
 
-    JAX checks how an executable's inputs lie in memory, and fails on these where they are on a device of one's choice
-    (0.10.2); under `jit` it does not ask.
+    JAX 0.10.2 checks how an executable's inputs lie in memory, and fails on such elements if they are on a device of
+    one's choice; under `jit` it does not check.
     """
 
     executable: Any
@@ -88,7 +92,7 @@ class PackedCall:
         return self.jitted(*arrays)
 
     def memory_analysis(self) -> Any:
-        """The bytes that it takes."""
+        """Returns the bytes that it takes."""
         return self.executable.memory_analysis()
 
 
@@ -101,44 +105,46 @@ class ProgramStore:
         self._compiled: dict[tuple[Hashable, Device], Any] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
-        """A layer's forward and backward; layers alike get the same ones.
+        """Returns a layer's forward and backward; layers that are alike get the same ones.
 
         Args:
             body: of the layer.
             kept: the names of the candidates that its forward saves.
             partial: tensors that later layers read too.
         """
-        places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
-        kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
-        key = (
-            body.structure,
-            places,
-            kinds,
-            body.differentiable,
-            body.active,
-            body.returned,
-            body.received,
-            body.share,
-            frozenset(kept),
-        )
+        key = _layer_key(body, kept, partial)
         if key not in self._layers:
-            made = differentiate(body, kept, partial)
-            self._layers[key] = self._layers.setdefault(made.key, made)
+            programs = differentiate(body, kept, partial)
+            # Bodies that differ may still have equal programs: the first of these stands for all.
+            self._layers[key] = self._layers.setdefault(programs.key, programs)
         return self._layers[key]
 
-    def compile(self, wanted: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """The executables of programs on devices; those that are missing are compiled side by side."""
-        missing = {(p.key, d): (p, d) for p, d in wanted if (p.key, d) not in self._compiled}
+    def known_layer(
+        self, body: Body, kept: Collection[str], partial: Collection[int]
+    ) -> LayerPrograms | None:
+        """Returns the same, if it has been asked for before; None if not."""
+        return self._layers.get(_layer_key(body, kept, partial))
+
+    def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
+        """Returns the executables of programs on devices; those that are missing are compiled side by side."""
+        missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
         if missing:
-            wide = jax.config.read("jax_enable_x64")  # this thread's own, perhaps
+            # The setting may be this thread's own: the threads of the pool do not have it.
+            wide = jax.config.read("jax_enable_x64")
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 done = pool.map(lambda item: self._compiled_for(*item, wide=wide), missing.values())
                 self._compiled.update(zip(missing, done, strict=True))
-        return [self._compiled[p.key, d] for p, d in wanted]
+        return [self._compiled[p.key, d] for p, d in programs]
 
-    def text(self, program: Program, device: Device) -> str:
-        """Writes what a program is, in words that are the same in every process."""
-        return self._lower(program, device).as_text()
+    def text(self, program: Program, device: Device, platform: str | None = None) -> str:
+        """Returns what a program is, in words that are the same in every process.
+
+        Args:
+            program: which.
+            device: that it is for.
+            platform: for which it is written; that of the device unless given.
+        """
+        return self._lower(program, device, platform).as_text()
 
     def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
         options: Any = _jax.exact(device.platform)
@@ -150,11 +156,12 @@ class ProgramStore:
         again = jax.jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=options)
         return PackedCall(executable, again)
 
-    def _lower(self, program: Program, device: Device) -> Any:
-        takes = zip(program.inputs, chain(program.takes, repeat(())), strict=False)
+    def _lower(self, program: Program, device: Device, platform: str | None = None) -> Any:
+        specs = chain(program.takes, repeat(()))
+        shardings = (_jax.sharding_on(device, spec) for spec in specs)
         inputs = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_jax.sharding_on(device, s))
-            for a, s in takes
+            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            for array, sharding in zip(program.inputs, shardings, strict=False)
         ]
         if isinstance(device, DeviceGroup):
             return _spread(program, device).lower(*inputs)
@@ -162,11 +169,30 @@ class ProgramStore:
             program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
         )
         with jax.default_device(device):  # for programs without inputs
+            if platform is not None:
+                return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
             return jitted.lower(*inputs)
 
 
+def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> Hashable:
+    """Returns a value that is equal for layers that are alike and keep the same."""
+    places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
+    kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
+    return (
+        body.structure,
+        places,
+        kinds,
+        body.differentiable,
+        body.active,
+        body.returned,
+        body.received,
+        body.share,
+        frozenset(kept),
+    )
+
+
 def _spread(program: Program, group: DeviceGroup) -> Any:
-    """A program over the devices of a group: what is cut is computed where its parts are, as the compiler sees fit."""
+    """Returns a program over the devices of a group: the compiler decides which part is computed where."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
@@ -180,5 +206,5 @@ def _spread(program: Program, group: DeviceGroup) -> Any:
 
 @cache
 def shared_store() -> ProgramStore:
-    """The store of this process: pipelines of the same model share what they compile."""
+    """Returns the store of this process: pipelines of the same model share what they compile."""
     return ProgramStore()

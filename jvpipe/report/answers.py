@@ -1,206 +1,127 @@
 """What planners answer, in words and as JSON; `tables.py` has the tables."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from jvpipe.ir.plan import Plan
-from jvpipe.planners.joint.rough_plan import RoughPlan
-from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
-from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import Evaluation, StageCost
-from jvpipe.report.shapes import shape_words
-from jvpipe.schedules.auto import GivenLists
+from jvpipe.ir.compiled_stage import CompiledStage
+from jvpipe.ir.plan import Plan, Stage
+
+
+def _with_lists(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns fields by name, tuples as the lists that JSON knows."""
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a planner says; without a decision, why there is none.
+class AnsweredShape:
+    """The best plan of a kind of shape: how many devices its stages have, and what a step takes."""
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too.
+    shape: str
+    replicas: tuple[int, ...]
+    layers_per_stage: tuple[int, ...]
+    microbatches: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class AnsweredPlan:
+    """A planner's answer as plain numbers; without a plan none fits, and `reason` says why.
+
+    Attributes:
+        planner: who answers.
+        schedule: the rule of the order of tasks.
+        planning_s: seconds that the answer took.
+        feasible: whether there is a plan that keeps the limit.
+        plan: the best that was found.
+        names: of the devices of each stage; empty where all devices are alike.
+        costs: what each stage takes per micro-batch and holds at most, by the names of `--json`.
+        compiled: what the compiler of the hardware says of each stage, if it was asked.
+        microbatches: of a step.
+        bottleneck_s: seconds of the slowest stage.
+        step_s: seconds of a simulated step.
+        lower_bound_s: seconds that no plan under the limit is below.
+        bubble_fraction: the idle share of the devices.
+        peak_bytes: the most that any device holds.
+        shape: how many devices the stages have, in words, where that was decided too; then `shapes` are
+            the others that were looked at, `devices` says how many there were, `batch` how many examples.
     """
 
     planner: str
+    schedule: str
     planning_s: float
-    decision: Decision | None = None
-    evaluation: Evaluation | None = None
-    infeasible: Infeasible | None = None
-    splits: tuple[int, ...] = ()
+    feasible: bool
     plan: Plan | None = None
-    kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    costs: tuple[Mapping[str, float], ...] = ()
+    compiled: tuple[CompiledStage, ...] = ()
+    microbatches: int = 0
+    bottleneck_s: float = math.inf
+    step_s: float = math.inf
+    lower_bound_s: float = math.inf
+    bubble_fraction: float = 0.0
+    peak_bytes: int = 0
+    shape: str = ""
+    shapes: tuple[AnsweredShape, ...] = ()
+    devices: int = 0
+    batch: int = 0
+    reason: str = ""
+    smallest_limit_bytes: int = 0
 
-    def fits(self, problem: Problem) -> bool:
-        """Tells whether there is a plan, and it keeps the limit."""
-        limit = problem.memory_limit_bytes
-        return self.evaluation is not None and (
-            limit is None or self.evaluation.limit_bytes <= limit
-        )
-
-
-def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
-
-    Of equals, give or take a rounding, the one that is given first comes first.
-    """
-
-    def rank(answer: Answer) -> tuple[bool, float]:
-        if answer.evaluation is None:
-            return True, math.inf
-        step_s = simulated_step_s(problem, answer.evaluation.stages)
-        return not answer.fits(problem), float(f"{step_s:.9g}")
-
-    return sorted(answers, key=rank)
-
-
-def _stage_json(cost: StageCost) -> dict[str, Any]:
-    """Writes what a stage takes per micro-batch, and what its device holds at most."""
-    input_s, weight_s = cost.halves_s
-    return {
-        "forward_s": cost.forward_s,
-        "backward_s": cost.backward_s,
-        "recompute_s": cost.recompute_s,
-        "swap_s": cost.swap_s,
-        "comm_s": cost.comm_s,
-        "peak_bytes": cost.peak_bytes,
-        "in_flight": cost.in_flight,
-        "input_s": input_s,
-        "weight_s": weight_s,
-        "reduce_s": cost.reduce_s,
-    }
-
-
-def as_json(
-    problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None = None
-) -> dict[str, Any]:
-    """Writes an answer in the form of `--json`; no plan that keeps the limit is below `bound_s`.
-
-    Args:
-        problem: what was asked.
-        answer: a planner's.
-        bound_s: seconds per step that no plan is below.
-        shapes: those of which the problem is one.
-    """
-    head = {"planner": answer.planner, "schedule": problem.schedule.name}
-    if answer.decision is None or answer.evaluation is None:
-        assert answer.infeasible is not None
-        return head | {
-            "feasible": False,
-            "reason": str(answer.infeasible),
-            "smallest_limit_bytes": answer.infeasible.smallest_limit_bytes,
-            "stages": [],
-            "planning_s": answer.planning_s,
-        }
-    costs = problem.costs
-    ids = costs.ids or tuple(range(len(costs.layers)))
-    plan = answer.plan or answer.decision.plan(problem, answer.planner)
-    stages = [
-        {
-            "layers": list(ids[i:j]),
-            "devices": list(stage.devices),
-            "replicas": len(stage.devices),
-            **_stage_json(cost),
-            "fates": dict(stage.fates),
-        }
-        for (i, j), stage, cost in zip(
-            pairwise(answer.decision.bounds), plan.stages, answer.evaluation.stages, strict=True
-        )
-    ]
-    return head | {
-        "feasible": answer.fits(problem),
-        "stages": stages,
-        "bottleneck_s": answer.evaluation.bottleneck_s,
-        "step_s": simulated_step_s(problem, answer.evaluation.stages),
-        "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
-        "bubble_fraction": bubble_fraction(
-            problem, answer.evaluation.stages, shapes and shapes.devices
-        ),
-        "planning_s": answer.planning_s,
-        "splits": list(answer.splits),
-        "tasks": list(problem.schedule.lists.lines)
-        if isinstance(problem.schedule.lists, GivenLists)
-        else [],
-        **(_shapes_json(problem, answer, shapes) if shapes else {}),
-    }
-
-
-def _shapes_json(problem: Problem, answer: Answer, shapes: Shapes) -> dict[str, Any]:
-    """Writes how many devices and micro-batches there are, and the best plan of each kind of shape."""
-    kinds = sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
-    return {
-        "devices": shapes.devices,
-        "microbatches": problem.microbatches,
-        "shapes": [
-            {
-                "shape": kind,
-                "replicas": list(plan.shape.replicas),
-                "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
-                "microbatches": plan.problem.microbatches,
-                "step_s": plan.step_s,
+    def as_json(self) -> dict[str, Any]:
+        """Returns the answer in the form of `--json`."""
+        head = {"planner": self.planner, "schedule": self.schedule, "feasible": self.feasible}
+        if self.plan is None:
+            return head | {
+                "reason": self.reason,
+                "smallest_limit_bytes": self.smallest_limit_bytes,
+                "stages": [],
+                "planning_s": self.planning_s,
             }
-            for kind, plan in kinds
-        ],
-    }
+        stages = [
+            _stage_json(stage, costs)
+            for stage, costs in zip(self.plan.stages, self.costs, strict=True)
+        ]
+        for stage, said in zip(stages, self.compiled, strict=False):
+            stage |= said.to_json()
+        found = head | {
+            "stages": stages,
+            "bottleneck_s": self.bottleneck_s,
+            "step_s": self.step_s,
+            "lower_bound_s": self.lower_bound_s if math.isfinite(self.lower_bound_s) else None,
+            "bubble_fraction": self.bubble_fraction,
+            "planning_s": self.planning_s,
+            "splits": list(self.plan.splits),
+            "tasks": list(self.plan.tasks),
+        }
+        if self.shape:
+            found["devices"] = self.devices
+            found["microbatches"] = self.microbatches
+            found["shapes"] = [asdict(shape, dict_factory=_with_lists) for shape in self.shapes]
+        return found
+
+    def summary(self) -> str:
+        """Says how long a step is, how slow the slowest stage and how idle the devices."""
+        shape = f"on {self.devices} devices {self.shape}, " if self.shape else ""
+        size = f" of {self.batch // self.microbatches}" if self.shape else ""
+        reduce_s = max(costs["reduce_s"] for costs in self.costs)
+        reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
+        bound = "no plan keeps the limit"
+        if math.isfinite(self.lower_bound_s):
+            bound = f"no plan is under {1e3 * self.lower_bound_s:.2f}"
+        splits = self.plan.splits if self.plan else ()
+        split = f"; {len(splits)} layers are cut in two" if splits else ""
+        return (
+            f"planner {self.planner}, schedule {self.schedule}, {shape}{self.microbatches} "
+            f"micro-batches{size}: step {1e3 * self.step_s:.2f} ms simulated ({bound}), "
+            f"slowest stage {1e3 * self.bottleneck_s:.2f} ms, {reduced}"
+            f"{self.bubble_fraction:.1%} idle, planned in {self.planning_s:.2f} s{split}"
+        )
 
 
-def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
-    """Says why none of the answers fits, and what would."""
-    nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
-    if nearest:
-        return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
-    first = answers[0]
-    assert first.evaluation is not None, "there is a plan, or a reason why there is none"
-    stages = first.evaluation.stages
-    over = [stage.peak_bytes + problem.less_bytes(s) for s, stage in enumerate(stages)]
-    s = over.index(max(over))
-    limit = problem.limit_of(problem.places[s])
-    return (
-        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes on stage {s}, and "
-        f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
-    )
-
-
-def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
-    """A limit that one of the answers would keep."""
-    would_do = [
-        answer.infeasible.smallest_limit_bytes
-        for answer in answers
-        if answer.infeasible is not None
-    ]
-    return min(
-        would_do
-        + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None]
-    )
-
-
-def summary(problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None = None) -> str:
-    """Says a plan's step, its slowest stage and how idle it is.
-
-    Args:
-        problem: what was asked.
-        answer: one with a plan.
-        bound_s: seconds per step that no plan is below.
-        shapes: those of which the problem is one.
-    """
-    assert answer.evaluation is not None
-    stages, m = answer.evaluation.stages, problem.microbatches
-    shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
-    size = f" of {shapes.batch // m}" if shapes else ""
-    reduce_s = max(stage.reduce_s for stage in stages)
-    reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
-    idle = bubble_fraction(problem, stages, shapes and shapes.devices)
-    bound = (
-        f"no plan is under {1e3 * bound_s:.2f}"
-        if math.isfinite(bound_s)
-        else "no plan keeps the limit"
-    )
-    return (
-        f"planner {answer.planner}, schedule {problem.schedule.name}, {shape}{m} micro-batches{size}: step "
-        f"{1e3 * simulated_step_s(problem, stages):.2f} ms simulated ({bound}), "
-        f"slowest stage {1e3 * answer.evaluation.bottleneck_s:.2f} ms, "
-        f"{reduced}{idle:.1%} idle, planned in {answer.planning_s:.2f} s"
-        + (f"; {len(answer.splits)} layers are cut in two" if answer.splits else "")
-    )
+def _stage_json(stage: Stage, costs: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a stage in the form of `--json`."""
+    where = {"layers": list(stage.layers), "devices": list(stage.devices)}
+    numbers = {name: number for name, number in costs.items() if name != "host_bytes"}
+    return where | {"replicas": len(stage.devices)} | numbers | {"fates": dict(stage.fates)}

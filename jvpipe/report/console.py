@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.report.metrics import StepMetrics
+from jvpipe.util.sizes import format_bytes
 
 _BAR = 16  # characters
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jvpipe.ir.buffers import Peak
-from jvpipe.ir.columns import columns
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan, Stage
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.values import ValueKind
-from jvpipe.papers.registry import PLANNERS
+from jvpipe.util.columns import columns
+from jvpipe.util.sizes import format_bytes
 
 
 def explain(
@@ -18,6 +17,7 @@ def explain(
     peaks: Sequence[Peak | None],
     layer_s: Sequence[float] | None,
     devices: Sequence[Any],
+    why: str = "",
     reasons: Sequence[str] = (),
 ) -> str:
     """Writes a text of one line per stage and one per layer, with the fates of what is not kept, and the reasons.
@@ -28,11 +28,12 @@ def explain(
         peaks: the most bytes on each device; None where nobody knows.
         layer_s: seconds of each layer per micro-batch, if they are known.
         devices: by number, as the plan names them.
+        why: the planner decides as it does, in a sentence.
         reasons: why each cut is where it is, a line each.
     """
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
-        f"{_why(plan.planner)}."
+        f"{why}."
     ]
     for s, stage in enumerate(plan.stages):
         work = sum(graph.layers[layer].flops for layer in stage.layers)
@@ -90,12 +91,6 @@ def _parameters(graph: LayerGraph, stage: Stage) -> str:
     frozen = sum(parameter.array.bytes for parameter in own if parameter.frozen)
     told = f"{format_bytes(sum(parameter.array.bytes for parameter in own))} of parameters"
     return f"{told} ({format_bytes(frozen)} frozen)" if frozen else told
-
-
-def _why(planner: str) -> str:
-    """Says in a sentence how a planner decides; nothing of a planner that is not registered."""
-    reasons = {known.name: known.why for known in PLANNERS} | {"given": "the cuts were given"}
-    return reasons.get(planner, "")
 
 
 def _peak(peak: Peak | None) -> str:

@@ -16,9 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from jvpipe.ir.kinds import KINDS
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.ir.span import Level, Picture, Span
 from jvpipe.report.timeline import COMPUTE, in_order
+from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
-from jvpipe.ir.sizes import format_bytes
 from jvpipe.report.metrics import StepMetrics
+from jvpipe.util.sizes import format_bytes
 
 
 @runtime_checkable

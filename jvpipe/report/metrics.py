@@ -9,7 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from jvpipe.ir.brief import brief
+import jax
+import numpy as np
+
+from jvpipe.util.brief import brief
+from jvpipe.util.paths import path_names
 
 _MOST_S = 1e12
 """No run takes as long."""
@@ -75,6 +79,19 @@ class StepMetrics:
     def to_json(self) -> str:
         """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
         return json.dumps(_speakable(self.told()), allow_nan=False)
+
+
+def scalars_in(tree: Any) -> Mapping[str, float]:
+    """The single numbers of a tree by their path; one that is the whole tree is called aux.
+
+    >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
+    {'accuracy': 0.5}
+    """
+    leaves = [
+        (path, leaf) for path, leaf in jax.tree.leaves_with_path(tree) if np.shape(leaf) == ()
+    ]
+    names = path_names([path for path, _ in leaves])
+    return {name or "aux": float(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
 class MetricsLog:

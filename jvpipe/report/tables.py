@@ -1,77 +1,73 @@
 """What planners answer, as tables."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
 
-from jvpipe.ir.sizes import format_bytes
-from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
-from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation
-from jvpipe.report.answers import Answer
+from jvpipe.report.answers import AnsweredPlan
 from jvpipe.report.console import in_runs
+from jvpipe.util.sizes import format_bytes
 
 
-def stage_table(problem: Problem, decision: Decision, evaluation: Evaluation) -> Table:
-    """Makes a row for each stage.
-
-    Args:
-        problem: what was asked.
-        decision: the plan.
-        evaluation: what it takes.
-    """
-    shared = problem.replicated
-    names = ["stage", "layers", "F ms", "B ms", "again ms", "swap ms", "comm ms"]
-    names += ["reduce ms"] if shared else []
-    table = Table(*names, "in flight", "peak", "host")
-    ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
-    for s, ((i, j), cost) in enumerate(
-        zip(pairwise(decision.bounds), evaluation.stages, strict=True)
-    ):
-        seconds = [cost.forward_s, cost.backward_s, cost.recompute_s, cost.swap_s, cost.comm_s]
-        seconds += [cost.reduce_s] if shared else []
-        devices = problem.where[s]
-        several = f"{s}, on {len(devices)}: {in_runs(devices)}"
+def stage_table(answer: AnsweredPlan) -> Table:
+    """Makes a row for each stage of a plan."""
+    assert answer.plan is not None
+    stages = answer.plan.stages
+    shared = any(len(stage.devices) > 1 for stage in stages)
+    seconds = {
+        "F": "forward",
+        "B": "backward",
+        "again": "recompute",
+        "swap": "swap",
+        "comm": "comm",
+    }
+    seconds |= {"reduce": "reduce"} if shared else {}
+    table = Table(
+        "stage", "layers", *(f"{name} ms" for name in seconds), "in flight", "peak", "host"
+    )
+    for s, (stage, costs) in enumerate(zip(stages, answer.costs, strict=True)):
+        place = str(s)
+        if shared:
+            place += f", on {len(stage.devices)}: {in_runs(stage.devices)}"
+        elif answer.names:
+            place += f", {answer.names[s]}"
         table.add_row(
-            several if shared else f"{s}, {problem.name_of(s)}" if problem.groups else str(s),
-            f"{ids[i]} to {ids[j - 1]} ({j - i})",
-            *(f"{1e3 * x:.2f}" for x in seconds),
-            str(cost.in_flight),
-            format_bytes(cost.peak_bytes),
-            format_bytes(cost.host_bytes),
+            place,
+            f"{stage.layers[0]} to {stage.layers[-1]} ({len(stage.layers)})",
+            *(f"{1e3 * costs[f'{name}_s']:.2f}" for name in seconds.values()),
+            str(costs["in_flight"]),
+            format_bytes(int(costs["peak_bytes"])),
+            format_bytes(int(costs["host_bytes"])),
         )
     return table
 
 
-def comparison(problem: Problem, answers: Sequence[Answer]) -> Table:
+def comparison(answers: Sequence[AnsweredPlan]) -> Table:
     """Makes a row for each planner."""
     table = Table(
         "planner", "layers per stage", "slowest stage ms", "step ms", "idle", "peak", "planned in s"
     )
     for answer in answers:
-        if answer.decision is None or answer.evaluation is None:
-            table.add_row(
-                answer.planner, "no plan fits", "", "", "", "", f"{answer.planning_s:.2f}"
-            )
+        planning = f"{answer.planning_s:.2f}"
+        if answer.plan is None:
+            table.add_row(answer.planner, "no plan fits", "", "", "", "", planning)
             continue
-        stages = answer.evaluation.stages
+        over = "" if answer.feasible else " (over the limit)"
         table.add_row(
             answer.planner,
-            " ".join(str(j - i) for i, j in pairwise(answer.decision.bounds)),
-            f"{1e3 * answer.evaluation.bottleneck_s:.2f}",
-            f"{1e3 * simulated_step_s(problem, stages):.2f}",
-            f"{bubble_fraction(problem, stages):.1%}",
-            format_bytes(answer.evaluation.peak_bytes)
-            + ("" if answer.fits(problem) else " (over the limit)"),
-            f"{answer.planning_s:.2f}",
+            " ".join(map(str, answer.plan.cuts)),
+            f"{1e3 * answer.bottleneck_s:.2f}",
+            f"{1e3 * answer.step_s:.2f}",
+            f"{answer.bubble_fraction:.1%}",
+            format_bytes(answer.peak_bytes) + over,
+            planning,
         )
     return table
 
 
 def printed(show: Callable[[Console], None]) -> str:
-    """What `show` prints, as text without colours."""
+    """Returns what `show` prints, as text without colours."""
     console = Console(
         width=160, color_system=None, force_jupyter=False
     )  # it would show a cell of its own

@@ -1,6 +1,5 @@
 """In which order: one file per family of schedules, the passes that lower them, and their registry."""
 
-from jvpipe.ir.names import did_you_mean
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.gpipe import GPIPE
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
@@ -11,6 +10,7 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.two_bw import TwoBW
 from jvpipe.schedules.vee import VSchedule
 from jvpipe.schedules.xpipe import XPipe
+from jvpipe.util.names import did_you_mean
 
 _USUAL = (
     *(GPIPE, ONE_F_ONE_B, Interleaved(), ZBH1(), VSchedule(), VSchedule(memory="half"), AUTO),

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from jvpipe.ir.given import checked_flags
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, at_least, numbers_of
+from jvpipe.util.given import checked_flags
 
 Work = tuple[int, int]  # a chunk and a micro-batch
 

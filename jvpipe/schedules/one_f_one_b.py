@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jvpipe.ir.given import checked_flags
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, numbers_of
+from jvpipe.util.given import checked_flags
 
 
 def one_f_one_b(stages: int, microbatches: int) -> TaskLists:

@@ -11,9 +11,9 @@ max(0, m - (S - 1 - s)), its backward the same; S - s versions live. With vertic
 stage 0 read, max(0, m - (S - 1)), and hold S.
 """
 
-from jvpipe.ir.given import checked_flags
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
+from jvpipe.util.given import checked_flags
 
 
 def _in_flight(stage: int, stages: int) -> int:

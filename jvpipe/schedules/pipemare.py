@@ -12,9 +12,9 @@ Whatever is recomputed for a backward reads the backward's weights: here fates a
 parameter that several stages read follows its first reader in all of them, and is stashed instead.
 """
 
-from jvpipe.ir.brief import brief
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
+from jvpipe.util.brief import brief
 
 
 def _and_correction(stage: int, stages: int) -> int:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import is_whole, whole_numbers
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.halves import merged
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_whole, whole_numbers
 
 _log = logging.getLogger("jvpipe")
 

@@ -31,20 +31,38 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.host_link import link_between
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
-from jvpipe.runtime.monitor import Measured, Monitor, Record
-from jvpipe.runtime.tensors import Limits
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.host_link import link_between
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.monitor import Measured, Monitor, Record
+from jvpipe.runtime.engine.tensors import Limits
+from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.session.asking import Planned
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import planned_again
 from jvpipe.session.settings import agreed_rows
-from jvpipe.session.trigger import Replan, Rule, Seen, Trigger
+from jvpipe.session.trigger import Replan, Rule, Seen, Trigger, all_of
 
 T = TypeVar("T")
-TURN_S = 1e-4
+
+
+@dataclass(frozen=True)
+class AdaptEffort:
+    """How much of a run's time may go into looking at it.
+
+    Attributes:
+        turn_s: seconds after which a thread beside the training gives up the interpreter. Python's
+            5 ms would keep each dispatch waiting that long.
+        waiting_steps: steps that may wait to be looked at; more are passed over.
+        round_steps: steps after which several processes tell one another what they have seen.
+    """
+
+    turn_s: float = 1e-4
+    waiting_steps: int = 4
+    round_steps: int = 4
+
+
+ADAPTING = AdaptEffort()
 _lock = Lock()
 _outside: list[
     tuple[float, bool]
@@ -53,10 +71,11 @@ _outside: list[
 
 @contextmanager
 def beside_training() -> Iterator[None]:
-    """While it lasts nobody keeps the interpreter for long: every wait of the dispatching thread is one of a device.
+    """Keeps work beside the training from holding up the thread that dispatches.
 
-    Turns end after `TURN_S`, not after 5 ms: a dispatch gives the interpreter up and asks for it again. And tracing
-    does not set off collections of garbage, of which one that looks at every object takes half a second.
+    That thread gives the interpreter up at each dispatch and then asks for it again. So turns end
+    after `ADAPTING.turn_s`. And tracing does not set off collections of garbage, which look at every
+    object and take half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()
@@ -64,7 +83,7 @@ def beside_training() -> Iterator[None]:
     """
     with _lock:
         _outside.append((sys.getswitchinterval(), gc.isenabled()))
-        sys.setswitchinterval(min(TURN_S, _outside[0][0]))
+        sys.setswitchinterval(min(ADAPTING.turn_s, _outside[0][0]))
         gc.disable()
     try:
         yield
@@ -122,10 +141,6 @@ class Thread:
 
 # The adapter
 
-AHEAD = 4
-"""So many steps may wait to be looked at; more are passed over."""
-ROUND_STEPS = 4
-"""Several processes tell one another every so many steps."""
 _log = logging.getLogger("jvpipe")
 
 
@@ -226,7 +241,11 @@ class Adapter:
         if not self._thread or monitor is None:
             return
         record, first = monitor.close(), self._compiled_plans.current
-        if record and self._thread.waiting < AHEAD and compiled.traced is first.traced:
+        if (
+            record
+            and self._thread.waiting < ADAPTING.waiting_steps
+            and compiled.traced is first.traced
+        ):
             if self._decides:
                 self._judge.plans[step] = first.plan
             read = self._judge, monitor, record, first, step, stream_steps
@@ -243,7 +262,7 @@ class Adapter:
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
-        if step % ROUND_STEPS:
+        if step % ADAPTING.round_steps:
             return
         news = hosts.exchange("seconds", judge.news().to_json().encode())
         told = [Told.from_json(text.decode()) for text in news]
@@ -508,18 +527,3 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
             layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
         ]
     return Seen(layer_s, exposed_s)
-
-
-def all_of(parts: Sequence[Seen]) -> Seen:
-    """The seconds of a step of which each process has seen its own layers and stages.
-
-    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
-    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
-    """
-    layer_s, exposed_s = (
-        [getattr(part, name) for part in parts] for name in ("layer_s", "exposed_s")
-    )
-    return Seen(
-        [sum(values) for values in zip(*layer_s, strict=True)],
-        [sum(v) for v in zip(*exposed_s, strict=True)],
-    )

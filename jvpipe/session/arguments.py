@@ -10,18 +10,19 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Device, Tracer
-from jvpipe.ir.brief import brief
-from jvpipe.ir.given import is_stream, is_whole, several
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner, shape_planners
-from jvpipe.runtime.replicas import check_replicable
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, path_name
+from jvpipe.trace.leaves import Role
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_stream, is_whole, several
+from jvpipe.util.paths import path_name
 
 Tree = Any
 PER_LAYER = "per_layer"

@@ -11,6 +11,7 @@ from itertools import pairwise
 from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
+from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_of, worth_searching
 from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
@@ -25,10 +26,11 @@ from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.report.shapes import shape_reasons, shape_words
-from jvpipe.runtime.replicas import check_replicable
+from jvpipe.planners.order_reasons import order_reasons, search_reasons
+from jvpipe.planners.shape_reasons import shape_reasons, shape_words
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, GivenLists
-from jvpipe.session.measuring import Measurement
+from jvpipe.session.measuring import LIMITS, Measurement
 from jvpipe.trace.spread import CoupledError
 
 
@@ -56,6 +58,19 @@ class Planned:
     def step_s(self) -> float:
         """Seconds of a step, simulated."""
         return simulated_step_s(self.problem, evaluate(self.problem, self.decision).stages)
+
+    def reasons(self, cross_layer: Sequence[str]) -> list[str]:
+        """Says how devices differ, why each cut is where it is, and what the order gains.
+
+        Args:
+            cross_layer: transformations of the optimizer that need a value of all layers.
+        """
+        lines = device_reasons(self.problem)
+        lines += cut_reasons(self.problem, self.decision)
+        lines += order_reasons(self.problem, self.decision, cross_layer)
+        if self.ordered:
+            lines.append(search_reasons(self.ordered))
+        return lines
 
     @property
     def placed(self) -> list[LayerCost]:
@@ -208,8 +223,6 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
 
 # How many devices each stage of a pipeline is to have: layers are measured on slices, and the planner asked.
 
-_ATTEMPTS = 4
-
 
 @dataclass(frozen=True)
 class ChosenShape:
@@ -249,7 +262,7 @@ class ShapeSearch:
         shapes = self.measurement.shapes(local, Pins(self.stages, size=examples, least_slice=least))
         limit = shapes.model.memory_limit_bytes
         asked = shapes
-        for _ in range(_ATTEMPTS):
+        for _ in range(LIMITS.attempts):
             try:
                 planned = ask_shapes(request.planner, asked)
             except Infeasible:

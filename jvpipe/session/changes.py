@@ -11,18 +11,18 @@ import jax
 
 from jvpipe.ir.plan import Plan
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import Controller, HostLost, StageError
-from jvpipe.runtime.migrate import (
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.controller import Controller, HostLost, StageError
+from jvpipe.runtime.engine.tensors import Limits
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.state.migrate import (
     Migration,
     PlanChange,
     moved_between_steps,
     prepare_migration,
     state_after_failed_move,
 )
-from jvpipe.runtime.model_change import ModelSwitch, Parked, plan_model_switch
-from jvpipe.runtime.state import State
-from jvpipe.runtime.tensors import Limits
+from jvpipe.runtime.state.model_change import ModelSwitch, Parked, plan_model_switch
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.settings import agreed_rows

@@ -6,23 +6,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jvpipe.ir.brief import brief
-from jvpipe.ir.pattern import anything, compare
-from jvpipe.runtime.checkpoints import skeleton
-from jvpipe.runtime.checkpoints.array_file import Arrays
-from jvpipe.runtime.checkpoints.checkpoint import Saved, save_checkpoint
-from jvpipe.runtime.checkpoints.flight import restore_in_flight
-from jvpipe.runtime.checkpoints.parts import open_together, read_together, save_parts
-from jvpipe.runtime.checkpoints.saving import Saving, saved_inputs, saved_words
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.hosts import Disagreement, Hosts
-from jvpipe.runtime.state import State
-from jvpipe.runtime.versions import VersionLedger
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import Disagreement, Hosts
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.runtime.state.checkpoints import skeleton
+from jvpipe.runtime.state.checkpoints.array_file import Arrays
+from jvpipe.runtime.state.checkpoints.checkpoint import Saved, save_checkpoint
+from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
+from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
+from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
 from jvpipe.session.settings import agreed_rows
 from jvpipe.session.trees import shapes_of
 from jvpipe.trace.loss import KeyKind
+from jvpipe.util.brief import brief
+from jvpipe.util.pattern import anything, compare
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.host_link import link_between
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import Leaf, Name
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.host_link import link_between
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import ChosenShape, Planned
 from jvpipe.session.inner_axes import check_shard_maps
@@ -29,9 +29,10 @@ from jvpipe.session.trees import Trees, micro_batch_shapes, shapes_of
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
-from jvpipe.trace.leaves import abstract, path_name
+from jvpipe.trace.leaves import abstract
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 Tree = Any
 LeavesOf = Callable[[Stacks], Sequence[Leaf]]

@@ -9,10 +9,10 @@ import numpy as np
 
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.values import Owner, ValueKind
-from jvpipe.runtime.checkpoints.flight import brought_arrays, names_of, with_leaves
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import Moment
-from jvpipe.runtime.state import State
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.controller import Moment
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, with_leaves
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.trees import check_fed, feeds_of
 

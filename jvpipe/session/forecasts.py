@@ -1,42 +1,23 @@
-"""Plans for hardware that is not here, from shapes alone: what planners answer, what it takes, and why."""
+"""Plans for hardware that is not here, from shapes alone: planners are asked, and the hardware's compiler."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
-from jvpipe.ir.brief import brief
-from jvpipe.ir.extras import extra
-from jvpipe.ir.given import checked_frozen, several
+from jvpipe.cost.said import Said
+from jvpipe.cost.targets import find_target
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import parse_limits
 from jvpipe.papers.registry import PLANNERS, find_planner
-from jvpipe.planners.joint.device_orders import least_bound
-from jvpipe.planners.joint.shape_bound import least_step_s
-from jvpipe.planners.model.forecast import forecast, simulated_step_s
+from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.pins import Pins
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.report import timeline
-from jvpipe.report.answers import (
-    Answer,
-    as_json,
-    best_first,
-    smallest_limit_bytes,
-    summary,
-    why_not,
-)
-from jvpipe.report.reasons import cut_reasons, device_reasons
-from jvpipe.report.shapes import shape_reasons
-from jvpipe.runtime.tensors import MemoryLimitExceeded
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
@@ -47,161 +28,18 @@ from jvpipe.session.arguments import (
     whole_number,
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
+from jvpipe.session.forecast import Forecast
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
-from jvpipe.simulate.timeline import Timeline
+from jvpipe.session.signing import Signer, signed
 from jvpipe.trace.graph import Traced
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_frozen, several
+from jvpipe.util.sizes import limits_of_each, parse_limits
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
-
-    Where the number of devices of each stage was decided too, `shapes` are those that there were.
-
-    >>> import jax, jax.numpy as jnp, jvpipe
-    >>> def loss_fn(params, batch, rng):
-    ...     for w in params:
-    ...         batch = jnp.tanh(batch @ w)
-    ...     return jnp.mean(batch**2)
-    >>> wide = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
-    >>> forecast = jvpipe.plan_for(loss_fn, [wide] * 8, wide, stages=4, hardware="h100", memory_limit="16GiB")
-    >>> forecast.plan.cuts, forecast.plan.planner
-    ((2, 2, 2, 2), 'jvpipe')
-    """
-
-    problem: Problem
-    answers: tuple[Answer, ...]
-    title: str = ""
-    question: Question | None = None
-    shapes: Shapes | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan that keeps the limit."""
-        return self.answers[0].fits(self.problem)
-
-    @property
-    def simulated(self) -> bool:
-        """Whether there is a plan to be simulated, which may be over the limit."""
-        return self.answers[0].decision is not None
-
-    @property
-    def plan(self) -> Plan:
-        """The best plan.
-
-        Raises:
-            MemoryLimitExceeded: none keeps the limit; its `smallest_limit_bytes` is one that would do.
-        """
-        if not self.fits:
-            raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
-        best = self.answers[0]
-        assert best.plan is not None
-        return replace(best.plan, splits=best.splits, outline=self.problem.costs.outline)
-
-    @property
-    def microbatches(self) -> int:
-        """How many the best plan splits a batch into."""
-        return self.problem.microbatches
-
-    @cached_property
-    def held_bytes(self) -> list[int]:
-        """The most that each device holds under the best plan: what the ledger of a run tells, to the byte.
-
-        For this, and for nothing else here, programs are compiled: for the device at hand, whose compiler alone knows
-        the temporary arrays. What planners count (`to_json()["stages"]`) is never much less, and often a little more.
-
-        Raises:
-            ValueError: the problem is of no model.
-        """
-        if self.question is None:
-            raise ValueError("what a run holds is known of a model, and this is a profile of one")
-        return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
-
-    @cached_property
-    def simulation(self) -> Timeline:
-        """What each device of the best plan does when, and what it holds."""
-        return forecast(self.problem, self._decision)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a simulated step; infinite without a plan."""
-        best = self.answers[0].evaluation
-        return math.inf if best is None else simulated_step_s(self.problem, best.stages)
-
-    @property
-    def reasons(self) -> list[str]:
-        """How devices differ, and why each cut is where it is."""
-        decision, shapes = self._decision, self.shapes
-        unlike = [] if shapes and not shapes.apart else device_reasons(self.problem)
-        kinds = self.answers[0].kinds
-        shape = shape_reasons(shapes, self.problem, decision, kinds) if shapes else []
-        return [*unlike, *shape, *cut_reasons(self.problem, decision)]
-
-    @cached_property
-    def lower_bound_s(self) -> float:
-        """Seconds of a step that no plan under the limit is below."""
-        if self.answers[0].decision is None:
-            return math.inf
-        return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
-
-    def why_not(self) -> str:
-        """Why no plan keeps the limit, and what would."""
-        return why_not(self.problem, self.answers)
-
-    def figure(self, path: str | Path) -> None:
-        """Draws the simulation, with memory under it (png, svg or pdf)."""
-        with extra("figures"):
-            from jvpipe.report.figures import check_format, timeline_figure
-        check_format(path)
-        title = ", ".join(
-            filter(None, (self.title, self.problem.schedule.name, self.answers[0].planner))
-        )
-        found = self.simulation
-        limits = {
-            name: self.problem.limit_of(d)
-            for d, name in enumerate(found.resources[: found.devices])
-        }
-        told = {name: limit for name, limit in limits.items() if limit is not None}
-        timeline_figure(found.picture(), Path(path), told, title)
-
-    def timeline(self, path: str | Path) -> None:
-        """Writes the simulation for Perfetto."""
-        timeline.write(Path(path), self.simulation.picture())
-
-    def to_json(self) -> Any:
-        """The answer as `--json` holds it; of several planners a list, the best first."""
-        bound_s, shapes = self.lower_bound_s, self.shapes
-        answers = [as_json(self.problem, each, bound_s, shapes) for each in self.answers]
-        return answers[0] if len(answers) == 1 else answers
-
-    def show(self, console: Any) -> None:
-        """Prints one answer whole, several side by side, to a `rich.console.Console`."""
-        with extra("cli"):
-            from jvpipe.report.tables import comparison, stage_table
-        first = self.answers[0]
-        if len(self.answers) > 1:
-            console.print(comparison(self.problem, self.answers))
-        elif first.decision is not None and first.evaluation is not None:
-            console.print(stage_table(self.problem, first.decision, first.evaluation))
-            told = summary(self.problem, first, self.lower_bound_s, self.shapes)
-            console.print(told, highlight=False)
-            for reason in self.reasons:
-                console.print(reason, highlight=False)
-
-    def __str__(self) -> str:
-        with extra("cli"):
-            from jvpipe.report.tables import printed
-        return printed(self.show) + ("" if self.fits else f"no plan: {self.why_not()}\n")
-
-    @property
-    def _decision(self) -> Decision:
-        decision = self.answers[0].decision
-        if decision is None:
-            raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
-        return decision
+Limits = int | tuple[int, ...] | None
+"""Of all devices, or of each; None is what they have."""
 
 
 def plan_for(
@@ -224,9 +62,13 @@ def plan_for(
     has_state: bool = False,
     stacked: str | None = None,
     frozen: Sequence[str] | None = None,
+    compile: bool | str = False,
     title: str = "",
 ) -> Forecast:
-    """Plans a model from its shapes, for hardware that is not here; nothing is allocated, compiled or run.
+    """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
+
+    With `compile` the compiler of that hardware says what the programs of the plan take, each once: another plan is
+    made where one takes more than the limit. What it said is kept in JAX's compilation cache.
 
     With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given is decided.
 
@@ -250,12 +92,14 @@ def plan_for(
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, likewise.
+        compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
         title: of the figure.
 
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, limit = planner_names(planner), parse_limits(memory_limit)
+    _check_compile(compile)
     cluster = (
         hardware
         if isinstance(hardware, Cluster)
@@ -263,23 +107,72 @@ def plan_for(
     )
     named = checked_frozen(frozen)
     rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named
+    given = None
     if devices is None and replicas is None and cuts is None:
-        counts = (
-            _count("stages", stages, USUAL_STAGES),
-            _count("microbatches", microbatches, USUAL_MICROBATCHES),
+        there = _count("stages", stages, USUAL_STAGES)
+        counts = there, _count("microbatches", microbatches, USUAL_MICROBATCHES)
+        question = Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest)
+    else:
+        question = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
+        pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
+        check_shape_planner(names, question.schedule)
+        there, given = given_pins(question, cluster, devices, **pins)
+    asking = _Asking(question, cluster, names, there, given, title)
+    return asking({}, limit) if compile is False else asking.signed(limit, compile)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Asks planners about a model, as often as more is known; with `pins` about shapes over the devices, too."""
+
+    question: Question
+    cluster: Cluster
+    names: Sequence[str]
+    devices: int
+    pins: Pins | None
+    title: str
+
+    def __call__(self, said: Said, limits: Limits) -> Forecast:
+        """What they answer.
+
+        Args:
+            said: what the hardware's compiler has said.
+            limits: of the devices.
+        """
+        question, cluster = replace(self.question, said=said), self.cluster
+        if self.pins is None:
+            return _straight(question, cluster, limits, self.names, self.title)
+        shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
+        return _shaped(question, shapes, self.names[0], self.title)
+
+    def signed(self, limit: Limits, target: bool | str) -> Forecast:
+        """The plan that the compiler of the hardware signs.
+
+        Args:
+            limit: as it was given.
+            target: another one than the hardware, by name.
+        """
+        if not isinstance(target, bool | str):
+            raise ValueError(
+                f"compile must be True, or the name of a target such as 'h100', not {brief(target)}"
+            )
+        if len(self.names) > 1:
+            names = ", ".join(self.names)
+            raise ValueError(f"compile is for one planner, not for {names}: name one")
+        signer = Signer.of(self.cluster, find_target(target) if isinstance(target, str) else None)
+        there = self.cluster.accelerators[: self.devices]
+        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in there)
+        again = replace(self, question=replace(self.question, models={}))
+        return signed(
+            lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
         )
-        return _straight(
-            Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest),
-            cluster,
-            limit,
-            names,
-            title,
+
+
+def _check_compile(compile: Any) -> None:
+    if not isinstance(compile, bool | str):
+        raise ValueError(
+            f"compile must be True, or the name of a target such as 'h100', not {brief(compile)}"
         )
-    whole = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
-    pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
-    check_shape_planner(names, whole.schedule)
-    there, given = given_pins(whole, cluster, devices, **pins)
-    return _shaped(whole, whole.shapes(cluster, there, given, limit)[0], names[0], title)
 
 
 def _count(name: str, value: int | None, usual: int) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in
-from jvpipe.ir.brief import brief
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.sharding import Sharding, named_axes, words
 from jvpipe.trace.jaxprs import every
+from jvpipe.util.brief import brief
 
 _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 

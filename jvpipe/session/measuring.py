@@ -20,12 +20,9 @@ from jvpipe.cost.measure import Runs, measured_costs
 from jvpipe.cost.model import Work, costs_of
 from jvpipe.cost.presets import accelerator_like, accelerator_of
 from jvpipe.cost.state_away import with_state_away
-from jvpipe.ir.brief import brief
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
-from jvpipe.ir.given import is_whole, several
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import limits_of_each
 from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
@@ -34,15 +31,38 @@ from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.schedules.auto import AUTO, may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
+from jvpipe.util.brief import brief
+from jvpipe.util.given import is_whole, several
+from jvpipe.util.sizes import limits_of_each
 
-ALIKE = 0.98
-"""Devices that report at least this share of what the roomiest of them has are taken to have the same."""
+
+@dataclass(frozen=True)
+class LimitEffort:
+    """How long a plan is sought whose run keeps a memory limit.
+
+    Attributes:
+        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
+            the run of its answer would be over it.
+        counted_times: how many times what a run holds the planner may have counted, at most.
+        alike: devices that report at least this share of what the roomiest of them has are taken to
+            have the same.
+        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
+            for whose optimizer state leaves.
+    """
+
+    attempts: int = 5
+    counted_times: float = 1.2
+    alike: float = 0.98
+    noticed: float = 0.01
+
+
+LIMITS = LimitEffort()
 
 
 def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
@@ -158,7 +178,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
     if not limits:
         return ()
     each = [limits.get(device.id, min(limits.values())) for device in devices]
-    return tuple(min(other for other in each if other >= ALIKE * limit) for limit in each)
+    return tuple(min(other for other in each if other >= LIMITS.alike * limit) for limit in each)
 
 
 def _reported(device: Device) -> int | None:

@@ -18,24 +18,22 @@ from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fate
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import Leaf, Name
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
 from jvpipe.session.arguments import dealt
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
-from jvpipe.session.measuring import Measurement, Request
+from jvpipe.session.measuring import LIMITS, Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import ROUNDS, CutCandidate, Splitter, decide
+from jvpipe.session.planning import SPLITTING, CutCandidate, Splitter, decide
 from jvpipe.session.settings import Settings
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
 ALL_AWAY = {"*": Fate.SWAP.value}
-_NOTICED = 0.01
-"""By how much longer steps are than with everything kept, from which on a plan is asked for whose state leaves."""
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
@@ -247,7 +245,7 @@ class ModelPlanner:
             best, rounds = (
                 splitter.within_limit(traced, stages, self._candidate)
                 if limited
-                else (self._candidate(traced), ROUNDS)
+                else (self._candidate(traced), SPLITTING.rounds)
             )
             if finer:
                 best = splitter.better(best, self._candidate, rounds, limited=limited)
@@ -419,7 +417,7 @@ def _pays_for_room(chosen: Chosen) -> bool:
     if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
         return False
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
-    return planned.step_s > (1 + _NOTICED) * kept.step_s
+    return planned.step_s > (1 + LIMITS.noticed) * kept.step_s
 
 
 def _to_run(checked: CompiledPlan) -> CompiledPlan:

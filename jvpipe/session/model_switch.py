@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jvpipe.runtime.failures import HostLost, StageError
-from jvpipe.runtime.state import State
-from jvpipe.runtime.versions import VersionLedger
+from jvpipe.runtime.engine.failures import HostLost, StageError
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.session.session import Session
 from jvpipe.session.settings import agreed_rows
 

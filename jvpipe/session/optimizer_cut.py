@@ -9,7 +9,7 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.optimizer import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
 from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.phases import phase
 from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.graph import Traced, freeze

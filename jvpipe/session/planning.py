@@ -25,19 +25,16 @@ from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, given, lines_of
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.asking import Planned, answered, ask
-from jvpipe.session.measuring import Request
+from jvpipe.session.measuring import LIMITS, Request
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import layer_signature, split_layers, split_points
 
-_ATTEMPTS = 5
 _log = logging.getLogger("jvpipe")
-_NEAR = 1.2
-"""How many times what a plan holds a planner may count."""
 
 
 def decide(
@@ -66,7 +63,7 @@ def decide(
         return [size + less.get(stage.devices, 0) for size, stage in held]
 
     roomy = (
-        request.schedule == AUTO or _NEAR * least_kept_bytes(problem) <= limit
+        request.schedule == AUTO or LIMITS.counted_times * least_kept_bytes(problem) <= limit
     )  # others may hold less than 1F1B
     least = None if roomy else _least(request, problem, limit, needed_of)
     planned = _unlimited(request, problem, needed_of) or _within(request, problem, least, needed_of)
@@ -210,10 +207,10 @@ def _unlimited(
         replace(problem, memory_limit_bytes=None, host_limit_bytes=None),
     )
     assert limit is not None
-    if not request.chooses or least_kept_bytes(problem) > _NEAR * limit:
+    if not request.chooses or least_kept_bytes(problem) > LIMITS.counted_times * limit:
         return None
     planned = ask(request.planner, free, request.places, fixed=request.fixed)
-    near = evaluate(planned.problem, planned.decision).limit_bytes <= _NEAR * limit
+    near = evaluate(planned.problem, planned.decision).limit_bytes <= LIMITS.counted_times * limit
     planned = replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
     return planned if near and max(needed_of(planned.plan)) <= limit else None
 
@@ -232,7 +229,7 @@ def _within(
     assert limit is not None
     counted = evaluate(least.problem, least.floor.decision).limit_bytes if least else limit
     asked, before = replace(problem, memory_limit_bytes=max(limit, counted)), None
-    for _ in range(_ATTEMPTS):
+    for _ in range(LIMITS.attempts):
         try:
             planned = ask(request.planner, asked, request.places, fixed=request.fixed)
         except Infeasible:
@@ -249,17 +246,30 @@ def _within(
 
 # Finer layers: where whole layers leave a stage slower than the others, layers of it are cut in two.
 
-NEAR = 1.1
-"""How many times slower than the mean a stage is before its layers are cut."""
-GAIN = 0.02
-"""The share of a step that finer layers must save."""
-ROUNDS = 2
-WORTH_S = 0.5e-3
-"""Seconds on a micro-batch, forward and backward, under which a layer is not cut: a dispatch takes some 0.05 ms."""
-FEW_LAYERS = 8
-"""Of models of more layers per stage, halves hold hardly less."""
-_PLACES = 3
-"""How many places in a layer are tried."""
+
+@dataclass(frozen=True)
+class SplitEffort:
+    """When a layer is worth being cut in two, and how often that is tried.
+
+    Attributes:
+        slow_times: how many times slower than the mean a stage is before its layers are cut.
+        worth_s: seconds on a micro-batch, forward and backward, under which a layer is not cut: a
+            dispatch takes some 0.05 ms.
+        gain: the share of a step that finer layers must save.
+        rounds: how often layers are cut in two.
+        layers_per_stage: of models of more layers per stage, halves hold hardly less.
+        places: in a layer that are tried.
+    """
+
+    slow_times: float = 1.1
+    worth_s: float = 0.5e-3
+    gain: float = 0.02
+    rounds: int = 2
+    layers_per_stage: int = 8
+    places: int = 3
+
+
+SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
 """Whether a layer of a model has the bits of the two that it is in another."""
@@ -324,11 +334,11 @@ class Splitter:
         self,
         begin: CutCandidate,
         plan: Callable[[Traced], CutCandidate],
-        rounds: int = ROUNDS,
+        rounds: int = SPLITTING.rounds,
         *,
         limited: bool = False,
     ) -> CutCandidate:
-        """A plan with finer layers, if it is faster by more than `GAIN`; else the one that is there.
+        """A plan with finer layers, if it is faster by more than `SPLITTING.gain`; else the one that is there.
 
         Args:
             begin: the plan that is there.
@@ -348,7 +358,7 @@ class Splitter:
                 candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
                 return best
-            if candidate.step_s > best.step_s * (1 - GAIN):
+            if candidate.step_s > best.step_s * (1 - SPLITTING.gain):
                 return best
             best = candidate
         return best
@@ -356,7 +366,11 @@ class Splitter:
     def halved(self, traced: Traced, stages: int) -> Traced | None:
         """The model with all layers cut in two that can be; None if there are none, or many layers already."""
         layers = range(len(traced.graph.layers))
-        return self.finer(traced, layers) if len(layers) <= FEW_LAYERS * stages else None
+        return (
+            self.finer(traced, layers)
+            if len(layers) <= SPLITTING.layers_per_stage * stages
+            else None
+        )
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
         """The model with these layers, and all that are like them, cut in two; None if none of them can be."""
@@ -372,7 +386,7 @@ class Splitter:
         points = split_points(
             traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device)
         )
-        halves = ((p, split_layers(traced, {layer: p})) for p in points[:_PLACES])
+        halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
         return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
 
 
@@ -391,11 +405,11 @@ def crowded(planned: Planned) -> list[int]:
     problem, bounds = planned.problem, planned.decision.bounds
     seconds = [cost.compute_s for cost in evaluate(problem, planned.decision).stages]
     slowest = seconds.index(max(seconds))
-    if seconds[slowest] * len(seconds) <= NEAR * sum(seconds):
+    if seconds[slowest] * len(seconds) <= SPLITTING.slow_times * sum(seconds):
         return []
     costs = problem.costs.layers
     return [
         i
         for i in range(*bounds[slowest : slowest + 2])
-        if costs[i].forward_s + costs[i].backward_s >= WORTH_S
+        if costs[i].forward_s + costs[i].backward_s >= SPLITTING.worth_s
     ]

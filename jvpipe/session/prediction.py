@@ -9,7 +9,7 @@ reads, and no layer before one that it follows:
 The batch is one micro-batch: what the function gives need not have an entry for each example.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,9 +23,10 @@ from jvpipe.ir.plan import Plan, Stage
 from jvpipe.ir.reductions import AuxReduction, Reductions
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.state import State
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import Carried
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.training_state import State
 from jvpipe.schedules import find_schedule
 from jvpipe.session.evaluation import forwards, holding, newest_arrays
 from jvpipe.session.session import Session
@@ -34,6 +35,7 @@ from jvpipe.trace.model import trace_model
 
 Tree = Any
 Function = Callable[..., Any]
+_Spot = tuple[tuple[ValueKind, str | int], int]  # what an array is, and where
 _ONE = Reductions(aux={"*": AuxReduction.LAST})  # of one micro-batch
 
 
@@ -138,23 +140,47 @@ def _arrays(
         (_name(current.traced.graph, buffer), buffer.place): array
         for buffer, array in zip(current.persistent, trained, strict=True)
     }
-    anywhere = {name: array for (name, _), array in there.items()}
+    carried = _carried(session, compiled, there)
+    anywhere = {name: array for (name, _), array in there.items() if array is not None}
     arrays, put = list[Any](), [0] * len(compiled.devices)
     for buffer in compiled.persistent:
         name, constant = _name(graph, buffer), buffer.value.kind is ValueKind.CONSTANT
         array = None if constant else there.get((name, buffer.place))
         if array is None and _jax.is_own(compiled.devices[buffer.place]):
             constants = compiled.traced.loss.constants
-            value = constants[buffer.value.index] if constant else anywhere[name]
-            if value is None:
-                raise ValueError(
-                    f"the function reads {name[1]} after parameters of later stages, and another process has it: "
-                    "read parameters in the order in which the loss does"
-                )
-            array = compiled.placing.put(value, buffer)
+            array = carried.get((name, buffer.place))
+            if array is None:
+                value = constants[buffer.value.index] if constant else anywhere[name]
+                array = compiled.placing.put(value, buffer)
             put[buffer.place] += buffer.bytes
         arrays.append(array)
     return arrays, put
+
+
+def _carried(
+    session: Session, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
+) -> dict[_Spot, jax.Array | None]:
+    """Copies what a layer reads of other processes, where the function reads in another order than the loss.
+
+    Args:
+        session: of the training.
+        compiled: the function.
+        there: what the training has, by name and place, in whatever process; None in others than this one.
+    """
+    process = [device.process_index for device in session.settings.devices]
+    copies, spots, arrays = list[Carried](), list[_Spot](), list[jax.Array | None]()
+    for buffer in compiled.persistent:
+        name = _name(compiled.traced.graph, buffer)
+        holders = [place for known, place in there if known == name]
+        if holders and process[buffer.place] not in {process[place] for place in holders}:
+            like = compiled.lying(buffer.value, buffer.place)
+            copies.append(Carried(process[holders[0]], process[buffer.place], like))
+            spots.append((name, buffer.place))
+            arrays.append(there[name, holders[0]])
+    if not copies:
+        return {}
+    assert session.settings.hosts is not None, "one process has all"
+    return dict(zip(spots, session.settings.hosts.carry(copies, arrays), strict=True))
 
 
 def _name(graph: LayerGraph, buffer: Buffer) -> tuple[ValueKind, str | int]:

@@ -11,19 +11,18 @@ from jvpipe.cost.costs import Costs
 from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
-from jvpipe.ir.given import checked_flags
+from jvpipe.cost.said import Said
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.sizes import MOST_BYTES, limits_of_each
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem, single_groups
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
-from jvpipe.programs.store import shared_store
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.replicas import check_replicable
+from jvpipe.programs.store import ProgramStore, shared_store
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
@@ -34,6 +33,8 @@ from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
+from jvpipe.util.given import checked_flags
+from jvpipe.util.sizes import MOST_BYTES, limits_of_each
 
 Tree = Any
 MOST_S = 1e12
@@ -45,7 +46,8 @@ class Question:
     """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
 
     `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. The rest is as
-    `jvpipe.Pipeline` takes it.
+    `jvpipe.Pipeline` takes it. `said` is what the compiler of the hardware has said of programs, `models`
+    remembers what was traced, if the question is put again and again.
     """
 
     loss_fn: Callable[..., Any]
@@ -60,8 +62,12 @@ class Question:
     has_state: bool = False
     stacked: str | None = None
     frozen: tuple[str, ...] = ()
-    _cutters: dict[int, OptimizerCutter] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+    said: Said = field(default_factory=dict, repr=False, compare=False)
+    models: dict[tuple[int, int | None], Model] | None = field(
+        default=None, repr=False, compare=False
+    )
+    _cutters: dict[tuple[int, int], OptimizerCutter] = field(
+        default_factory=dict, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -78,6 +84,9 @@ class Question:
             examples: of a micro-batch, if not as many as there are in one.
             present: the model with other examples, whose layers it is to have; None: it is cut anew.
         """
+        asked = self.microbatches, examples
+        if present is None and self.models and asked in self.models:
+            return self.models[asked]
         micro_batch = micro_batch_shapes(self.batch, self.microbatches)
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
@@ -94,11 +103,14 @@ class Question:
             has_aux=self.has_aux,
             has_state=self.has_state,
         )
-        return replace(model, traced=self._cutter(model).freeze(model.traced))
+        model = replace(model, traced=self._cutter(model).freeze(model.traced))
+        if present is None and self.models is not None:
+            self.models[asked] = model
+        return model
 
     def _cutter(self, model: Model) -> OptimizerCutter:
         """What has traced the optimizer of a model, and does so once."""
-        key, stacks = id(model.params), model.stacks
+        key, stacks = (self.microbatches, id(model.params)), model.stacks
         if key not in self._cutters:
             self._cutters[key] = OptimizerCutter(
                 self.optimizer,
@@ -137,7 +149,8 @@ class Question:
             model = self.trace()
             traced, optimizer = model.traced, self.cut(model, model.traced)
         split = may_split(self.schedule, self.stages, self.microbatches)
-        return estimate(traced, cluster, optimizer, self.microbatches, split=split)
+        said = self.said
+        return estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
@@ -168,14 +181,22 @@ class Question:
 
     def held_bytes(self, plan: Plan) -> list[int]:
         """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
+        return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
+
+    def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
+        """A plan of the model as a run of it would have it; the first device at hand stands for all.
+
+        Args:
+            plan: one of this model, with as many micro-batches.
+            store: compiles its programs.
+        """
         model = self.trace()
         traced = split_as_planned(model.traced, plan.splits)
         devices = (jax.devices()[0],) * plan.device_count
         optimizer = self.cut(model, traced)
-        run = CompiledPlan(
-            traced, plan, self.schedule, optimizer, self.microbatches, devices, shared_store()
+        return CompiledPlan(
+            traced, plan, self.schedule, optimizer, self.microbatches, devices, store
         )
-        return [peak.bytes for peak in run.peaks[:-1]]
 
     def problem(
         self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None

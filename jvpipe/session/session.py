@@ -16,22 +16,22 @@ from jvpipe.ir.span import Picture
 from jvpipe.ir.use import Use, synchronous_uses
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.awaited import Awaited
-from jvpipe.runtime.binding import Bound
-from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.controller import Controller, Feeds, Moment
-from jvpipe.runtime.forks import check_not_forked
-from jvpipe.runtime.hosts import together
-from jvpipe.runtime.losses import Losses, LossWatch
-from jvpipe.runtime.migrate import Migration, PlanChange
-from jvpipe.runtime.model_change import ModelChange
-from jvpipe.runtime.monitor import Measured, Monitor
-from jvpipe.runtime.phases import phase
-from jvpipe.runtime.picture import picture
-from jvpipe.runtime.state import Leaf, Name, State, given_leaves
-from jvpipe.runtime.tensors import Ledger, Limits
+from jvpipe.runtime.engine.awaited import Awaited
+from jvpipe.runtime.engine.binding import Bound
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.controller import Controller, Feeds, Moment
+from jvpipe.runtime.engine.forks import check_not_forked
+from jvpipe.runtime.engine.hosts import together
+from jvpipe.runtime.engine.losses import Losses, LossWatch
+from jvpipe.runtime.engine.monitor import Measured, Monitor
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.picture import picture
+from jvpipe.runtime.engine.tensors import Ledger, Limits
+from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
+from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
+from jvpipe.runtime.state.migrate import Migration, PlanChange
+from jvpipe.runtime.state.model_change import ModelChange
 from jvpipe.session.adapt import Adapter
 from jvpipe.session.asking import Planned
 from jvpipe.session.changes import KnownModels, Migrations

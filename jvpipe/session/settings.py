@@ -11,12 +11,13 @@ import jax
 
 from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.schedules import Schedule
 from jvpipe.trace.digests import (
     array_digest,
@@ -169,12 +170,17 @@ def agree_on_given(
         ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
     ]
     hosts.agree("what init is given", given)
-    own = leaf_lines(batch, "batch leaf")
+    own = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
     every = [json.loads(told) for told in hosts.exchange("batch", json.dumps(own).encode())]
     by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in every)]
     hosts.agree(
         "what init is given", [("the values of the batch", "\n".join(own[i] for i in by_all))]
     )
+
+
+def _unread(leaf: Any) -> Any:
+    """A leaf as it is, of one that is read lazily the shape: whoever needs nothing of it is not to read it."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 
 def agreed_rows(compiled: CompiledPlan) -> Parts:

@@ -9,11 +9,13 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Tracer, is_plain
+from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.runtime.value_shapes import shape
+from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import abstract, canonical, named, path_name
+from jvpipe.trace.leaves import abstract, canonical, named
 from jvpipe.trace.stacks import Stacks
+from jvpipe.util.paths import path_name
 
 Tree = Any
 
@@ -77,12 +79,12 @@ def feeds_of(
     """
     feeds: dict[tuple[str, int], Sequence[np.ndarray | jax.Array]] = {}
     for i, leaf in enumerate(jax.tree.leaves(batch)):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not isinstance(leaf, LazyArray):
             continue
         if isinstance(leaf, Tracer):
             abstract(batch, "batch leaf")  # raises, and names the leaf that is being traced
         leaf = _feedable(leaf)
-        size = len(leaf) // microbatches
+        size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
     if words is not None:
         feeds["seed", 0] = [
@@ -113,6 +115,8 @@ def _feedable(leaf: Any) -> Any:
 
     The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
     """
+    if isinstance(leaf, LazyArray):
+        return leaf.astype(canonical(leaf.dtype))
     if not is_plain(leaf.dtype):
         return jax.numpy.asarray(leaf)
     return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)

@@ -1,17 +1,19 @@
 """Judges by measured seconds whether another plan would pay, and with which cuts.
 
-Legend: T the slowest stage; L layers, S stages.
+Legend: T the slowest stage, L layers, S stages, M micro-batches.
 
-A slow device is not a slow layer. Layer l on the device d of its stage is modelled to take
+A slow device must not be mistaken for slow layers. Layer l on device d is modelled to take
 
     y[l] = w[l] r[l] f[d]
 
-w seconds that the plan counted on, f how many times longer the device takes than it should (the median over its
-layers, each with the weight of its seconds), r what is left to the layer itself (1 unless it is far from 1). So cuts
-for these seconds take layers away from a slow device, and give them back once its f is 1 again.
+where w are the seconds that the plan counted on, f says how many times longer the device takes than
+it should (the median over its layers, each weighted by its seconds), and r is what is left to the
+layer itself (1, unless it is far from 1). So cuts for these seconds take layers away from a slow
+device, and give them back once its f is 1 again.
 
-Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by itself. The way back has
-a lower one: it is to the plan at home, the one that was planned or asked for, once no other cuts were worth leaving it.
+Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by itself.
+The threshold for going home is lower. Home is the plan that was planned or asked for; layers return
+to it once no other cuts would be worth leaving it.
 """
 
 from collections import deque
@@ -24,15 +26,16 @@ from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
 
-_EQUAL = 1 + 1e-9  # sums of floats are not exact
+_ROUNDING = 1e-9  # of sums of floats, as a share; and the seconds that a layer takes at least
 
 
 def cuts_at_speeds(
     layer_s: Sequence[float], slowness: Sequence[float], fixed_s: Sequence[float] = ()
 ) -> list[int]:
-    """Layers per stage with the least slowest stage, and of those cuts the ones with the least sum of all stages.
+    """Finds the layers per stage with the least T and, among these cuts, the least sum of all stages.
 
-    Two dynamic programs over contiguous cuts, each O(S L^2), exact: one for T, one for the sum within T.
+    Two exact dynamic programs over contiguous cuts, each O(S L^2): the first finds T, the second the
+    least sum among the stages that take no longer than T.
 
     Args:
         layer_s: seconds of each layer on a device as it should be.
@@ -42,23 +45,17 @@ def cuts_at_speeds(
     >>> cuts_at_speeds([1.0] * 6, [1.0, 1.0]), cuts_at_speeds([1.0] * 6, [1.0, 2.0])
     ([3, 3], [4, 2])
     """
-    total, places = np.concatenate([[0.0], np.cumsum(layer_s)]), np.arange(len(layer_s) + 1)
-    each_s = np.where(places > places[:, None], total - total[:, None], np.inf)
-    stages = [
-        slow * each_s + fixed
-        for slow, fixed in zip(slowness, fixed_s or [0.0] * len(slowness), strict=True)
-    ]
-    most_s = least_path(stages, np.maximum)[0] * _EQUAL
-    _, bounds = least_path(
-        (np.where(stage_s <= most_s, stage_s, np.inf) for stage_s in stages), np.add
-    )
+    total = np.concatenate([[0.0], np.cumsum(layer_s)])
+    bound = np.arange(len(layer_s) + 1)
+    # run_s[i, j]: seconds of layers i to j - 1; a stage has at least one layer
+    run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
+    fixed_s = fixed_s or [0.0] * len(slowness)
+    stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
+    slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
+    within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
+    _, bounds = least_path(within, np.add)
     assert bounds is not None, "there are as many layers as stages need"
     return np.diff(bounds).tolist()
-
-
-# Judges by measured seconds whether another plan would pay, and with which cuts.
-
-_LEAST_S = 1e-9  # no layer takes nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +65,11 @@ class Rule:
     Args:
         gain: the share of a step's seconds that other cuts must save.
         gain_home: the same for returning to the plan at home.
-        steps: in so many steps in a row.
-        horizon_steps: within which a migration must repay the seconds that it takes.
+        steps: how many in a row must ask for other cuts.
+        horizon_steps: steps within which a migration must repay the seconds that it takes.
         layer: the factor within which a layer takes what was planned.
-        learn_steps: steps whose seconds are expected from then on, if the plan was made without any.
-        skip_steps: steps before these, in which all is new.
+        learn_steps: steps from which to learn what layers take, if the plan was made without seconds.
+        skip_steps: first steps that are not looked at, because programs and caches are cold.
     """
 
     gain: float = 0.08
@@ -86,10 +83,21 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Seconds of a step per micro-batch: each layer's forward and backward, each stage's wait for copies."""
+    """Holds the seconds of a step per micro-batch: of each layer, and of each stage's wait for copies."""
 
     layer_s: Sequence[float]
     exposed_s: Sequence[float]
+
+
+def all_of(parts: Sequence[Seen]) -> Seen:
+    """Joins the seconds of a step of which each process has seen its own layers and stages.
+
+    >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
+    Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
+    """
+    layer_s = [sum(each) for each in zip(*(part.layer_s for part in parts), strict=True)]
+    exposed_s = [sum(each) for each in zip(*(part.exposed_s for part in parts), strict=True)]
+    return Seen(layer_s, exposed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class Replan:
     slowness: tuple[tuple[float, ...], ...] = ()
 
     def repays(self, moved_bytes: int, link: Link, rule: Rule) -> bool:
-        """True if moving takes fewer seconds than are saved within the horizon.
+        """Tells whether moving takes fewer seconds than are saved within the horizon.
 
         Args:
             moved_bytes: that would move.
@@ -133,9 +141,16 @@ class Trigger:
         synchronous: bool,
         rule: Rule = Rule(),
     ) -> None:
-        """`expected_s` are the seconds of each layer that the plan was made for, if it was made for any."""
+        """Begins without a home: the first plan that is observed becomes it.
+
+        Args:
+            expected_s: the seconds of each layer that the plan was made for, if it was made for any.
+            microbatches: of a step.
+            synchronous: whether the pipeline is flushed at the end of a step.
+            rule: how much evidence is enough.
+        """
         self.rule = rule
-        self._expected = None if expected_s is None else np.maximum(expected_s, _LEAST_S)
+        self._expected = None if expected_s is None else np.maximum(expected_s, _ROUNDING)
         self._microbatches, self._synchronous = microbatches, synchronous
         self._skip = rule.skip_steps
         self._learned: list[Sequence[float]] = []
@@ -146,8 +161,13 @@ class Trigger:
         self._refused: set[tuple[int, ...]] = set()
 
     def observe(self, plan: Plan, seen: Seen) -> Replan | None:
-        """Takes what a step under `plan` took; returns what to do about it, if anything."""
-        if min(seen.layer_s) <= 0:  # a step in which not all layers ran
+        """Takes in what a step took; returns the cuts that have become worth it, if any have.
+
+        Args:
+            plan: the one under which the step ran.
+            seen: its seconds.
+        """
+        if min(seen.layer_s) <= 0:  # not all layers ran in this step
             return None
         self._follow(plan)
         if self._skip:
@@ -156,7 +176,7 @@ class Trigger:
         if self._expected is None:
             self._learned.append(seen.layer_s)
             if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.maximum(np.median(self._learned, axis=0), _LEAST_S)
+                self._expected = np.maximum(np.median(self._learned, axis=0), _ROUNDING)
             return None
         if self._better(plan, seen) is None:
             self._window.clear()
@@ -164,26 +184,24 @@ class Trigger:
         self._window.append(seen)
         if len(self._window) < self.rule.steps:
             return None
-        seconds, exposed_s = (
-            [getattr(s, name) for s in self._window] for name in ("layer_s", "exposed_s")
-        )
-        replan = self._better(
-            plan, Seen(np.mean(seconds, axis=0).tolist(), np.mean(exposed_s, axis=0).tolist())
-        )
+        # Each step alone asks for other cuts; which ones is decided on their mean.
+        layer_s = np.mean([step.layer_s for step in self._window], axis=0)
+        exposed_s = np.mean([step.exposed_s for step in self._window], axis=0)
+        replan = self._better(plan, Seen(layer_s.tolist(), exposed_s.tolist()))
         self._window.clear()
         self._asked = replan.cuts if replan else None
         return replan
 
     def refuse(self, cuts: tuple[int, ...]) -> None:
-        """These cuts cannot be, or do not repay the way to them; not to be asked for again under this plan."""
+        """Remembers that cuts cannot be or do not pay, so that they are not asked for under this plan."""
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """The plan that comes, instead of the cuts that were asked for, has these: it is no new home."""
+        """Says which cuts the plan has that comes in place of those asked for: it is no new home."""
         self._asked = cuts
 
     def _follow(self, plan: Plan) -> None:
-        """A plan that was not asked for here is a new home."""
+        """Makes a plan that was not asked for here the new home."""
         if plan == self._plan:
             return
         if plan.cuts != self._asked:
@@ -193,45 +211,54 @@ class Trigger:
         self._refused.clear()
 
     def _better(self, plan: Plan, seen: Seen) -> Replan | None:
-        """The cuts that this step asks for, if they gain enough."""
+        """Returns the cuts that a step asks for, if they gain enough."""
         expected, rule = self._expected, self.rule
         assert expected is not None
         slowness = self.slowness(plan, seen)
-        by_layer = np.repeat(slowness, plan.cuts)
-        own = np.array(seen.layer_s) / (expected * by_layer)
-        own = np.where((own > rule.layer) | (own < 1 / rule.layer), own, 1.0)
+        own = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
+        far = (own > rule.layer) | (own < 1 / rule.layer)
+        own = np.where(far, own, 1.0)
         seconds = expected * own
 
         def step_s(cuts: Sequence[int]) -> float:
-            parts_s = np.add.reduceat(seconds, np.cumsum([0, *cuts[:-1]])) * slowness + np.array(
-                seen.exposed_s
-            )
+            starts = np.cumsum([0, *cuts[:-1]])
+            parts_s = np.add.reduceat(seconds, starts) * slowness + np.array(seen.exposed_s)
             return self._step_s(float(parts_s.max()), float(parts_s.sum()))
 
-        at_home, total_s = plan.cuts == self.home.cuts, float(seconds.sum())
-        no_less_s = self._step_s(
-            total_s / sum(1 / f for f in slowness), total_s * min(slowness)
-        )  # of any cuts
-        if step_s(plan.cuts) - no_less_s <= (rule.gain if at_home else rule.gain_home) * step_s(
-            plan.cuts
+        now_s = step_s(plan.cuts)
+        at_home = plan.cuts == self.home.cuts
+        if now_s - self._least_step_s(float(seconds.sum()), slowness) <= now_s * (
+            rule.gain if at_home else rule.gain_home
         ):
-            return None
+            return None  # no cuts at all could gain enough, so none are sought
         cuts = tuple(cuts_at_speeds(seconds.tolist(), slowness, seen.exposed_s))
-        at_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
-        cuts = self.home.cuts if at_home else cuts
-        gain_s = step_s(plan.cuts) - step_s(cuts)
-        enough = gain_s > (rule.gain_home if at_home else rule.gain) * step_s(plan.cuts)
+        goes_home = step_s(cuts) >= step_s(self.home.cuts) * (1 - rule.gain)
+        if goes_home:
+            cuts = self.home.cuts
+        gain_s = now_s - step_s(cuts)
+        enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
         if not enough or cuts == plan.cuts or cuts in self._refused:
             return None
         times = tuple(tuple((f * own).tolist()) for f in slowness)
-        return Replan(cuts, self._why(plan, seen, at_home), gain_s, times)
+        return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
+
+    def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
+        """Returns seconds that a step is not below, whatever its cuts.
+
+        Work that could be shared without layers would keep every device busy for
+        total / (sum of 1 / f); and the fastest device would do all of it in total times the least f.
+        """
+        shared_s = total_s / sum(1 / f for f in slowness)
+        return self._step_s(shared_s, total_s * min(slowness))
 
     def _step_s(self, slowest_s: float, all_s: float) -> float:
-        """A step's seconds: (M - 1) slowest + all with a flush, else M slowest, of M micro-batches."""
-        return (self._microbatches - self._synchronous) * slowest_s + self._synchronous * all_s
+        """Counts a step's seconds: (M - 1) T plus all stages once with a flush, M T without one."""
+        if self._synchronous:
+            return (self._microbatches - 1) * slowest_s + all_s
+        return self._microbatches * slowest_s
 
     def slowness(self, plan: Plan, seen: Seen) -> list[float]:
-        """The device of each stage, by how many times longer it takes than it should."""
+        """Returns how many times longer the device of each stage takes than it should."""
         assert self._expected is not None
         ratio = np.array(seen.layer_s) / self._expected
         device = np.repeat([stage.devices[0] for stage in plan.stages], plan.cuts)
@@ -242,19 +269,21 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
-        """The stage that is furthest from what was planned."""
+        """Names the stage that is furthest from what was planned."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
-        stage = int(np.abs(np.log(ratio / np.median(ratio) if len(ratio) > 2 else ratio)).argmax())
+        # Of three stages or more the odd one out is told, even if all are slower than planned.
+        relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
+        stage = int(np.abs(np.log(relative)).argmax())
         if at_home and np.all(ratio < self.rule.layer):
             return "every stage takes what was planned again"
         return f"stage {stage} takes {ratio[stage]:.1f} times what was planned"
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """The value below and above which lies half of the weight."""
+    """Returns the value with half of the weight below it and half above."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)])

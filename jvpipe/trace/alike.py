@@ -1,6 +1,8 @@
 """Values that are equal by construction: counts and weights of examples, however often a loss has computed them.
 
-A whole number is alike in every type: sum(mask).astype(float) and sum(mask, dtype=float) are one count.
+Equations are numbered as in value numbering: one with the same primitive, parameters and operands as an earlier one has
+the number of that. A whole number is equal in every type: sum(mask).astype(float) and sum(mask, dtype=float) are one
+count.
 """
 
 from collections.abc import Hashable
@@ -28,7 +30,7 @@ _COUNTING = frozenset(
     }
     | {"squeeze", "reduce_sum"}
 )
-"""What makes whole numbers of whole numbers."""
+"""Primitives that make whole numbers of whole numbers."""
 _COMPARED = (
     {
         "sub",
@@ -53,7 +55,7 @@ _COMPARED = (
 
 
 class Alike:
-    """Numbers variables so that those with one number are equal; equations are told in their order.
+    """Numbers variables so that those with the same number are equal; it has to meet all equations in their order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):
@@ -69,11 +71,16 @@ class Alike:
 
     def __init__(self) -> None:
         self._numbers: dict[Var, int] = {}
-        self._known: dict[Hashable, int] = {}
+        self._number_of: dict[Hashable, int] = {}
         self._whole: set[int] = set()
 
     def tell(self, eqn: JaxprEqn, same: Atom | None = None) -> None:
-        """Numbers the result of an equation, if it is one that can be compared; `same`: what else it counts as."""
+        """Numbers the result of an equation, if it is one that can be compared.
+
+        Args:
+            eqn: the next equation.
+            same: a value that the result counts as, though it need not be equal.
+        """
         name = eqn.primitive.name
         if len(eqn.outvars) != 1 or (name not in _COMPARED and name not in _SAME):
             return
@@ -85,22 +92,20 @@ class Alike:
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
-            made = self._number((name, comparable(params), operands))
-            self._numbers[out] = made
+            number = self._number((name, comparable(params), operands))
+            self._numbers[out] = number
             if _is_whole(out) or (name in _COUNTING and self._whole.issuperset(operands)):
-                self._whole.add(made)
+                self._whole.add(number)
 
     def number(self, atom: Atom) -> int:
-        """The number of a variable or a constant."""
+        """Returns the number of a variable or a constant."""
         if isinstance(atom, Literal):
             value = np.asarray(atom.val)
-            key = "literal", value.shape, value.tobytes() if value.shape else complex(value)
-            number = self._number(key)
-            is_whole = (
-                value.shape == ()
-                and bool(np.isreal(value))
-                and float(value) == np.floor(float(value))
-            )
+            # Scalars are compared as numbers, whatever their type.
+            content = value.tobytes() if value.shape else complex(value)
+            number = self._number(("literal", value.shape, content))
+            is_real = value.shape == () and bool(np.isreal(value))
+            is_whole = is_real and float(value) == np.floor(float(value))
         elif atom in self._numbers:
             return self._numbers[atom]
         else:
@@ -110,11 +115,11 @@ class Alike:
         return number
 
     def is_whole(self, atom: Atom) -> bool:
-        """Whether a variable or a constant holds whole numbers, of whatever type."""
+        """Tells whether a variable or a constant holds whole numbers, of whatever type."""
         return self.number(atom) in self._whole
 
     def _number(self, key: Hashable) -> int:
-        return self._known.setdefault(key, len(self._known))
+        return self._number_of.setdefault(key, len(self._number_of))
 
 
 def _is_whole(atom: Atom) -> bool:

@@ -1,7 +1,12 @@
 """The axis of the examples, followed through an equation: which axis of each result has a part for each of them.
 
-An axis holds the examples one after another, perhaps several rows of each: [examples, tokens] and [examples x tokens]
-do, [tokens, examples] does along its last axis, [tokens x examples] does not.
+An axis holds the examples one after another, perhaps several rows of each:
+
+    [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
+    [examples x tokens]    along axis 0          [tokens x examples]    along none
+
+Each class of equations has a rule, which needs only the axes of the operands and the equation's parameters. Anything
+else is refused.
 """
 
 import math
@@ -14,7 +19,7 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
 Axis = int | None
-Found = Sequence[Axis | np.integer] | str
+Followed = Sequence[Axis | np.integer] | str
 """Of each result its axis, None for one that has none; or why examples do not stay apart. vmap counts axes in numpy."""
 
 _CLASSES = {
@@ -54,54 +59,61 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> S
         eqn: an equation of which at least one operand has such an axis.
         axes: of each operand; None for what depends on no example.
         grown: of each result, the axis whose size follows the number of examples, if there is one.
+
+    Returns:
+        The axis of each result; or, as text, why examples do not stay apart.
     """
     followed = _followed(eqn, axes, grown)
-    return (
-        followed
-        if isinstance(followed, str)
-        else [None if axis is None else int(axis) for axis in followed]
-    )
+    if isinstance(followed, str):
+        return followed
+    return [None if axis is None else int(axis) for axis in followed]
 
 
-def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Found:
+def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Followed:
     name, params = eqn.primitive.name, eqn.params
-    own = next(axis for axis in axes if axis is not None)
-    same = all(axis in (None, own) for axis in axes)
+    first = next(axis for axis in axes if axis is not None)
+    same = all(axis in (None, first) for axis in axes)
     match _class_of().get(name):
         case "elementwise":
-            return (
-                _all(own, grown)
-                if same
-                else "joins values that have their examples along different axes"
-            )
+            if not same:
+                return "joins values that have their examples along different axes"
+            return _all(first, grown)
         case "keys":
-            return _all(own, grown)
+            return _all(first, grown)
         case "reduces":
-            gone = params["axes"]
-            return [None if own in gone else own - sum(axis < own for axis in gone)] * len(grown)
+            removed = params["axes"]
+            after = None if first in removed else first - sum(axis < first for axis in removed)
+            return [after] * len(grown)
         case "runs":
-            return _all(own, grown) if params["axis"] != own else "sums up from example to example"
-        case "windows":
-            plain = params["window_dimensions"][own] == 1 and tuple(params["padding"][own]) == (
-                0,
-                0,
-            )
             return (
-                _all(own, grown)
-                if plain and params["window_strides"][own] == 1
-                else "looks at several examples"
+                _all(first, grown) if params["axis"] != first else "sums up from example to example"
             )
+        case "windows":
+            is_of_one = (
+                params["window_dimensions"][first] == 1 and params["window_strides"][first] == 1
+            )
+            if is_of_one and tuple(params["padding"][first]) == (0, 0):
+                return _all(first, grown)
+            return "looks at several examples"
         case _:
-            return _others(eqn, axes, own, grown, same=same)
+            return _others(eqn, axes, first, grown, same=same)
 
 
 def _others(
-    eqn: JaxprEqn, axes: Sequence[Axis], own: int, grown: Sequence[Axis], *, same: bool
-) -> Found:
-    """Follows the axis through what is of a kind of its own."""
+    eqn: JaxprEqn, axes: Sequence[Axis], first: int, grown: Sequence[Axis], *, same: bool
+) -> Followed:
+    """Follows the axis through equations that are of no class.
+
+    Args:
+        eqn: the equation.
+        axes: of each operand.
+        first: of the first operand that has one.
+        grown: of each result, the axis whose size follows the number of examples.
+        same: all operands that have an axis have this one.
+    """
     match eqn.primitive.name:
         case "reshape":
-            return _reshaped(eqn, own, grown[0])
+            return _reshaped(eqn, first, grown[0])
         case "dot_general":
             return _product(eqn, axes)
         case "conv_general_dilated":
@@ -111,160 +123,152 @@ def _others(
         case "scatter" | "scatter-add":
             return _scattered(eqn, axes)
         case "sort":
-            return _all(own, grown) if same and eqn.params["dimension"] != own else "sorts examples"
+            is_beside = same and eqn.params["dimension"] != first
+            return _all(first, grown) if is_beside else "sorts examples"
         case "fft":
             rank, last = len(_jax.aval(eqn.invars[0]).shape), len(eqn.params["fft_lengths"])
-            return _all(own, grown) if own < rank - last else "transforms over examples"
+            return _all(first, grown) if first < rank - last else "transforms over examples"
         case "top_k":
             last = len(_jax.aval(eqn.invars[0]).shape) - 1
-            return _all(own, grown) if eqn.params.get("axis", last) != own else "sorts examples"
+            return _all(first, grown) if eqn.params.get("axis", last) != first else "sorts examples"
         case _:
-            return _moved(eqn, own) or "is an operation that jvpipe cannot follow examples through"
+            return (
+                _moved(eqn, first) or "is an operation that jvpipe cannot follow examples through"
+            )
 
 
-def _all(axis: int, grown: Sequence[Axis]) -> Found:
-    """Every result has the axis of the operands."""
-    return (
-        [axis for _ in grown] if all(g == axis for g in grown) else "changes the number of examples"
-    )
+def _all(axis: int, grown: Sequence[Axis]) -> Followed:
+    """Returns the axis of the operands for every result."""
+    if any(size_follows != axis for size_follows in grown):
+        return "changes the number of examples"
+    return [axis] * len(grown)
 
 
-def _moved(eqn: JaxprEqn, own: int) -> Found | None:
-    """The axis after a change of shape, or of order; None for other operations."""
+def _moved(eqn: JaxprEqn, before: int) -> Followed | None:
+    """Returns the axis after a change of shape, or of order; None for other operations."""
     name, params = eqn.primitive.name, eqn.params
     shape = _jax.aval(eqn.invars[0]).shape
     match name:
         case "transpose":
-            return [tuple(params["permutation"]).index(own)]
+            return [tuple(params["permutation"]).index(before)]
         case "broadcast_in_dim":
-            return [params["broadcast_dimensions"][own]]
+            return [params["broadcast_dimensions"][before]]
         case "squeeze":
-            return [own - sum(axis < own for axis in params["dimensions"])]
+            return [before - sum(axis < before for axis in params["dimensions"])]
         case "expand_dims":
-            kept = [
-                i
-                for i in range(len(shape) + len(params["dimensions"]))
-                if i not in params["dimensions"]
-            ]
-            return [kept[own]]
+            added = params["dimensions"]
+            rank = len(shape) + len(added)
+            kept = [axis for axis in range(rank) if axis not in added]
+            return [kept[before]]
         case "concatenate":
-            return [own] if params["dimension"] != own else "puts examples beside others"
+            return [before] if params["dimension"] != before else "puts examples beside others"
         case "stack":
-            return [own + (params["axis"] <= own)]
+            return [before + (params["axis"] <= before)]
         case "split":
-            return (
-                [own] * len(eqn.outvars) if params["axis"] != own else "takes some of the examples"
-            )
+            if params["axis"] == before:
+                return "takes some of the examples"
+            return [before] * len(eqn.outvars)
         case "rev":
-            return [own] if own not in params["dimensions"] else "turns the examples round"
+            return [before] if before not in params["dimensions"] else "turns the examples round"
         case "pad":
-            return [own] if tuple(params["padding_config"][own]) == (0, 0, 0) else "adds examples"
+            is_plain = tuple(params["padding_config"][before]) == (0, 0, 0)
+            return [before] if is_plain else "adds examples"
+        case "slice" | "dynamic_slice" if _jax.aval(eqn.outvars[0]).shape[before] == shape[before]:
+            return [before]
         case "slice" | "dynamic_slice" | "dynamic_update_slice":
-            whole = _jax.aval(eqn.outvars[0]).shape[own] == shape[own]
-            return (
-                [own] if whole and name != "dynamic_update_slice" else "takes some of the examples"
-            )
+            return "takes some of the examples"
         case _:
             return None
 
 
-def _reshaped(eqn: JaxprEqn, own: int, grown: Axis) -> Found:
-    """The axis after a reshape: if it begins where the one before began, it holds whole examples, one after another."""
+def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
+    """Returns the axis after a reshape.
+
+    If it begins where the one before began, it holds whole examples, one after another.
+    """
     before, after = _jax.aval(eqn.invars[0]).shape, _jax.aval(eqn.outvars[0]).shape
-    if grown is None or math.prod(before[:own]) != math.prod(after[:grown]):
+    if grown is None or math.prod(before[:axis]) != math.prod(after[:grown]):
         return "mixes the axis of the examples with others"
     return [grown]
 
 
-def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
-    (contracted, batched) = eqn.params["dimension_numbers"]
+def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
+    """Follows the axis through a product: examples may be paired, batched, or free in one operand."""
+    # Contracted over the examples it is a sum over them, if both sides have them in the same place.
+    contracted, batched = eqn.params["dimension_numbers"]
     left, right = axes
     inside = left in contracted[0], right in contracted[1]
     if any(inside):
         paired = all(inside) and contracted[0].index(left) == contracted[1].index(right)
         return [None] if paired else "multiplies examples with what is not theirs"
     if left is not None and right is not None:
-        paired = (
-            left in batched[0]
-            and right in batched[1]
-            and batched[0].index(left) == batched[1].index(right)
-        )
-        return [batched[0].index(left)] if paired else "multiplies each example with every other"
-    side, own = (0, left) if left is not None else (1, right)
-    assert own is not None
-    if own in batched[side]:
-        return [batched[side].index(own)]
+        both_batched = left in batched[0] and right in batched[1]
+        if both_batched and batched[0].index(left) == batched[1].index(right):
+            return [batched[0].index(left)]
+        return "multiplies each example with every other"
+    side, axis = (0, left) if left is not None else (1, right)
+    assert axis is not None
+    if axis in batched[side]:
+        return [batched[side].index(axis)]
+    # The result has the batch axes first, then the free ones of the left operand, then those of the right one.
     ranks = [len(_jax.aval(x).shape) for x in eqn.invars]
     free = [i for i in range(ranks[side]) if i not in contracted[side] and i not in batched[side]]
     before = len(batched[0]) + (ranks[0] - len(contracted[0]) - len(batched[0]) if side else 0)
-    return [before + free.index(own)]
+    return [before + free.index(axis)]
 
 
-def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
-    numbers = eqn.params["dimension_numbers"]
-    alone = axes[1] is None and eqn.params["batch_group_count"] == 1
-    return (
-        [numbers.out_spec[0]]
-        if alone and axes[0] == numbers.lhs_spec[0]
-        else "convolves over examples"
-    )
+def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
+    """Follows the axis through a convolution: it has to be the batch axis of the input."""
+    numbers, (inputs, kernel) = eqn.params["dimension_numbers"], axes
+    is_plain = kernel is None and eqn.params["batch_group_count"] == 1
+    if is_plain and inputs == numbers.lhs_spec[0]:
+        return [numbers.out_spec[0]]
+    return "convolves over examples"
 
 
-def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
+def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
+    """Follows the axis through a lookup: of each example in what has none, or of an example in its own."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
-    outer = [
-        i for i in range(rank) if i not in numbers.offset_dims
-    ]  # the axes of the indices, but for the last
+    # The axes that the result has from the indices: all of theirs but the last.
+    outer = [i for i in range(rank) if i not in numbers.offset_dims]
     if indices is not None:
         if indices >= len(outer):
             return "takes an index from several examples"
-        if operand is None:
+        batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+        if operand is None or (operand, indices) in [*zip(*batching, strict=True)]:
             return [outer[indices]]
-        paired = [
-            *zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        ]
-        return (
-            [outer[indices]]
-            if (operand, indices) in paired
-            else (
-                "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
-            )
-        )
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        return "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
+    dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     assert operand is not None
-    if operand in gone or sizes[operand] != _jax.aval(eqn.invars[0]).shape[operand]:
+    if operand in dropped or sizes[operand] != _jax.aval(eqn.invars[0]).shape[operand]:
         return "takes some of the examples"
-    inner = [i for i in range(len(sizes)) if i not in gone]
+    inner = [i for i in range(len(sizes)) if i not in dropped]
     return [numbers.offset_dims[inner.index(operand)]]
 
 
-def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Found:
-    """The axis after values are added where indices say: to examples of their own, or to what has none."""
+def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
+    """Follows the axis where values are added by indices: to examples of their own, or to what has none."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes
     rank = len(_jax.aval(eqn.invars[2]).shape)
     outer = [i for i in range(rank) if i not in numbers.update_window_dims]
-    batched = [
-        *zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    ]
-    own = None if indices is None or indices >= len(outer) else outer[indices]
+    # The axis of the updates that goes with that of the indices.
+    beside = None if indices is None or indices >= len(outer) else outer[indices]
     if operand is None:
         adds = eqn.primitive.name == "scatter-add"
-        paired = updates in outer and own in (None, updates)
-        return [None] if adds and paired else "puts examples in one place"
-    if operand is not None and operand in numbers.operand_batching_dims:
-        paired = (operand, indices) in batched and updates in (None, own)
-        return [operand] if paired else "adds to other examples"
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        are_paired = updates in outer and beside in (None, updates)
+        return [None] if adds and are_paired else "puts examples in one place"
+    if operand in numbers.operand_batching_dims:
+        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        are_paired = (operand, indices) in [*zip(*batching, strict=True)]
+        return [operand] if are_paired and updates in (None, beside) else "adds to other examples"
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     shape = _jax.aval(eqn.invars[0]).shape
-    inner = [i for i in range(len(shape)) if i not in gone]
-    if (
-        operand not in inner
-        or indices is not None
-        or operand in numbers.scatter_dims_to_operand_dims
-    ):
+    inner = [i for i in range(len(shape)) if i not in dropped]
+    is_indexed = indices is not None or operand in numbers.scatter_dims_to_operand_dims
+    if operand not in inner or is_indexed:
         return "adds to examples by their numbers"
     window = numbers.update_window_dims[inner.index(operand)]
     whole = _jax.aval(eqn.invars[2]).shape[window] == shape[operand]

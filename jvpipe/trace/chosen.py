@@ -1,4 +1,4 @@
-"""What a user says of the leaves that a loss yields, beside what the trace says: reductions, found by their paths."""
+"""The reductions that a user chooses for what a loss yields, found by the paths of its leaves, and checked."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from jvpipe.trace.keys import is_key
 def chosen_aux(
     reductions: Reductions, paths: Sequence[str], leaves: Sequence[Sequence[Atom]]
 ) -> tuple[AuxReduction | None, ...]:
-    """The reduction of each leaf of aux that the user says.
+    """Returns the reduction of each leaf of aux, as the user says; None where they say nothing.
 
     Args:
         reductions: by pattern.
         paths: of the leaves.
-        leaves: what each is made of; two of what is `Weighted`.
+        leaves: the values of each; a `Weighted` has two.
 
     Raises:
         ValueError: a pattern matches nothing, or a leaf cannot be reduced so.
@@ -33,7 +33,7 @@ def chosen_aux(
 
 
 def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
-    """Why a leaf of aux cannot be reduced so, and what would do; None if it can."""
+    """Says why a leaf of aux cannot be reduced so, and what would do; None if it can."""
     dtype = _jax.aval(parts[0]).dtype
     if len(parts) > 1:
         return "which is jvpipe.Weighted, sum(total) / sum(weight): let the pattern match less, or return total alone"
@@ -45,12 +45,15 @@ def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
 
 
 def check_state_reduction(path: str, leaf: Atom, reduction: StateReduction) -> None:
-    """Raises ValueError if a leaf of the model state cannot be reduced as the user says.
+    """Checks that a leaf of the model state can be reduced as the user says.
 
     Args:
         path: of the leaf.
         leaf: as the loss makes it.
-        reduction: that is said of it.
+        reduction: as the user says.
+
+    Raises:
+        ValueError: it cannot.
     """
     dtype = _jax.aval(leaf).dtype
     is_number = not is_key(_jax.aval(leaf)) and dtype != np.bool_

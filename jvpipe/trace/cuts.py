@@ -26,9 +26,11 @@ _LARGE = 8  # a layer of more weighted operations is cut again if it can be
 
 
 def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
-    """The positions (between equations p-1 and p) at which `eqns` are cut into layers.
+    """Returns the positions at which equations are cut into layers: p is between equations p - 1 and p.
 
-    `weighted` tells for each equation whether it is a weighted operation.
+    Args:
+        eqns: in order.
+        weighted: marks the weighted operations.
     """
     cuts: list[int] = []
     for window, skip in _SCALES:
@@ -41,6 +43,10 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
 def _cuts_at(
     eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
 ) -> list[int]:
+    """Returns the cuts at one scale; a run that is still large is cut again by itself.
+
+    It ends: each run between two cuts is shorter than the whole.
+    """
     cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
         for a, b in pairwise([0, *cuts, len(eqns)]):
@@ -52,26 +58,39 @@ def _cuts_at(
 def _narrow(
     eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
 ) -> list[int]:
+    """Returns the narrow places: of each group of positions between two weighted operations one, if any.
+
+    Args:
+        eqns: in order.
+        weighted: marks the weighted operations.
+        window: how many groups to either side a place is compared with.
+        skip: a value that lives across more weighted operations is a skip connection.
+    """
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
-    groups = [
-        np.arange(a, b) for a, b in pairwise(starts)
-    ]  # positions between two weighted operations
+    groups = [np.arange(a, b) for a, b in pairwise(starts)]
     fewest = [int(count[group].min()) for group in groups]
     cuts = []
     for g, group in enumerate(groups):
-        if fewest[g] == min(fewest[max(0, g - window) : g + window + 1]):
+        nearby = fewest[max(0, g - window) : g + window + 1]
+        if fewest[g] == min(nearby):
+            # Of the places with the fewest values, the last one with the fewest bytes.
             narrow = group[count[group] == fewest[g]]
-            least = width[narrow].min()
-            cuts.append(int(narrow[width[narrow] == least][-1]))
+            narrowest = narrow[width[narrow] == width[narrow].min()]
+            cuts.append(int(narrowest[-1]))
     return cuts
 
 
 def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per position: the number of values that live across it, skips and scalars left out, and bytes with scalars.
+    """Returns per position the number of values that live across it, and their bytes; skips are left out.
 
-    Where nothing lives (behind the loss, say) counts as narrow as where one value does.
+    Scalars count only in bytes. A position across which nothing lives, such as behind the loss, counts as one value.
+
+    Args:
+        eqns: in order.
+        seen: the weighted operations before each position.
+        skip: a value that lives across more of them is a skip connection.
     """
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
@@ -84,6 +103,7 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.nd
         aval = _jax.aval(var)
         if seen[end] - seen[start] <= skip:
             size = aval.size * aval.dtype.itemsize
+            # Differences, which the running sums below turn into numbers per position.
             for at, sign in ((start, 1), (end + 1, -1)):
                 count[at] += sign * bool(aval.shape)
                 width[at] += sign * size

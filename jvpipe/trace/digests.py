@@ -13,28 +13,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role, abstract, canonical, path_names
+from jvpipe.trace.leaves import Role, abstract, canonical
 from jvpipe.trace.structure import structure
+from jvpipe.util.paths import path_names
 
 Tree = Any
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _THREADS = 8
-"""Hashing lets go of Python's lock: so many arrays at once, for one thread hashes about 1 GB in a second."""
+"""So many arrays are hashed at once: one thread hashes about 1 GB in a second, and hashing releases Python's lock."""
 
 
 def digest(content: str | bytes | memoryview) -> str:
-    """Tells texts apart, and arrays."""
+    """Returns a digest of a text, or of the bytes of an array."""
     content = content.encode() if isinstance(content, str) else content
     return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
 def without_addresses(text: str) -> str:
-    """A text in which functions are named without where they lie in memory.
+    """Returns a text in which functions are named without their addresses in memory.
 
     >>> without_addresses("<function f at 0x7f00>")
     '<function f>'
@@ -43,57 +44,68 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Tells arrays apart by the bytes that they have on a device; of typed keys by their words."""
+    """Returns a digest of the bytes that an array has on a device; of typed keys those of their words."""
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
+    # As a device has it: a float64 array of NumPy and its float32 copy there are the same parameter.
     array = np.asarray(value)
     like = np.ascontiguousarray(array, canonical(array.dtype))
     return digest(like.reshape(-1).view(np.uint8).data)
 
 
 def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """A line for each leaf of a tree: its path, its type and shape, and the digest of its bytes if it has some here.
+    """Returns a line for each leaf of a tree: path, type and shape, and the digest of its bytes if it has any here.
 
     Each leaf is read once: gigabytes take as many seconds, divided by the cores that are free.
+
+    Args:
+        tree: of arrays or shapes.
+        role: of its leaves, for messages.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = list(threads.map(_digest_of_leaf, (leaf for _, leaf in leaves)))
     lines = zip(shape_lines(tree, role), digests, strict=True)
-    return [f"{name} {told}".rstrip() for name, told in lines]
+    return [f"{name} {of_leaf}".rstrip() for name, of_leaf in lines]
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Nothing of what is a shape alone, or lies over several processes; what is read lazily is read for it."""
+    """Returns the digest of a leaf; lazy arrays are read. Nothing for a shape, or an array of several processes."""
     if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
         return ""
     return array_digest(np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf)
 
 
 def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
-    """A line for each leaf that a function makes of a key: its path, type and shape, and how it is computed.
+    """Returns a line for each leaf that a function makes of a key: its path, type and shape, and how it is computed.
 
     The digest of a value is that of the equation that makes it and of the digests of what this reads; so each
     equation is looked at once, however many leaves depend on it.
+
+    Args:
+        initialiser: makes a tree of a key.
+        rng: the key.
     """
-    made = jax.eval_shape(initialiser, rng)
+    shapes = jax.eval_shape(initialiser, rng)
     closed = flatten(initialiser, rng)
-    known: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
-    known |= {
-        v: array_digest(c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    }
+    digests: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
+    for var, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        digests[var] = array_digest(constant)
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
         itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
-        of_all = digest("\n".join([itself, *(known[var] for var in read)]))
-        known |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
-    atoms = closed.jaxpr.outvars
-    outs = [_text(structure([], [], [a])) if isinstance(a, Literal) else known[a] for a in atoms]
-    return [f"{name} {digest(told)}" for name, told in zip(shape_lines(made), outs, strict=True)]
+        of_all = digest("\n".join([itself, *(digests[var] for var in read)]))
+        digests |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
+
+    def text_of(atom: Atom) -> str:
+        return _text(structure([], [], [atom])) if isinstance(atom, Literal) else digests[atom]
+
+    results = zip(shape_lines(shapes), closed.jaxpr.outvars, strict=True)
+    return [f"{name} {digest(text_of(atom))}" for name, atom in results]
 
 
 def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """A line for each leaf of a tree: its path, its type and shape."""
+    """Returns a line for each leaf of a tree: its path, its type and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(tree, role))
     names = path_names([path for path, _ in leaves])
     named = zip(names, (leaf for _, leaf in leaves), strict=True)
@@ -101,10 +113,10 @@ def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
-    """Lines that are equal where two jaxprs compute the same in the same way from the same constants.
+    """Returns lines that are equal if two jaxprs compute the same in the same way from the same constants.
 
-    First the constants, then the equations, each with what it reads: variables count by where they appear first,
-    literals by their values.
+    First the constants, then the equations, each with what it reads: variables are compared by where they appear
+    first, literals by their values.
 
     Args:
         jaxpr: with its constants among its inputs.
@@ -121,14 +133,14 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
 
 
 def _shown(eqn: JaxprEqn) -> str:
-    """What an equation does and to which numbers, for people to find it."""
+    """Returns what an equation does and to which numbers, for people to find it."""
     numbers = [str(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
     results = ", ".join(str(var.aval) for var in eqn.outvars)
     return " ".join([eqn.primitive.name, *numbers, "to", results])
 
 
 def closed_lines(closed: ClosedJaxpr) -> list[str]:
-    """The same of a jaxpr that has its constants."""
+    """Returns these lines of a jaxpr that has its constants."""
     return jaxpr_lines(closed.jaxpr, closed.consts)
 
 

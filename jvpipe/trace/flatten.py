@@ -28,11 +28,18 @@ RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
 def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> ClosedJaxpr:
-    """Traces `fn` to one flat, pruned jaxpr; `args` are arrays or `jax.ShapeDtypeStruct`.
+    """Traces a function to one flat, pruned jaxpr.
 
-    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends on constants
-    alone is computed at once. Functions with a derivative of their own are inlined too, unless the result is still
-    to be differentiated (`keep_rules`). What is said of shardings is left out.
+    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends only on constants is
+    computed at once. Sharding constraints are left out.
+
+    Args:
+        fn: the function.
+        args: arrays or `jax.ShapeDtypeStruct`.
+        keep_rules: leave functions with a derivative of their own as they are: the result is to be differentiated.
+
+    Raises:
+        ValueError: the function closes over a value that was traced.
 
     >>> import jax, jax.numpy as jnp
     >>> closed = flatten(jax.jit(lambda x: jax.jit(jnp.sin)(x) + 1.0), 1.0)
@@ -48,9 +55,12 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
         )
     if not stacks_layers(traced.jaxpr, calls):
         return inlined(traced, calls)
-    closed = jax.make_jaxpr(
-        lambda *xs: [*map(whole, _traced(traced.jaxpr, traced.consts, xs, calls))]
-    )(*traced.in_avals)
+
+    def unrolled_fn(*xs: Any) -> list[Any]:
+        return [*map(whole, _traced(traced.jaxpr, traced.consts, xs, calls))]
+
+    # Only scans over stacked layers need a second trace; anything else is inlined equation by equation.
+    closed = jax.make_jaxpr(unrolled_fn)(*traced.in_avals)
     jaxpr = closed.jaxpr
     return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
 
@@ -58,35 +68,36 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
 def _traced(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]
 ) -> list[Any]:
-    """Traces the equations of a jaxpr again, without its calls, scans over stacked layers unrolled."""
+    """Traces the equations of a jaxpr again, without its calls, scans over stacked layers unrolled.
+
+    Args:
+        jaxpr: whose equations.
+        consts: its constants.
+        args: what it is called with.
+        calls: the names of equations that are calls, and the parameter that has the body of each.
+    """
 
     def inline(body: ClosedJaxpr | Jaxpr, values: Sequence[Any]) -> list[Any]:
-        inner, inner_consts = (
-            (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-        )
-        return _traced(inner, inner_consts, values, calls)
+        if isinstance(body, ClosedJaxpr):
+            return _traced(body.jaxpr, body.consts, values, calls)
+        return _traced(body, (), values, calls)
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.named_scope(_jax.scope(eqn)):
-            if (result := stacked(eqn, values)) is not None:
+            result = stacked(eqn, values)
+            if result is not None:
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            if (
-                results := unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
-            ) is not None:
+            results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
+            if results is not None:
                 return results
             values = [whole(v) for v in values]
             if eqn.primitive.name == SHARDING:
                 return values
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
-    env = dict(
-        zip(
-            [*jaxpr.constvars, *jaxpr.invars],
-            [*map(literal, consts, map(_jax.aval, jaxpr.constvars)), *args],
-            strict=True,
-        )
-    )
+    constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
     jaxprs.run(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
     return jaxprs.read(jaxpr.outvars, env)

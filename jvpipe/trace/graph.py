@@ -1,4 +1,11 @@
-"""The layer graph of a loss, and the equations of each layer."""
+"""The layer graph of a loss, and the equations of each layer.
+
+    loss        e0 e1 e2 | e3 e4 | e5        main equations, cut at narrow places into runs, one per layer
+    floating    f0 f1                        masks, positions, casts: each layer computes those that it needs
+    layer 1     f1 e3 e4                     reads f1's inputs, its parameters, and tensors of layer 0
+
+A value that another layer reads is a tensor between the two; each input of the loss is read where it is needed.
+"""
 
 import math
 import os
@@ -24,15 +31,21 @@ from jvpipe.trace.sums import settle_sums
 
 @dataclass(frozen=True)
 class Body:
-    """The equations of a layer, from `inputs` to `outputs`, which are what it `reads` and `writes`.
+    """The equations of a layer.
 
-    `differentiable` marks the inputs that a gradient flows to, `active` the outputs that one comes from,
-    `candidates` the variables whose fate can be chosen, by name. `share` is that of its loss, of some of the examples,
-    in the loss of all.
-
-    `returned` marks the inputs whose gradient somebody reads, `received` the outputs whose gradient comes: those, but
-    for what concerns frozen parameters alone. The backward is made for all and pruned to these, for else it would have
-    other equations, and the compiler might give what is left other bits.
+    Attributes:
+        eqns: in order.
+        reads: what it reads, parameters first.
+        writes: what it writes.
+        inputs: the variables of what it reads.
+        outputs: the variables of what it writes.
+        differentiable: marks the inputs that a gradient flows to.
+        active: marks the outputs that a gradient comes from.
+        candidates: the variables whose fate can be chosen, by name.
+        returned: marks the inputs whose gradient somebody reads. The backward is made for all that are differentiable
+            and pruned to these: else it would have other equations, and the compiler might round the rest differently.
+        received: marks the outputs whose gradient comes, likewise.
+        share: of a slice's loss in that of the micro-batch, where the loss is a mean.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -57,7 +70,12 @@ class Body:
 class Traced:
     """A layer graph with the equations behind it.
 
-    `cuts` are the narrow places at which the equations were cut, `splits` further ones inside the layers of these.
+    Attributes:
+        graph: the layers.
+        bodies: their equations.
+        loss: what was cut.
+        cuts: the places, among the main equations, at which it was.
+        splits: further places, inside the layers of these.
     """
 
     graph: LayerGraph
@@ -76,15 +94,15 @@ class Traced:
 def build_graph(
     loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()
 ) -> Traced:
-    """Cuts a traced loss into layers: at its narrow places unless `cuts` tells others, and at `splits` too.
+    """Cuts a traced loss into layers.
 
-    Values that depend on no parameter and cost little, and cheap functions of parameters alone (casts), belong
-    to no layer: each layer that needs one recomputes it (but see `settle_sums`).
+    Values that depend on no parameter and cost little, and cheap functions only of parameters (casts), belong to no
+    layer: each layer that needs one recomputes it (but see `settle_sums`).
 
     Args:
         loss: traced.
         cuts: positions in its main equations; None: its narrow places.
-        splits: further ones, inside of what the cuts make layers.
+        splits: further positions, inside the layers that the cuts make.
     """
     sorted_eqns = Sorted.of(loss)
     if cuts is None:
@@ -93,33 +111,42 @@ def build_graph(
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    last = next(
-        (i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1])),
-        len(runs) - 1,
-    )
+    making_loss = (i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1]))
+    last = next(making_loss, len(runs) - 1)
     floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
-    return replace(
-        _Assembly(loss, floating, runs, tuple(cuts), last).traced(), splits=tuple(splits)
-    )
+    traced = _Assembly(loss, floating, runs, tuple(cuts), last).traced()
+    return replace(traced, splits=tuple(splits))
 
 
 def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
-    """The same layers where nothing updates some parameters, or reads a gradient of them.
+    """Returns the same layers where nothing updates some parameters, or reads a gradient of them.
+
+    Args:
+        traced: the layers.
+        frozen: the numbers of these parameters.
 
     Raises:
-        ValueError: another one cannot be trained, or there is none.
+        ValueError: a parameter that is not frozen cannot be trained, or all are frozen.
     """
     loss = replace(traced.loss, frozen=frozen)
     check_trained(loss)
     return build_graph(loss, traced.cuts, traced.splits) if frozen else traced
 
 
-_DERIVATIONS = 6  # a key further from the seed is sent: each link of a long chain would be a layer of its own kind
+_DERIVATIONS = 6
+"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain would make its layer a
+program of its own."""
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Equations by place: `floating` ones are computed wherever they are needed, `main` ones once, in order."""
+    """The equations of a loss, sorted.
+
+    Attributes:
+        floating: those that are computed wherever they are needed.
+        main: those that are computed once, in order.
+        weighted: marks the main ones that do real work with parameters.
+    """
 
     floating: tuple[JaxprEqn, ...]
     main: tuple[JaxprEqn, ...]
@@ -127,7 +154,7 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """The equations of a loss, sorted."""
+        """Sorts the equations of a loss, in one pass: a place depends only on what an equation reads."""
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
         free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
@@ -136,6 +163,7 @@ class Sorted:
         derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))
+            # How often a key was derived on the way from the seed.
             steps = max((derivations.get(v, 0) for v in read), default=0) + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
@@ -151,66 +179,76 @@ class Sorted:
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
         # A model without products has no weighted operation: then whatever reads a parameter counts as one.
-        return Sorted(
-            tuple(floating), tuple(main), tuple(weighted if sum(weighted) > 1 else reading)
-        )
+        weighted = weighted if sum(weighted) > 1 else reading
+        return Sorted(tuple(floating), tuple(main), tuple(weighted))
 
 
 @dataclass(frozen=True)
 class _Assembly:
+    """Puts the layers of a loss together.
+
+    Args:
+        loss: traced.
+        floating: equations that each layer computes if it needs them.
+        runs: the main equations of each layer.
+        cuts: between them.
+        last: the layer of the loss; what no run makes is made there.
+    """
+
     loss: LossJaxpr
     floating: tuple[JaxprEqn, ...]
     runs: list[tuple[JaxprEqn, ...]]
     cuts: tuple[int, ...]
-    last: int  # the layer of the loss; what no run makes is made there
+    last: int
 
     def traced(self) -> Traced:
+        """Returns the layers with their equations."""
         sinks = self._sinks()
         needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
         readers = self._readers(needs, sinks)
-        crossing = sorted(
-            ((v, r) for v, r in readers.items() if v in self.made),
-            key=lambda item: self.made[item[0]],
-        )
+        between = [(v, r) for v, r in readers.items() if v in self.maker]
+        crossing = sorted(between, key=lambda item: self.maker[item[0]])
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
+        # Backwards are made as if nothing was frozen, and pruned to what is read: see `Body.returned`.
         every, flows = active(self.loss), active(self.loss, self.loss.frozen)
         bodies = []
         for layer, eqns in enumerate(needs):
-            writes = [(v, refs[v]) for v, _ in crossing if self.made[v] == layer] + sinks[layer]
+            writes = [(v, refs[v]) for v, _ in crossing if self.maker[v] == layer] + sinks[layer]
             reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
             bodies.append(_body(eqns, reads, writes, (every, flows), candidates))
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
+        # Names need all layers: a layer is named by parameters that no earlier one reads.
         layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
-        tensors = tuple(
-            Tensor(array_of(v, f"{names[self.made[v]]}:{i}"), self.made[v], tuple(r), v in flows)
-            for i, (v, r) in enumerate(crossing)
-        )
-        return Traced(
-            self._graph(tuple(layers), tensors, readers), tuple(bodies), self.loss, self.cuts
-        )
+        tensors = []
+        for i, (v, of_tensor) in enumerate(crossing):
+            producer = self.maker[v]
+            array = array_of(v, f"{names[producer]}:{i}")
+            tensors.append(Tensor(array, producer, tuple(of_tensor), v in flows))
+        graph = self._graph(tuple(layers), tuple(tensors), readers)
+        return Traced(graph, tuple(bodies), self.loss, self.cuts)
 
     @cached_property
-    def made(self) -> dict[Var, int]:
+    def maker(self) -> dict[Var, int]:
         """The layer that makes each value."""
         return {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
 
     def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
-        """The outputs of the loss that each layer yields; model state that nobody changes is none."""
+        """Returns the outputs of the loss that each layer yields; model state that nobody changes is left out."""
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
             if isinstance(atom, _jax.Literal):
                 sinks[self.last].append((atom, ref))
             elif ref.kind != ValueKind.STATE or self.loss.inputs.get(atom) != ref:
-                sinks[self.made.get(atom, self.last)].append((atom, ref))
+                sinks[self.maker.get(atom, self.last)].append((atom, ref))
         return sinks
 
     def _readers(
         self, needs: Sequence[Sequence[JaxprEqn]], sinks: Sequence[Sequence[tuple[Atom, Ref]]]
     ) -> dict[Var, list[int]]:
-        """The layers that read each input of the loss, and each value of another layer.
+        """Returns the layers that read each input of the loss, and each value of another layer.
 
         Args:
             needs: the equations of each layer.
@@ -218,38 +256,37 @@ class _Assembly:
         """
         readers: dict[Var, list[int]] = {}
         for layer, (eqns, sink) in enumerate(zip(needs, sinks, strict=True)):
-            own = _defined(eqns)
-            wanted = dict.fromkeys(jaxprs.free_variables(eqns))
-            wanted |= dict.fromkeys(v for v in jaxprs.variables(a for a, _ in sink) if v not in own)
-            for v in wanted:
-                if v in self.loss.inputs or self.made[v] != layer:
+            computed = _defined(eqns)
+            passed_on = (v for v in jaxprs.variables(a for a, _ in sink) if v not in computed)
+            for v in dict.fromkeys([*jaxprs.free_variables(eqns), *passed_on]):
+                if v in self.loss.inputs or self.maker[v] != layer:
                     readers.setdefault(v, []).append(layer)
         writer = {ref: layer for layer, sink in enumerate(sinks) for _, ref in sink}
         for v, ref in self.loss.inputs.items():
-            if (
-                ref.kind == ValueKind.PARAMETER
-            ):  # one that nothing reads has an owner too, and a gradient of zeros
+            # A parameter that nothing reads has an owner too, and a gradient of zeros.
+            if ref.kind == ValueKind.PARAMETER:
                 readers.setdefault(v, [self.last])
-            elif (
-                ref.kind == ValueKind.STATE and ref in writer
-            ):  # where nothing reads it, the old one ends with the new
+            # Where nothing reads model state, the old one ends with the new.
+            elif ref.kind == ValueKind.STATE and ref in writer:
                 readers.setdefault(v, [writer[ref]])
         return readers
 
     def _needed(self, run: Sequence[JaxprEqn], sink: Sequence[tuple[Atom, Ref]]) -> list[JaxprEqn]:
-        """A layer's own equations, preceded by the floating ones that they need."""
-        wanted = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
-        return [*jaxprs.prune(self.floating, wanted), *run]
+        """Returns a layer's main equations, preceded by the floating ones that they need."""
+        read = [*jaxprs.free_variables(run), *jaxprs.variables(a for a, _ in sink)]
+        return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
-        """Module paths of the parameters first read in each layer; of the scopes where there are none."""
+        """Names each layer by the module of the parameters that it is the first to read; else by its name scopes."""
         paths, seen, names = self.loss.names[ValueKind.PARAMETER], set(), []
         for layer, run in zip(layers, self.runs, strict=True):
-            fresh = [i for i in layer.reading(ValueKind.PARAMETER) if i not in seen]
+            parameters = layer.reading(ValueKind.PARAMETER)
+            fresh = [i for i in parameters if i not in seen]
             seen.update(fresh)
             scopes = [_jax.scope(eqn) for eqn in run if is_heavy(eqn)]
-            owners = [_module(paths[i]) for i in fresh or layer.reading(ValueKind.PARAMETER)]
-            names.append(_common(owners) or _common(scopes) or (owners or [f"layer{layer.id}"])[0])
+            modules = [_module(paths[i]) for i in fresh or parameters]
+            first = modules[0] if modules else f"layer{layer.id}"
+            names.append(_common(modules) or _common(scopes) or first)
         return names
 
     def _graph(
@@ -260,27 +297,29 @@ class _Assembly:
             names = self.loss.names.get(kind) or [f"{kind}{i}" for i in sorted(inputs)]
             return [(v, array_of(v, names[i])) for i, v in sorted(inputs.items())]
 
-        laid, sharding = [array for _, array in arrays(ValueKind.PARAMETER)], self.loss.sharding
+        sharding = self.loss.sharding
+        owned = arrays(ValueKind.PARAMETER)
+        laid = [array for _, array in owned]
         if sharding is not None:
             laid = [sharding.laid(*both) for both in zip(laid, self.loss.specs, strict=True)]
-        owned = zip(laid, arrays(ValueKind.PARAMETER), strict=True)
-        aux = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
+        parameters = []
+        for array, (v, _) in zip(laid, owned, strict=True):
+            is_frozen = self.loss.inputs[v].index in self.loss.frozen
+            parameters.append(Parameter(array, tuple(readers[v]), is_frozen))
+        batch = [array for _, array in arrays(ValueKind.BATCH)]
+        aux_outputs = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
+        # A `Weighted` leaf of aux has two values, its total and its weight.
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
         return LayerGraph(
             layers,
             tensors,
-            tuple(
-                Parameter(array, tuple(readers[v]), self.loss.inputs[v].index in self.loss.frozen)
-                for array, (v, _) in owned
-            ),
-            tuple(
-                sharding.batch(array) if sharding else array for _, array in arrays(ValueKind.BATCH)
-            ),
+            tuple(parameters),
+            tuple(map(sharding.batch, batch) if sharding else batch),
             tuple(array for _, array in arrays(ValueKind.STATE)),
             tuple(array for _, array in arrays(ValueKind.CONSTANT)),
-            tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux),
-            tuple(tuple(range(a, a + w)) for a, w in zip(starts, widths, strict=False)),
+            tuple(array_of(atom, f"aux{ref.index}") for atom, ref in aux_outputs),
+            tuple(tuple(range(a, b)) for a, b in pairwise(starts)),
             self.loss.weighted,
             array_of(self.loss.outputs[0][0], "loss").bytes,
             self.loss.seed_words * 4,
@@ -296,7 +335,7 @@ def _body(
     flows: Sequence[Collection[Var]],
     candidates: dict[Var, str],
 ) -> Body:
-    """A layer's body.
+    """Returns a layer's body.
 
     Args:
         eqns: what it computes.
@@ -311,9 +350,9 @@ def _body(
         return tuple(ref.kind in summed and v in flow for v, ref in reads)
 
     def outputs(flow: Collection[Var]) -> tuple[bool, ...]:
+        loss = Ref(ValueKind.LOSS, 0)
         return tuple(
-            (ref.kind == ValueKind.TENSOR and v in flow) or ref == Ref(ValueKind.LOSS, 0)
-            for v, ref in writes
+            ref == loss or (ref.kind == ValueKind.TENSOR and v in flow) for v, ref in writes
         )
 
     every, trained = flows
@@ -332,17 +371,16 @@ def _body(
 
 
 def _layer(number: int, body: Body) -> Layer:
-    """A layer that has no name yet."""
+    """Returns a layer that has no name yet."""
     candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
     return Layer(number, "", body.reads, body.writes, candidates, sum(map(flops, body.eqns)))
 
 
 def array_of(var: Atom, name: str) -> Array:
-    """A variable's shape and type under a name."""
+    """Returns a variable's shape and type under a name."""
     aval = _jax.aval(var)
-    return Array(
-        name, tuple(aval.shape), str(aval.dtype), math.prod(aval.shape) * aval.dtype.itemsize
-    )
+    size = math.prod(aval.shape) * aval.dtype.itemsize
+    return Array(name, tuple(aval.shape), str(aval.dtype), size)
 
 
 def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
@@ -350,21 +388,27 @@ def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
 
 
 def _module(path: str) -> str:
-    """The module that a parameter belongs to: all but the last word of its path, unless that is a number."""
+    """Returns the module that a parameter belongs to: its path without the last word, unless that is a number."""
     module, word = os.path.split(path)
     return path if word.isdigit() else module or path
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The deepest path that all paths lie under."""
+    """Returns the deepest path that all paths lie under."""
     steps = zip(*(path.split("/") for path in paths), strict=False)
-    return "/".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
+    shared = takewhile(lambda step: len(set(step)) == 1, steps)
+    return "/".join(step[0] for step in shared)
 
 
-def _candidates(eqns: Sequence[JaxprEqn], own: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Names what XLA materialises anyway: results of products and the like; of random bits the mask made of them."""
+def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
+    """Names what XLA materialises anyway: results of products and the like; of random bits the mask made of them.
+
+    Args:
+        eqns: of a layer.
+        main: those of them that it does not recompute for itself.
+    """
     candidates: dict[Var, str] = {}
-    for eqn in own:
+    for eqn in main:
         if not (is_heavy(eqn) or is_random(eqn)):
             continue
         for var in eqn.outvars:
@@ -375,7 +419,11 @@ def _candidates(eqns: Sequence[JaxprEqn], own: Sequence[JaxprEqn]) -> dict[Var, 
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """The boolean that random bits are turned into, if nothing else is made of them; else the bits."""
+    """Returns the boolean that random bits are turned into, if nothing else is made of them; else the bits.
+
+    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only reader of the one
+    before, is followed.
+    """
     current = bits
     while True:
         readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]

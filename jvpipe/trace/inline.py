@@ -19,15 +19,14 @@ JITS = {"jit": "jaxpr", "pjit": "jaxpr"}
 """The calls that the compiler merges into their callers, and the parameter that has their body."""
 
 SHARDING = "sharding_constraint"
-"""What is said of shardings: it names a mesh that may not be that of the layer's stage, and is left out."""
+"""Left out: it names a mesh, which may not be that of the layer's stage."""
 
 
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
-    """Makes the same with the bodies of calls in their places, pruned.
+    """Returns a jaxpr with the bodies of calls in their places, pruned.
 
-    What depends on scalar constants alone is computed, what is said of shardings left out; numbers along an axis are
-    made where they are read first. An equation of a body has the source of its outermost call, and the name scopes of
-    all.
+    What depends only on scalar constants is computed; sharding constraints are left out; numbers along an axis are made
+    where they are first read. An equation of a body has the source of its outermost call, and the name scopes of all.
 
     Args:
         closed: any jaxpr.
@@ -48,13 +47,13 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
 
 
 def merged(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Makes the same with the bodies of calls in their places, also of those that the compiler leaves apart."""
+    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler leaves apart."""
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 
 
 @dataclass(eq=False)
 class _Late:
-    """An equation that stands where its result is read first; then `result` is there."""
+    """An equation that is put off until its result is first read; from then on it has a `result`."""
 
     eqn: JaxprEqn
     atoms: "list[Atom | _Late]"
@@ -82,13 +81,8 @@ class _Line:
             args: what it is called with.
             call: the source of the call.
         """
-        env: dict[Var, Atom | _Late] = dict(
-            zip(
-                jaxpr.constvars,
-                map(self._constant, map(_jax.aval, jaxpr.constvars), consts),
-                strict=True,
-            )
-        )
+        constants = map(self._constant, map(_jax.aval, jaxpr.constvars), consts)
+        env: dict[Var, Atom | _Late] = dict(zip(jaxpr.constvars, constants, strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
         for eqn in jaxprs.prune(jaxpr.eqns, jaxpr.outvars):
             atoms = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
@@ -96,7 +90,7 @@ class _Line:
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
     def made(self, value: Atom | _Late) -> Atom:
-        """A value that is read now."""
+        """Returns a value that is read now: if it was put off, its equation comes here."""
         if not isinstance(value, _Late):
             return value
         if value.result is None:
@@ -106,45 +100,45 @@ class _Line:
     def _results(
         self, eqn: JaxprEqn, values: list[Atom | _Late], call: Any
     ) -> Sequence[Atom | _Late]:
+        """Returns the results of an equation: those of the body of a call, a constant, or fresh variables."""
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
-            inner, consts = (
-                (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
-            )
+            is_closed = isinstance(body, ClosedJaxpr)
+            inner, consts = (body.jaxpr, body.consts) if is_closed else (body, ())
             return self.run(inner, consts, values, _jax.joined_source(call, eqn))
         if is_late(eqn, any(isinstance(value, _Late) for value in values)):
             return [_Late(eqn, values, call)]
         atoms = [self._read(self.made(value)) for value in values]
         if eqn.primitive.name == SHARDING:
             return atoms
-        if (known := self._folded(eqn, atoms)) is not None:
-            return known
+        constants = self._folded(eqn, atoms)
+        if constants is not None:
+            return constants
+        # An index into many keys becomes an operand, so that layers that differ only in it share a program.
         if picks_key(eqn):
             picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(_jax.aval(eqn.invars[0]))
             return self.run(picking.jaxpr, picking.consts, atoms, _jax.joined_source(call, eqn))
         return self._append(eqn, atoms, call)
 
     def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
-        outvars = [
-            _jax.new_variable(_jax.aval(v)) for v in eqn.outvars
-        ]  # the body may be that of another call, too
-        self.eqns.append(
-            eqn.replace(invars=atoms, outvars=outvars, source_info=_jax.joined_source(call, eqn))
-        )
+        # Fresh ones, for the same body may be that of another call, too.
+        outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
+        source = _jax.joined_source(call, eqn)
+        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, source_info=source))
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
         if not all(isinstance(a, Literal) or a in self.constants for a in atoms):
             return None
-        results = folded(
-            eqn, [a.val if isinstance(a, Literal) else self.constants[a] for a in atoms]
-        )
-        return results and [
-            Literal(x, _jax.aval(v)) for x, v in zip(results, eqn.outvars, strict=True)
-        ]
+        values = [a.val if isinstance(a, Literal) else self.constants[a] for a in atoms]
+        results = folded(eqn, values)
+        if not results:
+            return results
+        pairs = zip(results, eqn.outvars, strict=True)
+        return [Literal(x, _jax.aval(v)) for x, v in pairs]
 
     def _read(self, atom: Atom) -> Atom:
-        """What an equation reads; a key is no literal."""
+        """Returns what an equation reads; a key cannot be a literal, so it becomes a constant."""
         if not isinstance(atom, Literal) or isinstance(_jax.aval(atom).dtype, np.dtype):
             return atom
         return self._constant(_jax.aval(atom), atom.val)
@@ -159,23 +153,25 @@ class _Line:
 
 
 def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """The results of an equation between constant scalars, such as the counter of a stream of keys."""
-    scalar = all(_jax.aval(v).shape == () for v in eqn.outvars)
-    if (
-        eqn.effects
-        or not scalar
-        or any(isinstance(v, _jax.Tracer) for v in values)
-        or not is_cheap(eqn)
-    ):
+    """Returns the results of an equation between constant scalars, such as the counter of a stream of keys.
+
+    Args:
+        eqn: the equation.
+        values: its operands.
+
+    Returns:
+        None if it is anything else.
+    """
+    if eqn.effects or any(_jax.aval(v).shape for v in eqn.outvars) or not is_cheap(eqn):
+        return None
+    if any(isinstance(value, _jax.Tracer) for value in values):
         return None
     with jax.ensure_compile_time_eval():
-        return [
-            literal(x, _jax.aval(v))
-            for x, v in zip(_jax.bind(eqn, values), eqn.outvars, strict=True)
-        ]
+        results = zip(_jax.bind(eqn, values), eqn.outvars, strict=True)
+        return [literal(x, _jax.aval(v)) for x, v in results]
 
 
 def literal(value: Any, aval: Any) -> Any:
-    """A scalar constant, perhaps a number of Python, in the form that tracing writes into the jaxpr itself."""
+    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a jaxpr."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]

@@ -7,6 +7,7 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 DEBUGGING = ("debug_callback", "debug_print")
+"""The primitives of `jax.debug`."""
 
 
 def run(
@@ -26,18 +27,18 @@ def run(
 
 
 def read(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
-    """The values of variables and literals."""
+    """Returns the values of variables and literals."""
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The variables among atoms, without literals."""
+    """Returns the variables among atoms, without literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations that `wanted` depends on, and those with effects, in their order."""
-    live: set[Var] = set(variables(wanted))
+def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
+    """Returns the equations that some results depend on, and those with effects, in their order."""
+    live: set[Var] = set(variables(results))
     kept = []
     for eqn in reversed(eqns):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
@@ -47,11 +48,11 @@ def prune(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> list[JaxprEqn]:
 
 
 def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> ClosedJaxpr:
-    """The same without what only prints and the like, `jax.debug.callback`: for recomputing.
+    """Returns a jaxpr without what only prints and the like, `jax.debug.callback`: for recomputing.
 
     Args:
         closed: any jaxpr.
-        heard: what is left out, of `told`; None: all.
+        heard: the calls that are left out, as `told` returns them; None: all.
 
     >>> import jax
     >>> def loud(x):
@@ -66,33 +67,36 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def told(closed: ClosedJaxpr) -> set[Hashable]:
-    """The calls of `jax.debug` in a jaxpr, by what they are wherever they are traced again."""
+    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are traced again."""
     return {_told(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
 
 
 def _told(eqn: JaxprEqn) -> Hashable:
-    """Tells calls apart: each has parameters of its own, the same objects wherever JAX traces it again."""
+    """Returns the key of a call: its parameters are the same objects wherever JAX traces it again."""
     return tuple(sorted((name, id(value)) for name, value in eqn.params.items()))
 
 
 def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
-    """The same without some calls of `jax.debug`; a loop has an effect as long as something in it has."""
+    """Returns a jaxpr without some calls of `jax.debug`; a loop has an effect as long as something in it has."""
 
     def quiet(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return ClosedJaxpr(_without(value.jaxpr, calls), value.consts)
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(quiet, value)) if type(value) in (tuple, list) else value
-        return _without(value, calls) if isinstance(value, Jaxpr) else value
+        if isinstance(value, Jaxpr):
+            return _without(value, calls)
+        if type(value) in (tuple, list):  # a subclass may take other arguments, and holds no jaxprs
+            return type(value)(map(quiet, value))
+        return value
 
     def quieted(eqn: JaxprEqn) -> JaxprEqn:
-        made = eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()})
-        inner = _jax.inner_jaxprs(made)
-        return made.replace(effects=_effects(inner)) if inner and made.effects else made
+        changed = eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()})
+        inner = _jax.inner_jaxprs(changed)
+        return changed.replace(effects=_effects(inner)) if inner and changed.effects else changed
 
-    kept = [
-        eqn for eqn in jaxpr.eqns if eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls
-    ]
+    def is_kept(eqn: JaxprEqn) -> bool:
+        return eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls
+
+    kept = filter(is_kept, jaxpr.eqns)
     eqns = prune([quieted(eqn) for eqn in kept], jaxpr.outvars)
     return jaxpr.replace(eqns=eqns, effects=_effects([jaxpr.replace(eqns=eqns)]))
 
@@ -110,7 +114,7 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """The variables that equations read and do not define, in the order of their first reading."""
+    """Returns the variables that equations read and do not define, in the order of their first reading."""
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in eqns:

@@ -16,8 +16,9 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
-"""Of random bits, in JAX."""
-_FEW = 4  # an index among so few keys stays: it makes a few variants of a layer at most
+"""The implementations of random bits in JAX."""
+_FEW = 4
+"""An index among so few keys stays a constant: at most it makes a few variants of a layer."""
 
 
 def is_key(value: Any) -> bool:
@@ -26,7 +27,7 @@ def is_key(value: Any) -> bool:
 
 
 def dtype_of(name: str) -> Any:
-    """The type of an array by its name, that of typed keys too.
+    """Returns the type of an array by its name, also that of typed keys.
 
     >>> str(dtype_of("key<rbg>")), str(dtype_of("bfloat16"))
     ('key<rbg>', 'bfloat16')
@@ -37,15 +38,13 @@ def dtype_of(name: str) -> Any:
 
 
 def implementation_of(dtype: Any) -> str:
-    """The name of a type of typed keys, as `jax.random.key` knows it."""
+    """Returns the name of a type of typed keys, as `jax.random.key` takes it."""
     return _key_types()[dtype]
 
 
 def _key_types() -> dict[Any, str]:
-    return {
-        jax.eval_shape(partial(jax.random.key, 0, impl=impl)).dtype: impl
-        for impl in IMPLEMENTATIONS
-    }
+    makers = {impl: partial(jax.random.key, 0, impl=impl) for impl in IMPLEMENTATIONS}
+    return {jax.eval_shape(make).dtype: impl for impl, make in makers.items()}
 
 
 def derives_key(eqn: JaxprEqn) -> bool:
@@ -54,33 +53,30 @@ def derives_key(eqn: JaxprEqn) -> bool:
 
 
 def holds_keys(atom: _jax.Atom) -> bool:
-    """Tells whether a value is an array of many keys; it may be of old ones, two or four words each."""
+    """Tells whether a value is an array of many keys; raw ones have two or four words each."""
     aval = _jax.aval(atom)
-    old = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
-    return (is_key(aval) or old) and aval.ndim > 0 and aval.shape[0] > _FEW
+    are_raw = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
+    return (is_key(aval) or are_raw) and aval.ndim > 0 and aval.shape[0] > _FEW
 
 
 def picks_key(eqn: JaxprEqn) -> bool:
     """Tells whether an equation is `keys[i]`."""
-    return (
-        eqn.primitive.name == "slice"
-        and holds_keys(eqn.invars[0])
-        and set(eqn.params["strides"] or [1]) == {1}
-    )
+    if eqn.primitive.name != "slice" or not holds_keys(eqn.invars[0]):
+        return False
+    return set(eqn.params["strides"] or [1]) == {1}
 
 
 def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """`keys[i]` with the index as an operand; None if the equation is anything else."""
+    """Returns `keys[i]` with the index as an operand; None if the equation is anything else."""
     if not picks_key(eqn):
         return None
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    return [
-        take(values[0], starts, [stop - start for start, stop in zip(starts, limits, strict=True)])
-    ]
+    sizes = [stop - start for start, stop in zip(starts, limits, strict=True)]
+    return [take(values[0], starts, sizes)]
 
 
 def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A part of an array of keys, the indices as operands.
+    """Returns a part of an array of keys, the indices as operands.
 
     Args:
         keys: an array of keys.
@@ -94,6 +90,7 @@ def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     """Replaces the integers that keys are derived with by variables; returns these with their values."""
     lifted: dict[Var, Any] = {}
 
+    # `fold_in` and `keys[i]` read the key or the keys first, then the number that is lifted.
     def lift(eqn: JaxprEqn) -> JaxprEqn:
         name = eqn.primitive.name
         if name == "random_fold_in" or (name == "dynamic_slice" and holds_keys(eqn.invars[0])):

@@ -1,9 +1,9 @@
 """Layers cut in two, where one of them is too large a part of a stage.
 
 A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
-memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two
-programs can give the same bits as one; `programs.bit_equality` says whether they do. No parameter is read on both
-sides: it would have two gradients, summed in another order. Only the layer itself is looked at: layers alike are cut
+memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
+can be bitwise identical with one; `programs.bit_equality` says whether they are. No parameter is read on both sides: it
+would have two gradients, summed in another order. Only the layer itself is looked at, so layers that are alike are cut
 alike, and no other layer changes.
 """
 
@@ -19,19 +19,19 @@ from jvpipe.trace.primitives import flops
 from jvpipe.trace.sums import parameters_behind
 
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
-"""How long each equation takes, of those that make some outputs."""
+"""Returns how long each of some equations takes, if they make some outputs."""
 
 _EVEN = 0.05
-"""Halves are alike if they differ by less than this share of their layer: then the one that sends less is better."""
+"""Cuts are alike if their slower halves differ by less than this share of the layer: then the fewest bytes decide."""
 
 
 def layer_signature(body: Body) -> Hashable:
-    """Equal for layers that are alike."""
+    """Returns a value that is equal for layers that are alike."""
     return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
 def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
-    """Finds the points, in equations before its end, at which a layer can be cut in two: the most even halves first.
+    """Returns the points at which a layer can be cut in two, in equations before its end; the most even halves first.
 
     Args:
         traced: the model.
@@ -54,35 +54,48 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
     run, behind = sorted_eqns.main[start:end], parameters_behind(sorted_eqns.floating, parameters)
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
-    taken_s = list(seconds(body.eqns, body.outputs))
-    total_s, points = sum(taken_s), []
+    eqns_s = list(seconds(body.eqns, body.outputs))
+    total_s, points = sum(eqns_s), []
     for p in products[1:]:
-        first, second = (_reads(half) for half in (run[:p], run[p:]))
-        if _behind(first, behind).isdisjoint(_behind(second, behind)):
-            later_s = sum(taken_s[len(taken_s) - len(run) + p :])
-            slower = max(later_s, total_s - later_s) / total_s if total_s else 1.0
-            sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-            points.append((round(slower / _EVEN), sum(map(_bytes, sent)), len(run) - p))
-    return [place for *_, place in sorted(points)]
+        before_end = len(run) - p
+        first, second = _reads(run[:p]), _reads(run[p:])
+        if not _behind(first, behind).isdisjoint(_behind(second, behind)):
+            continue
+        # The layer's floating equations come before its run, so they count in the first half.
+        later_s = sum(eqns_s[len(eqns_s) - before_end :])
+        slower = max(later_s, total_s - later_s) / total_s if total_s else 1.0
+        sent = {v for eqn in run[:p] for v in eqn.outvars} & second
+        points.append((round(slower / _EVEN), sum(map(_bytes, sent)), before_end))
+    return [before_end for *_, before_end in sorted(points)]
 
 
 def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
-    """The same model with some layers cut in two, each so many equations before its end."""
+    """Returns the same model with some layers cut in two.
+
+    Args:
+        traced: the model.
+        where: by layer, how many equations before its end.
+    """
     bounds = _bounds(traced, Sorted.of(traced.loss))
-    further = [bounds[layer][1] - place for layer, place in where.items()]
+    further = [bounds[layer][1] - before_end for layer, before_end in where.items()]
     return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
 
 
 def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
-    """A model with layers cut in two as a plan says.
+    """Returns a model with layers cut in two as a plan says.
+
+    Args:
+        traced: the model, whose layers are whole.
+        splits: the places, among its main equations.
 
     Raises:
-        ValueError: there is no such place inside of a layer.
+        ValueError: there is no such place inside a layer.
     """
     if not splits:
         return traced
     end = len(Sorted.of(traced.loss).main)
-    if wrong := [p for p in splits if not 0 < p < end or p in traced.cuts or splits.count(p) > 1]:
+    wrong = [p for p in splits if not 0 < p < end or p in traced.cuts or splits.count(p) > 1]
+    if wrong:
         raise ValueError(
             f"the plan splits layers before equations {wrong}, where this model has no inside of a layer (it has "
             f"{end} equations): the plan was made for another model. Let the planner make one, by stages=N"

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe.ir.brief import brief
+from jvpipe.util.brief import brief
+from jvpipe.util.paths import path_name
 
 Tree = Any
 Role = Literal[
@@ -29,37 +30,10 @@ _CURES: dict[Role, str] = {
 }
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
-
-    >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
-    ['a/0', 'a/1']
-    """
-    return "/".join(_keys(path))
-
-
-def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
-    """The key paths of a tree as texts that differ: where two read alike, what is in their keys is escaped in all.
-
-    Escapes are those of JSON pointers: ~1 is a separator inside a key, ~0 is ~.
-
-    >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
-    >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
-    ('a/b~1c', 'a~1b/c')
-    """
-    names = tuple(separator.join(_keys(path)) for path in paths)
-    if len(set(names)) == len(names):
-        return names
-    escaped = [
-        [key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths
-    ]
-    return tuple(map(separator.join, escaped))
-
-
 def canonical(dtype: Any) -> Any:
-    """The type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
+    """Returns the type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
 
-    One that no device has stays as it is.
+    A type that no device has stays as it is.
 
     >>> str(canonical(np.dtype("int64")))
     'int32'
@@ -71,10 +45,14 @@ def canonical(dtype: Any) -> Any:
 
 
 def abstract(tree: Tree, role: Role = "parameter") -> Tree:
-    """Gives the shapes of a tree of arrays, and the types that they have on a device.
+    """Returns the shapes of a tree of arrays, and the types that they have on a device.
+
+    Args:
+        tree: of arrays, numbers or shapes.
+        role: of its leaves, for messages.
 
     Raises:
-        ValueError: a leaf is none that a device can hold; it is named by its `role` and path.
+        ValueError: no device can hold a leaf; the message names it by its role and path.
 
     >>> abstract({"x": np.zeros(3)}, "batch leaf")
     {'x': ShapeDtypeStruct(shape=(3,), dtype=float32)}
@@ -92,7 +70,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
 
 
 def check(tree: Tree, role: Role) -> None:
-    """Raises ValueError if a leaf is none that a device can hold; arrays may be traced."""
+    """Raises ValueError if no device can hold a leaf; arrays may be traced."""
     jax.tree_util.tree_map_with_path(lambda path, leaf: _type_of(path, leaf, role), tree)
 
 
@@ -104,12 +82,14 @@ def is_initialiser(params: Any) -> bool:
     """
     if not callable(params) or not jax.tree_util.all_leaves([params]):
         return False
+    takes_key = True
     try:
         inspect.signature(params).bind("key")
-        fits = not isinstance(params, type)
-    except (TypeError, ValueError) as error:  # a ValueError is of one that Python cannot look into
-        fits = isinstance(error, ValueError) and not isinstance(params, type)
-    if not fits:
+    except TypeError:
+        takes_key = False
+    except ValueError:  # of a function whose signature Python cannot see: it is tried
+        pass
+    if not takes_key or isinstance(params, type):
         raise ValueError(
             f"parameters are {brief(params)}: give arrays, or a function key -> params that makes them"
         )
@@ -117,14 +97,14 @@ def is_initialiser(params: Any) -> bool:
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
-    """The shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
+    """Returns the shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
 
-    def made(rng: jax.Array) -> Tree:
+    def checked(rng: jax.Array) -> Tree:
         params = initialiser(rng)
         check(params, "parameter")
         return params
 
-    return jax.eval_shape(made, rng)
+    return jax.eval_shape(checked, rng)
 
 
 def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
@@ -138,14 +118,8 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
         ) from error
 
 
-def _keys(path: Sequence[Any]) -> list[str]:
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return [jax.tree_util.keystr((key,), simple=True) for key in path]
-
-
 def named(path: Sequence[Any], role: Role) -> str:
-    """A leaf as a message names it; of a tree that is one array its role is enough.
+    """Returns a leaf as a message names it; if the tree is a single array, its role is enough.
 
     >>> named((jax.tree_util.DictKey("x"),), "batch leaf"), named((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')

@@ -22,20 +22,33 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
-from jvpipe.trace.leaves import abstract, check, path_name, path_names
+from jvpipe.trace.leaves import abstract, check
 from jvpipe.trace.modules import check_modules
+from jvpipe.util.paths import path_name, path_names
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class LossJaxpr:
-    """The loss of one micro-batch: its equations, what their inputs are, and what their outputs are.
+    """The loss of one micro-batch, as equations.
 
-    `names` holds the paths of the leaves of each kind, `constants` the arrays that the loss captured. `of_size` traces
-    the same loss on another number of examples. Parameters lie over the devices of a place by the `specs` of a
-    `sharding`, if there is one. What the user says of leaves of aux and of the model state is `chosen`. Nothing updates
-    the `frozen` parameters, or reads a gradient of them.
+    Attributes:
+        eqns: in order.
+        inputs: what each input is.
+        outputs: what each output is.
+        names: the paths of the leaves of each kind.
+        constants: the arrays that the loss captured.
+        weighted: it returns a total and a weight.
+        aux_tree: the tree of aux, in which a `Weighted` is a leaf.
+        aux_weighted: marks the leaves of aux that are `Weighted`.
+        seed_words: the length of the seed vector that it reads; 0 if it reads none.
+        of_size: traces the same loss on another number of examples.
+        sharding: how parameters lie over the devices of a place, if there are several.
+        specs: the spec of each parameter by that.
+        aux_chosen: the reduction of each leaf of aux, as the user says.
+        state_chosen: likewise of the model state.
+        frozen: parameters that nothing updates, and of which nobody reads a gradient.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -56,7 +69,7 @@ class LossJaxpr:
 
     @property
     def jaxpr(self) -> Jaxpr:
-        """The whole of it, to be read or compared."""
+        """The whole loss, to be read or compared."""
         return Jaxpr((), list(self.inputs), [atom for atom, _ in self.outputs], list(self.eqns))
 
 
@@ -90,47 +103,42 @@ def trace_loss(
     state = abstract(state, "leaf of the model state")
     trees = {ValueKind.PARAMETER: params, ValueKind.STATE: state, ValueKind.BATCH: batch}
     leaves = {kind: jax.tree_util.tree_leaves_with_path(tree) for kind, tree in trees.items()}
+    names = {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees}
     check_modules(params)
     key = None if rng is None else KeyKind.of(rng)
     seed = None if key is None else key.seed
     outputs = _Outputs(has_aux, has_state)
     flat = _flat(loss_fn, key, state, outputs)
-    closed = _traced(
-        flat, (params, *([state] if has_state else []), batch, seed), with_key=key is not None
-    )
+    arguments = (params, *([state] if has_state else []), batch, seed)
+    closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
+    # The numbers that keys are derived with become inputs: else each layer would be a program of its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
-    given = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
-    seeds, captured = (
-        [Ref(ValueKind.SEED, 0)],
-        [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))],
-    )
-    again = functools.partial(
-        trace_loss, loss_fn, params, rng=rng, state=state, reductions=reductions
-    )
-    made = closed.jaxpr.outvars
-    names = {kind: path_names([path for path, _ in leaves[kind]]) for kind in trees}
+    # The order of the arguments is that of the trees; a seed follows, then what the loss captured.
+    refs = [Ref(kind, i) for kind in trees for i in range(len(leaves[kind]))]
+    refs += [Ref(ValueKind.SEED, 0)] if seed is not None else []
+    refs += [Ref(ValueKind.CONSTANT, i) for i in range(len(constants))]
+    results = closed.jaxpr.outvars
+    output_refs = outputs.refs(len(results), len(leaves[ValueKind.STATE]))
+    returns: Any = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
+
+    def of_size(examples: int) -> LossJaxpr:
+        resized = _resized(batch, examples)
+        return trace_loss(loss_fn, params, resized, rng, state, **returns)
+
     traced = LossJaxpr(
         tuple(eqns),
-        dict(
-            zip(
-                [*closed.jaxpr.invars, *constants],
-                [*given, *seeds[: seed is not None], *captured],
-                strict=True,
-            )
-        ),
-        tuple(zip(made, outputs.refs(len(made), len(leaves[ValueKind.STATE])), strict=True)),
+        dict(zip([*closed.jaxpr.invars, *constants], refs, strict=True)),
+        tuple(zip(results, output_refs, strict=True)),
         names,
         tuple(constants.values()),
         outputs.weighted,
         outputs.aux_tree,
         outputs.aux_weighted,
         0 if seed is None else seed.size,
-        functools.cache(
-            lambda n: again(batch=_resized(batch, n), has_aux=has_aux, has_state=has_state)
-        ),
-        aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(made)),
+        functools.cache(of_size),  # replicas of all stages ask for few sizes
+        aux_chosen=chosen_aux(reductions, outputs.aux_paths, outputs.aux_parts(results)),
         state_chosen=chosen("model_state_reduce", reductions.state, names[ValueKind.STATE]),
     )
     _check_dependence(traced)
@@ -138,14 +146,24 @@ def trace_loss(
 
 
 def _resized(batch: Tree, examples: int) -> Tree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype), batch
-    )
+    def resized(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((examples, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 @dataclass
 class _Outputs:
-    """The outputs of a loss: as the caller says; once it is traced, also the tree of its aux and what is weighted."""
+    """The outputs of a loss.
+
+    Attributes:
+        has_aux: as the caller says.
+        has_state: as the caller says.
+        weighted: once it is traced, whether it is a `Weighted`.
+        aux_tree: likewise the tree of its aux.
+        aux_weighted: likewise the leaves of that which are `Weighted`.
+        aux_paths: likewise their paths.
+    """
 
     has_aux: bool
     has_state: bool
@@ -155,7 +173,7 @@ class _Outputs:
     aux_paths: tuple[str, ...] = ()
 
     def flatten(self, out: Any, state: Tree) -> list[Any]:
-        """Checks what a loss has returned, and takes it apart: loss, model state, aux."""
+        """Checks what a loss has returned, and returns its leaves: loss, model state, aux."""
         loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
         _check_loss(loss)
         _check_state(state, new_state)
@@ -167,20 +185,25 @@ class _Outputs:
         return [*jax.tree.leaves(loss), *jax.tree.leaves(new_state), *jax.tree.leaves(aux_leaves)]
 
     def refs(self, count: int, states: int) -> list[Ref]:
-        """Names what `flatten` yields: so many values, among them so many leaves of the model state."""
+        """Names what `flatten` returns.
+
+        Args:
+            count: of its leaves.
+            states: how many of them are the model state's.
+        """
         refs = [Ref(ValueKind.LOSS, i) for i in range(1 + self.weighted)]
         refs += [Ref(ValueKind.STATE, i) for i in range(states)]
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
 
-    def aux_parts(self, made: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Of all that a loss yields, what each leaf of aux is made of: it comes last."""
+    def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
+        """Returns the values of each leaf of aux, two of a `Weighted`; among all results they come last."""
         ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
-        first = len(made) - ends[-1]
-        return [made[first + a : first + b] for a, b in pairwise(ends)]
+        first = len(results) - ends[-1]
+        return [results[first + a : first + b] for a, b in pairwise(ends)]
 
 
 def _with_path(aux: Tree) -> list[tuple[Any, Any]]:
-    """The leaves of aux with their paths, of which a `Weighted` is one."""
+    """Returns the leaves of aux with their paths; a `Weighted` is one leaf."""
     return jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_weighted)
 
 
@@ -191,7 +214,7 @@ def _is_weighted(x: Any) -> bool:
 def _flat(
     loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs
 ) -> Callable[..., Any]:
-    """The loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
+    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
 
     @_named_as(loss_fn)
     def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -208,15 +231,13 @@ def _traced(
     try:
         return flatten(flat, *arguments, keep_rules=True)
     except Exception as error:
-        if not with_key and isinstance(error, TypeError) and "PRNG key" in str(error):
+        # Without a key the loss gets None: a type error then is probably about that.
+        may_lack_key = not with_key and isinstance(error, TypeError)
+        if may_lack_key and "PRNG key" in str(error):
             raise ValueError(
                 "the loss uses its rng, and none was given: give init a key, init(params, batch, jax.random.key(0))"
             ) from error
-        if (
-            not with_key
-            and isinstance(error, TypeError)
-            and ("key" in str(error) or "None" in str(error))
-        ):
+        if may_lack_key and ("key" in str(error) or "None" in str(error)):
             error.add_note(
                 "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
             )
@@ -225,23 +246,20 @@ def _traced(
 
 @dataclass(frozen=True)
 class KeyKind:
-    """The form of a user's key: the shape of its words, and its implementation (None: the old kind)."""
+    """The form of a user's key: the shape of its words, and its implementation; None for a raw key."""
 
     shape: tuple[int, ...]
     impl: str | None
 
     @staticmethod
     def of(rng: jax.Array) -> "KeyKind":
-        """The kind of a key.
+        """Returns the form of a key.
 
         >>> KeyKind.of(jax.random.key(0))
         KeyKind(shape=(2,), impl='threefry2x32')
         """
-        impl = (
-            str(jax.random.key_impl(rng))
-            if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-            else None
-        )
+        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        impl = str(jax.random.key_impl(rng)) if is_typed else None
         return KeyKind(key_words(rng).shape, impl)
 
     @property
@@ -250,20 +268,21 @@ class KeyKind:
         return jax.ShapeDtypeStruct((int(np.prod(self.shape)) + 2,), np.uint32)
 
     def micro_batch_key(self, seed: jax.Array) -> jax.Array:
-        """`fold_in(fold_in(rng, step), microbatch)`, from a seed vector."""
+        """Returns `fold_in(fold_in(rng, step), microbatch)`, from a seed vector."""
         words = seed[:-2].reshape(self.shape)
         key = words if self.impl is None else jax.random.wrap_key_data(words, impl=self.impl)
         return jax.random.fold_in(jax.random.fold_in(key, seed[-2]), seed[-1])
 
 
 def key_words(rng: jax.Array) -> np.ndarray:
-    """A key's words, whether it is of the new kind or the old."""
+    """Returns a key's words, whether it is typed or raw."""
     typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(rng) if typed else rng)
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function the name, the place and the arguments' names of the user's, for errors to tell."""
+    """Returns a decorator that makes a function look like the user's: errors show its name, place and arguments."""
+    # Through partials to the function itself; of a callable object, the method that is called.
     while isinstance(function, functools.partial):
         function = function.func
     plain = inspect.unwrap(function)
@@ -272,10 +291,12 @@ def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
 
 
 def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
-    wanted = 1 + has_aux + has_state
-    if wanted == 1:
+    """Takes apart what a loss returns: its value, the model state, aux; None for what it has not."""
+    count = 1 + has_aux + has_state
+    if count == 1:
         return out, None, None
-    if not isinstance(out, tuple) or isinstance(out, Weighted) or len(out) != wanted:
+    is_plain_tuple = isinstance(out, tuple) and not isinstance(out, Weighted)
+    if not is_plain_tuple or len(out) != count:
         names = ["loss"] + ["new_model_state"] * has_state + ["aux"] * has_aux
         raise ValueError(
             f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
@@ -284,7 +305,7 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
 
 
 def has_gradient(dtype: Any) -> bool:
-    """Whether parameters of a type can be trained.
+    """Tells whether parameters of a type can be trained.
 
     >>> [has_gradient(jnp.dtype(name)) for name in ("bfloat16", "float8_e4m3fn", "int8")]
     [True, False, False]
@@ -293,7 +314,11 @@ def has_gradient(dtype: Any) -> bool:
 
 
 def check_trained(traced: LossJaxpr) -> None:
-    """Raises ValueError if a parameter that is not frozen has no gradient, or if nothing is left to train."""
+    """Checks that all parameters that are not frozen have a gradient, and that there are some.
+
+    Raises:
+        ValueError: one has none, or the loss depends on none.
+    """
     for v, ref in traced.inputs.items():
         dtype = _jax.aval(v).dtype
         if ref.kind != ValueKind.PARAMETER or ref.index in traced.frozen or has_gradient(dtype):
@@ -355,9 +380,8 @@ def _check_state(old: Tree, new: Tree) -> None:
             f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
         )
     old_leaves = jax.tree_util.tree_leaves_with_path(old)
-    for (path, before), after in zip(
-        old_leaves, map(jax.typeof, jax.tree.leaves(new)), strict=True
-    ):
+    new_types = map(jax.typeof, jax.tree.leaves(new))
+    for (path, before), after in zip(old_leaves, new_types, strict=True):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise ValueError(
                 f"the loss changes model state '{path_name(path)}' from {before.dtype}{list(before.shape)} "
@@ -378,11 +402,11 @@ def _check_effects(closed: _jax.ClosedJaxpr) -> None:
 
 def _check_dependence(traced: LossJaxpr) -> None:
     parameters = [v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    made = _moving(traced, parameters)
+    moving = _moving(traced, parameters)
     total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
-    if isinstance(total, _jax.Literal) or total not in made:
+    if isinstance(total, _jax.Literal) or total not in moving:
         raise ValueError("the loss depends on no parameter: there is nothing to train")
-    if not made.isdisjoint(jaxprs.variables(weight)):
+    if not moving.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(
             "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or put it through "
             "jax.lax.stop_gradient"
@@ -390,12 +414,13 @@ def _check_dependence(traced: LossJaxpr) -> None:
 
 
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
-    """The variables that a gradient flows through: of inexact type, made from parameters, and read by the loss.
+    """Returns the variables that a gradient flows through: of inexact type, made from parameters, read by the loss.
 
     Args:
         traced: the loss.
-        frozen: parameters that nobody wants a gradient of.
+        frozen: parameters of which nobody reads a gradient.
     """
+    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows where both meet.
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
@@ -405,22 +430,19 @@ def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
 
 
 def _trainable(traced: LossJaxpr, frozen: Collection[int]) -> set[Var]:
-    """The parameters that can have a gradient, but for those that nobody wants one of."""
-    return {
-        v
-        for v, ref in traced.inputs.items()
-        if ref.kind == ValueKind.PARAMETER
-        and ref.index not in frozen
-        and has_gradient(_jax.aval(v).dtype)
-    }
+    """Returns the parameters that can have a gradient, without the frozen ones."""
+    inputs = traced.inputs.items()
+    parameters = [(v, ref.index) for v, ref in inputs if ref.kind == ValueKind.PARAMETER]
+    return {v for v, p in parameters if p not in frozen and has_gradient(_jax.aval(v).dtype)}
 
 
 def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:
-    """Some parameters, and the variables of inexact type that a change of them changes."""
+    """Returns some parameters, and the variables of inexact type that a change of them changes."""
     moving = set(parameters)
     for eqn in traced.eqns:
-        if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(
+        stops = eqn.primitive.name == "stop_gradient" or moving.isdisjoint(
             jaxprs.variables(eqn.invars)
-        ):
+        )
+        if not stops:
             moving.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
     return moving

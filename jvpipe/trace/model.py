@@ -1,4 +1,4 @@
-"""A model made ready for planning and running: its loss traced, layers stacked for a scan taken apart, cut."""
+"""A model made ready for planning and running: its loss is traced, stacked layers are taken apart, and it is cut."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, words
 from jvpipe.trace.graph import Traced, build_graph
-from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.reshaped import reshaped
 from jvpipe.trace.stacks import Stacks, find_stacks
+from jvpipe.util.paths import path_names
 
 Tree = Any
 
 
 class Returns(TypedDict):
-    """What a loss returns beside its value, and how that is reduced."""
+    """The results of a loss beside its value, and how they are reduced."""
 
     has_aux: bool
     has_state: bool
@@ -29,7 +29,13 @@ class Returns(TypedDict):
 
 @dataclass(frozen=True)
 class Model:
-    """A traced loss; `params` are its parameters with stacked leaves split into the slices that layers read."""
+    """A traced loss.
+
+    Attributes:
+        traced: its layers.
+        stacks: the leaves of the parameters that are stacks of layers.
+        params: the parameters, with these split into the slices that layers read.
+    """
 
     traced: Traced
     stacks: Stacks
@@ -50,7 +56,7 @@ def trace_model(
     sharding: Sharding | None = None,
     reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
 ) -> Model:
-    """Traces at the shapes of a micro-batch; `params` may be shapes alone.
+    """Traces a loss at the shapes of a micro-batch, and cuts it into layers.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
@@ -58,7 +64,7 @@ def trace_model(
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: with `has_state`.
-        present: the model at the shapes of another batch, whose layers it is to have; None: it is cut anew.
+        present: the model at the shapes of another batch, whose layers it takes over; None: it is cut anew.
         stacks: which parameters are split into layers; None: those that are stacked for a scan.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
@@ -74,30 +80,28 @@ def trace_model(
     if stacks is None:
         loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
         stacks = find_stacks(loss, params)
-    if stacks:  # layers stacked for a scan become layers of their own
+    if stacks:
+        # Each slice becomes a parameter of its own, so the loss has to be traced again.
         params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
     if loss is None:
         loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
     if sharding is not None:
-        slices = (
-            _of_slices(path, spec, n)
-            for (path, spec), n in zip(specs.items(), stacks.lengths, strict=True)
-        )
+        slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
         loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
-    return Model(reshaped(loss, present) if present else build_graph(loss), stacks, params)
+    traced = reshaped(loss, present) if present else build_graph(loss)
+    return Model(traced, stacks, params)
 
 
 def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
-    """How the parameters lie, by their paths."""
+    """Returns how the parameters lie, by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = path_names([path for path, _ in leaves])
-    return sharding.specs(
-        {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, leaves, strict=True)}
-    )
+    shapes = [tuple(leaf.shape) for _, leaf in leaves]
+    return sharding.specs(dict(zip(paths, shapes, strict=True)))
 
 
 def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
-    """How each slice of a parameter lies, if that is stacked for a scan over layers, else the parameter."""
+    """Returns how each slice of a parameter lies if it is stacked for a scan over layers, else the parameter."""
     if length is None:
         return (spec,)
     if spec and spec[0] is not None:

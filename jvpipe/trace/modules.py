@@ -1,22 +1,23 @@
-"""NNX modules that are given whole: what of them nothing can train."""
+"""NNX modules that are passed whole as parameters: what of them cannot be trained is named in an error."""
 
 import sys
 from typing import Any
 
 import jax
 
-from jvpipe.trace.leaves import path_name
+from jvpipe.util.paths import path_name
 
 Tree = Any
 
 
 def check_modules(params: Tree) -> None:
-    """Checks that no parameter is a statistic, a key or a cache of a module, which gradients would make a mess of.
+    """Checks that no parameter is a statistic, a key or a cache of a module: an update would spoil it.
 
     Raises:
         ValueError: one is; the message says how a module is taken apart.
     """
-    if (nnx := sys.modules.get("flax.nnx")) is None:  # then nothing is a module
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:  # nobody has imported it, so nothing is a module
         return
     kinds = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 

@@ -20,62 +20,45 @@ from jvpipe.trace.reductions import Lies
 from jvpipe.trace.structure import comparable
 
 _SHAPING = frozenset(
-    {
-        "neg",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "reshape",
-        "broadcast_in_dim",
-        "squeeze",
-        "expand_dims",
-    }
-    | {
-        "transpose",
-        "reduce_precision",
-        "name",
-        "stop_gradient",
-        "optimization_barrier",
-        "slice",
-        "rev",
-        "pad",
-    }
-    | {
-        "reduce_sum",
-        "dot_general",
-        "conv_general_dilated",
-        "select_n",
-        "concatenate",
-        "sharding_constraint",
-    }
+    """
+    neg convert_element_type copy copy_p reshape broadcast_in_dim squeeze expand_dims transpose reduce_precision name
+    stop_gradient optimization_barrier slice rev pad reduce_sum dot_general conv_general_dilated select_n concatenate
+    sharding_constraint
+    """.split()  # noqa: SIM905 - read as a table
 )
+"""Primitives that are linear in what is open."""
 _SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
 
 
 def first_of_same(eqns: Sequence[JaxprEqn]) -> dict[Var, Var]:
-    """Of equations that compute the same, the results of the first: `jnp.var` takes a mean that was there already.
+    """Returns for each result that of the first equation which computes the same.
+
+    So the mean that `jnp.var` takes once more is recognised as the one that was there already.
 
     Args:
         eqns: in their order.
     """
     first: dict[Var, Var] = {}
-    known: dict[Hashable, JaxprEqn] = {}
+    seen: dict[Hashable, JaxprEqn] = {}
     for eqn in eqns:
         if eqn.effects or _jax.inner_jaxprs(eqn):
             continue
         operands = tuple(str(x) if isinstance(x, Literal) else first.get(x, x) for x in eqn.invars)
-        before = known.setdefault((eqn.primitive.name, comparable(eqn.params), operands), eqn)
+        before = seen.setdefault((eqn.primitive.name, comparable(eqn.params), operands), eqn)
         first.update(zip(eqn.outvars, before.outvars, strict=True))
     return first
 
 
 def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
-    """Tells what is open in the result of an equation, and whether it is a scale; None: it must not be made.
+    """Returns how a result lies, with what is open in it, and whether it is a scale.
 
     Args:
         eqn: no loop or call.
-        ins: its operands.
-        out: its result, of which nothing of that kind is known yet.
+        ins: how its operands lie.
+        out: how its result lies otherwise.
+
+    Returns:
+        None if no batch norm makes such a result.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -83,15 +66,13 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     opened = frozenset[Var]().union(*(x.open for x in moving))
     if out.over is not Over.ALONG:
         return replace(out, open=opened, is_scale=bool(scales) or (name in _ROOTS and out.reduced))
+    # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened = opened.union(*(x.roots for x in entering))
-    if scales and (len(scales) == len(moving)):  # each example is given the same scale
-        return replace(
-            out,
-            open=opened,
-            is_scale=True,
-            roots=frozenset[Var]().union(*(x.roots for x in scales)),
-        )
+    if scales and len(scales) == len(moving):  # the scale, once for each example
+        roots = frozenset[Var]().union(*(x.roots for x in scales))
+        return replace(out, open=opened, is_scale=True, roots=roots)
+    # Times a scale: what the scale was made of is closed.
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
     opened = opened.union(*(x.roots for x in scales))

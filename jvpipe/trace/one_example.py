@@ -1,12 +1,12 @@
 """The loss on one example, in the equations that it has on a whole micro-batch.
 
-JAX traces some functions otherwise at a size of one, which may be broadcast (`jnp.take_along_axis`).
-So equations stay as they are, and their sizes go on from those on a micro-batch and on two:
+JAX traces some functions differently at a size of one, which may be broadcast (`jnp.take_along_axis`). So the equations
+stay, and their sizes are extrapolated from those on a micro-batch and on one twice as large:
 
     reshape[new_sizes=(4, 16, 1)] on 4 examples, (8, 16, 1) on 8      (1, 16, 1) on one
     div x 64.0                    on 4 examples, div x 128.0 on 8     div x 16.0 on one
 
-A derivative rule is a function, of which nothing is known but what it does: it is as JAX traces it.
+The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,28 +23,29 @@ from jvpipe.trace.structure import comparable
 
 
 class UnlikeError(ValueError):
-    """Equations at two sizes do not say what they are at a third."""
+    """Equations at two sizes do not determine those at a third."""
 
 
 def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
-    """The loss on one example.
+    """Returns the loss on one example.
 
     Args:
         whole: on several.
-        examples: so many.
+        examples: how many.
 
     Raises:
         UnlikeError: its equations are others on twice as many, or its rules on one.
     """
-    double, own = _of_size(whole, 2 * examples), _of_size(whole, 1)
+    double, single = _of_size(whole, 2 * examples), _of_size(whole, 1)
     if double is None:
         raise UnlikeError("it does not take twice as many")
     if comparable(whole.constants) != comparable(double.constants):
         raise UnlikeError("it closes over arrays that are others")
-    made = _Smaller(examples, _rules(own.eqns if own else ()))
-    inputs = made.variables(whole.inputs, double.inputs)
-    eqns = made.equations(whole.eqns, double.eqns)
-    atoms = made.atoms([atom for atom, _ in whole.outputs], [atom for atom, _ in double.outputs])
+    smaller = _Smaller(examples, _rules(single.eqns if single else ()))
+    inputs = smaller.variables(whole.inputs, double.inputs)
+    eqns = smaller.equations(whole.eqns, double.eqns)
+    results = ([atom for atom, _ in loss.outputs] for loss in (whole, double))
+    atoms = smaller.atoms(*results)
     return replace(
         whole,
         eqns=tuple(eqns),
@@ -54,16 +55,16 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """As JAX traces it on so many; None: the loss does not take them."""
+    """Returns the loss as JAX traces it on another number of examples; None if it does not take so many."""
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
         return loss.of_size(examples)
-    except Exception:  # of the user's function
+    except Exception:  # whatever the user's function raises
         return None
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the derivative rules among equations and in their loops, but for those inside of rules."""
+    """Yields the derivative rules among equations and in their loops, without those inside of rules."""
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn
@@ -74,70 +75,68 @@ def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 @dataclass
 class _Smaller:
-    """What makes equations on one example of those on `examples` and on twice as many.
+    """Makes equations on one example of those on several and on twice as many.
 
-    The `rules` of one example come in their order.
+    Args:
+        examples: how many.
+        rules: the derivative rules on one example, in their order.
     """
 
     examples: int
     rules: Iterator[JaxprEqn]
-    _made: dict[Var, Var] = field(default_factory=dict)
+    _variables: dict[Var, Var] = field(default_factory=dict)
 
     def equations(self, whole: Sequence[JaxprEqn], double: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-        """The equations of a loss, or of a loop in it."""
+        """Returns the equations of a loss, or of a loop in it."""
         if [eqn.primitive for eqn in whole] != [eqn.primitive for eqn in double]:
             raise UnlikeError("it is another program")
         return [self._equation(*both) for both in zip(whole, double, strict=True)]
 
     def atoms(self, whole: Sequence[Atom], double: Sequence[Atom]) -> list[Atom]:
-        """What equations read: a literal may be the number of examples, or one over it."""
-        made: list[Atom] = []
+        """Returns what equations read: a literal may be the number of examples, or one over it."""
+        atoms: list[Atom] = []
         for a, b in zip(whole, double, strict=True):
             if isinstance(a, Literal) and isinstance(b, Literal):
-                made.append(Literal(self._literal(a, b), _jax.aval(a)))
+                atoms.append(Literal(self._literal(a, b), _jax.aval(a)))
             elif isinstance(a, Var) and isinstance(b, Var):
-                made.append(self._made[a])
+                atoms.append(self._variables[a])
             else:
                 raise UnlikeError("it reads other values")
-        return made
+        return atoms
 
     def variables(self, whole: Iterable[Var], double: Iterable[Var]) -> list[Var]:
-        """Fresh variables for what equations make, or are given."""
+        """Returns fresh variables for the inputs or the results of equations."""
         for a, b in zip(whole, double, strict=True):
             shape = self._value(_jax.aval(a).shape, _jax.aval(b).shape)
-            self._made[a] = _jax.reshaped_variable(a, shape)
-        return [self._made[a] for a in whole]
+            self._variables[a] = _jax.reshaped_variable(a, shape)
+        return [self._variables[a] for a in whole]
 
     def _equation(self, whole: JaxprEqn, double: JaxprEqn) -> JaxprEqn:
         ins = self.atoms(whole.invars, double.invars)
         outs = self.variables(whole.outvars, double.outvars)
         if whole.primitive.name in RULES:
-            own = next(self.rules, None)
-            if own is None or _shapes([*own.invars, *own.outvars]) != _shapes([*ins, *outs]):
+            rule = next(self.rules, None)
+            if rule is None or _shapes([*rule.invars, *rule.outvars]) != _shapes([*ins, *outs]):
                 raise UnlikeError("it has other derivative rules on one example")
-            return own.replace(invars=ins, outvars=outs)
+            return rule.replace(invars=ins, outvars=outs)
         params = {k: self._value(v, double.params[k]) for k, v in whole.params.items()}
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
-        """A parameter of an equation, or a part of one."""
+        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else is equal."""
         match whole, double:
             case ClosedJaxpr(), ClosedJaxpr():
                 if comparable(whole.consts) != comparable(double.consts):
                     raise UnlikeError("a loop closes over arrays that are others")
                 return ClosedJaxpr(self._value(whole.jaxpr, double.jaxpr), whole.consts)
             case Jaxpr(), Jaxpr():
-                given = [
-                    self.variables(*both)
-                    for both in (
-                        (whole.constvars, double.constvars),
-                        (whole.invars, double.invars),
-                    )
-                ]
+                constvars = self.variables(whole.constvars, double.constvars)
+                invars = self.variables(whole.invars, double.invars)
                 eqns = self.equations(whole.eqns, double.eqns)
                 outs = self.atoms(whole.outvars, double.outvars)
-                return whole.replace(constvars=given[0], invars=given[1], eqns=eqns, outvars=outs)
+                return whole.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
             case int(), int() if whole != double:
+                # A size is a + b n for n examples, and b n is the difference to that for twice as many.
                 less = (double - whole) * (self.examples - 1)
                 if less % self.examples:
                     raise UnlikeError("a size does not go with the number of examples")
@@ -152,13 +151,16 @@ class _Smaller:
                 return whole
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
+        """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
         a, b = np.asarray(whole.val), np.asarray(double.val)
+        # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
         if np.issubdtype(a.dtype, np.integer):
             return a.dtype.type(self._value(int(a), int(b)))
+        tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
-            if np.isclose(float(b), float(a) * 2.0**power, rtol=1e-2 if a.itemsize < 4 else 1e-6):
+            if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
                 return a.dtype.type(float(a) / float(self.examples) ** power)
         raise UnlikeError("a number does not go with the number of examples")
 

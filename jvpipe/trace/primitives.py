@@ -6,7 +6,7 @@ from functools import cache
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Elementwise operations, changes of shape, reductions, keys: recomputed rather than kept or sent.
+# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather than kept or sent.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
@@ -44,12 +44,16 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
 
     Along an axis an operand may have a single element, which is the same for all places.
     """
-    made = _jax.aval(eqn.outvars[0]).shape
-    shapes = {_jax.aval(atom).shape for atom in eqn.invars} - {()}
-    return eqn.primitive.name in _elementwise_names() and all(
-        len(shape) == len(made) and all(n in (1, m) for n, m in zip(shape, made, strict=True))
-        for shape in shapes
-    )
+    if eqn.primitive.name not in _elementwise_names():
+        return False
+    result = _jax.aval(eqn.outvars[0]).shape
+
+    def fits(shape: tuple[int, ...]) -> bool:
+        if len(shape) != len(result):
+            return False
+        return all(n in (1, m) for n, m in zip(shape, result, strict=True))
+
+    return all(map(fits, {_jax.aval(atom).shape for atom in eqn.invars} - {()}))
 
 
 @cache
@@ -60,20 +64,19 @@ def _elementwise_names() -> frozenset[str]:
 def calls_host(eqn: JaxprEqn) -> bool:
     """Tells whether an equation runs code of the user's on the host, which can raise."""
     name = eqn.primitive.name
-    return (
-        "callback" in name
-        or name in ("debug_print", "ffi_call")
-        or any(calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns)
-    )
+    if "callback" in name or name in ("debug_print", "ffi_call"):
+        return True
+    return any(calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Tells whether recomputing an equation costs less than keeping or sending its result."""
     if eqn.primitive.name in _RANDOM:
         return not is_random(eqn)
-    if bodies := _jax.inner_jaxprs(eqn):
-        calls = eqn.primitive.name not in ("scan", "while")
-        return calls and all(is_cheap(inner) for body in bodies for inner in body.eqns)
+    bodies = _jax.inner_jaxprs(eqn)
+    if bodies:
+        is_loop = eqn.primitive.name in ("scan", "while")
+        return not is_loop and all(is_cheap(inner) for body in bodies for inner in body.eqns)
     return eqn.primitive.name in _cheap_names()
 
 
@@ -93,7 +96,7 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """The floating-point operations of an equation's products and convolutions."""
+    """Returns the floating-point operations of an equation's products and convolutions."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (lhs_contracting, _), _ = params["dimension_numbers"]

@@ -12,20 +12,21 @@ from jvpipe.trace.flatten import flatten
 
 
 def inexact(values: Sequence[Any]) -> list[int]:
-    """The positions of values that have a derivative."""
+    """Returns the positions of values that have a derivative."""
     return [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
 
 
 def pullback(
     eqn: JaxprEqn, moving: Sequence[int] | None = None
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
-    """The derivative of an equation, and by which of its operands it is one.
+    """Returns the derivative of an equation, and the operands by which it is one.
 
-    Arrays that a rule closes over are its first operands and have no derivative, but nothing says how many these are.
+    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not say how many there
+    are: operands are left out from the front until the rule can be differentiated.
 
     Args:
         eqn: with a derivative rule of its own.
-        moving: the operands that have a derivative, of inexact type; None: all.
+        moving: the operands that have a derivative; None: all of inexact type.
 
     Returns:
         A function of the operands and of the cotangents of those results that are inexact.
@@ -39,7 +40,8 @@ def pullback(
                 out = _jax.bind(eqn, list(values.values()))
                 return [out[i] for i in inexact(out)]
 
-            return jax.vjp(apply, *(operands[i] for i in moving))[1](cotangents)
+            _, pull = jax.vjp(apply, *(operands[i] for i in moving))
+            return pull(cotangents)
 
         return flatten(pull, ins, [outs[i] for i in inexact(outs)])
 
@@ -48,6 +50,7 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
+            # JAX refuses a derivative by what a rule closes over; anything else is an error of the rule's own.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

@@ -1,4 +1,4 @@
-"""What is made of sums and means over examples: whether it is one itself, so that slices give the whole.
+"""Values that are made of sums and means over examples: which of them are such themselves, so that slices make them.
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: what depends on no example counts by the share of a slice, as means do
@@ -6,9 +6,9 @@
     sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
     mean(x) * size                       a sum
 
-A slice whose count and sum are nothing divides by one instead. Where its sum alone is something, as of weights below
-zero, the loss is NaN. And max(count, 1) of whole numbers is there for no items at all: a slice has its count. Other
-weights may add up to less than one, where slices would not make the whole.
+A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of weights below zero
+may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for the case of no items: a slice uses its
+count as it is. Other weights may add up to less than one, and then slices would not make the whole.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from jvpipe.ir.examples import Over
 from jvpipe.trace.alike import Alike
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-"""What is linear in each operand."""
+"""Primitives that are linear in each operand."""
 _JOINING = ("add", "sub", "add_any", "concatenate", "stack", "select_n", "pad", "scatter-add")
-"""What is linear in all operands, but for those that say which."""
+"""Primitives that are linear in all operands together, without those that choose among them."""
 _PICKING = ("gather", "dynamic_slice", "cumsum")
-"""What is linear in its first operand."""
+"""Primitives that are linear in their first operand."""
 _LINEAR = (
     "neg",
     "convert_element_type",
@@ -53,25 +53,30 @@ _LINEAR = (
 class Beside(StrEnum):
     """The operand of an equation that a slice computes with in another way."""
 
-    LEFT = "left"  # its share of what is added to a sum
+    LEFT = "left"  # a slice takes its share of what is added to a sum
     RIGHT = "right"
-    DIVISOR = "divisor"  # one where it is zero, and what is divided too
-    GUARD = "guard"  # the count as it is, though it be less
-    FIRST_LEFT = (
-        "first left"  # what is added to a sum, in the first slice alone: exact, for what is counted
-    )
+    DIVISOR = "divisor"  # one, where both the divisor and what is divided are zero
+    GUARD = "guard"  # the count as it is, even below the least that it is guarded with
+    FIRST_LEFT = "first left"  # only the first slice adds it to the sum: exact, for what is counted
     FIRST_RIGHT = "first right"
 
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """How a value lies over the examples; `power` of a number that is the examples' count, or one over it.
+    """How a value lies over the examples.
 
-    What has a part for each example may have a power too: a slice makes it with its own count.
-    `roots` are the reductions over examples that it was made of. It is a sum divided by what has
-    the number `divisor`. Where `beside` says so it is what `over` says if slices compute it in
-    another way. It depends on what is `open`, and is a scale that may close that
-    (`jvpipe.trace.normalised`).
+    Attributes:
+        over: along an axis of it, a sum, a mean, mixed; or it depends on none.
+        axis: that of the examples.
+        roots: the reductions over examples that it was made of.
+        power: of the number of examples, if it is such a power; what has a part for each example may have one, too: a
+            slice makes it with its own number.
+        divisor: it is a sum divided by what has this number in `Alike`.
+        beside: it lies so if slices compute it in this way.
+        open: of a batch norm, the statistics that it depends on (`jvpipe.trace.normalised`).
+        is_scale: it may close them.
+        excess: it is a sum over examples, times this power of their number.
+        is_zero: it is nothing, whatever the examples: it goes with everything.
     """
 
     over: Over
@@ -82,17 +87,17 @@ class Lies:
     beside: Beside | None = None
     open: frozenset[Var] = frozenset()
     is_scale: bool = False
-    excess: int = 0  # of a sum over examples, times that power of their number
-    is_zero: bool = False  # nothing, whatever the examples: it goes with all
+    excess: int = 0
+    is_zero: bool = False
 
     @property
     def is_count(self) -> bool:
-        """True for a power of the number of examples, times what depends on none."""
+        """Whether it is a power of the number of examples, times what depends on none."""
         return self.power != 0 and self.over is not Over.ALONG
 
     @property
     def reduced(self) -> bool:
-        """True for what was made of several examples, and has no part for each."""
+        """Whether it was made of several examples, and has no part for each."""
         return self.over in (Over.SUM, Over.MEAN, Over.MIXED)
 
 
@@ -101,22 +106,30 @@ ZERO = Lies(Over.NONE, is_zero=True)
 
 
 def counted(power: int) -> Lies:
-    """How that power of the number of examples lies."""
+    """Returns how a power of the number of examples lies."""
     return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
 
 
 def summed(power: int) -> Lies:
-    """How a sum lies, over the examples, of values that are times that power of their number."""
-    known = {0: Over.SUM, -1: Over.MEAN}
-    return Lies(known[power]) if power in known else Lies(Over.MIXED, excess=power)
+    """Returns how a sum over the examples lies, of values with that power of their number as a factor."""
+    match power:
+        case 0:
+            return Lies(Over.SUM)
+        case -1:
+            return Lies(Over.MEAN)
+        case _:
+            return Lies(Over.MIXED, excess=power)
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """The power of the number of examples in a result that has a part for each; None: no power of it.
+    """Returns the power of the number of examples that is a factor of a result with a part for each.
 
     Args:
         eqn: of which an operand has a part for each example.
-        ins: its operands.
+        ins: how its operands lie.
+
+    Returns:
+        None if the result depends on that number otherwise.
     """
     powers, name = [x.power for x in ins], eqn.primitive.name
     if not any(powers):
@@ -125,22 +138,27 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
         return sum(powers)
     if name == "div":
         return powers[0] - powers[1]
-    same = {x.power for x in (ins[1:] if name == "select_n" else ins) if not x.is_zero}
-    alike = len(same) == 1 and not any(x.is_count for x in ins)
-    if name in _LINEAR or name in _JOINING:
-        return same.pop() if alike and (name != "select_n" or not ins[0].power) else None
-    return powers[0] if name in _PICKING and not any(powers[1:]) else None
+    if name in _PICKING:
+        return None if any(powers[1:]) else powers[0]
+    if name not in _LINEAR and name not in _JOINING:
+        return None
+    chooses_by_power = name == "select_n" and ins[0].power
+    values = ins[1:] if name == "select_n" else ins
+    same = {x.power for x in values if not x.is_zero}
+    if chooses_by_power or len(same) != 1 or any(x.is_count for x in ins):
+        return None
+    return same.pop()
 
 
 def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool = False) -> Lies:
-    """Tells how the result of an equation lies, none of whose operands has a part for each example.
+    """Returns how the result of an equation lies, none of whose operands has a part for each example.
 
     Args:
         eqn: of one result, or of several that lie alike.
-        ins: its operands.
+        ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses
-            between is model state, of which the user speaks.
+        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between is model state, of
+            which the user speaks.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -149,9 +167,9 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    if len(moving) == 1 and (
-        name in (*_LINEAR, *_PRODUCTS) or (name in _PICKING and ins[0] in moving)
-    ):
+    is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
+    is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
+    if len(moving) == 1 and (is_linear or is_linear_in_first):
         return moving[0]
     match name:
         case "concatenate" | "stack" | "pad" | "scatter-add":
@@ -160,16 +178,12 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
             return _joined(eqn, ins)
         case "add" | "sub" | "add_any":
             lies = _added(eqn, ins)
-        case "mul" if len(moving) == 1:
-            return moving[0]
         case "mul":
             lies = _multiplied(ins, [alike.number(atom) for atom in eqn.invars])
-        case "div" if len(moving) == 1 and ins[0].over is not Over.NONE:
-            return moving[0]
         case "div":
-            lies = _divided(
-                ins, alike.number(eqn.invars[1]), is_scalar=not _jax.aval(eqn.invars[1]).shape
-            )
+            divisor = eqn.invars[1]
+            is_scalar = not _jax.aval(divisor).shape
+            lies = _divided(ins, alike.number(divisor), is_scalar=is_scalar)
         case "max" if guarded(eqn, ins, alike) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
@@ -178,7 +192,7 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
 
 
 def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-    """How what is put together lies: as its parts do, if these are alike."""
+    """Returns how what is put together lies: as its parts do, if these lie alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
         chosen, others = ins[1:], ins[:1]
@@ -193,7 +207,7 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation makes whole numbers of what may be none: those of slices are not those of the whole."""
+    """Tells whether an equation makes whole numbers of others: those of slices do not add up to those of the whole."""
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
@@ -206,17 +220,23 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
 
 
 def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
-    """The count, a whole number, of which a maximum takes at least one, or less; None of others."""
-    counts = [
-        atom for atom, x in zip(eqn.invars, ins, strict=True) if x.over is Over.SUM and not x.power
-    ]
-    least = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    if len(counts) != 1 or len(least) != 1 or _jax.aval(counts[0]).shape:
+    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it does something else.
+
+    Args:
+        eqn: the equation.
+        ins: how its operands lie.
+        alike: tells which operands are whole numbers.
+    """
+    operands = zip(eqn.invars, ins, strict=True)
+    counts = [atom for atom, x in operands if x.over is Over.SUM and not x.power]
+    bounds = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
+    if len(counts) != 1 or len(bounds) != 1 or _jax.aval(counts[0]).shape:
         return None
-    return counts[0] if least[0] <= 1 and alike.is_whole(counts[0]) else None
+    return counts[0] if bounds[0] <= 1 and alike.is_whole(counts[0]) else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
+    """Returns how a sum of two values lies; None if it is not made of those of slices."""
     a, b = ins
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
@@ -228,10 +248,12 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if overs == {Over.SUM}:
         return Lies(Over.SUM)
     if Over.SUM in overs and overs <= {Over.SUM, Over.MEAN, Over.NONE}:
+        # What stands beside the sum is there once, in all slices together.
         is_left = b.over is Over.SUM
         if jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact):
             return Lies(Over.SUM, beside=Beside.LEFT if is_left else Beside.RIGHT)
         return Lies(Over.SUM, beside=Beside.FIRST_LEFT if is_left else Beside.FIRST_RIGHT)
+    # Quotients by the same count, such as two terms of a loss: their sum is one, too.
     divisors = {x.divisor for x in ins if x.over is not Over.NONE}
     if len(divisors) == 1 and all(x.divisor is not None or x.over is Over.NONE for x in ins):
         return Lies(Over.MIXED, divisor=divisors.pop())
@@ -239,6 +261,12 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
 
 
 def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
+    """Returns how a product of two values lies; None if it is not made of those of slices.
+
+    Args:
+        ins: how its operands lie.
+        numbers: of these in `Alike`: a sum divided by a count, times that count, is the sum.
+    """
     for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
         if value.over is Over.SUM and not value.power and factor.is_count:
             return summed(factor.power)
@@ -252,6 +280,13 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
 
 
 def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
+    """Returns how a quotient lies; None if it is not made of those of slices.
+
+    Args:
+        ins: how its operands lie.
+        divisor: the number of the divisor in `Alike`.
+        is_scalar: whether the divisor is a scalar.
+    """
     a, b = ins
     if b.is_count and (a.is_count or a.over is Over.NONE):
         return counted(a.power - b.power)
@@ -259,6 +294,7 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         return summed(a.excess - b.power)
     if a.over is Over.SUM and not a.power and b.is_count:
         return summed(-b.power)
+    # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
     return None

@@ -13,7 +13,10 @@ class OtherLayersError(ValueError):
 
 
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
-    """Cuts a loss where it is cut at present, though its equations may be others: an axis of size one needs fewer.
+    """Cuts a loss into the layers that it has at present.
+
+    Its equations need not be the same: an axis of size one needs fewer. Then it is cut anew, and only its layers are
+    compared.
 
     Args:
         loss: at other shapes.
@@ -27,6 +30,7 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
         traced = build_graph(loss, present.cuts, present.splits)
     else:
         traced = build_graph(loss, None, _same_products(present.splits, before, after))
+    # Whose layers read the same parameters can go on from the same state.
     if _readers(traced) != _readers(present):
         raise OtherLayersError(
             "its layers have other parameters: give batches alike, or each shape its own pipeline"
@@ -37,10 +41,15 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
 def _same_products(
     splits: Sequence[int], before: Sequence[JaxprEqn], after: Sequence[JaxprEqn]
 ) -> list[int]:
-    """The positions of the products that layers are split before."""
-    products, others = (
-        [at for at, eqn in enumerate(eqns) if flops(eqn)] for eqns in (before, after)
-    )
+    """Returns the positions of the products before which layers are split.
+
+    Args:
+        splits: their positions at the first shapes.
+        before: the main equations at the first shapes.
+        after: the main equations now.
+    """
+    products = [at for at, eqn in enumerate(before) if flops(eqn)]
+    others = [at for at, eqn in enumerate(after) if flops(eqn)]
     if splits and len(products) != len(others):
         raise OtherLayersError(
             f"it has {len(others)} products, not {len(products)}, and layers are split before some"
@@ -49,5 +58,5 @@ def _same_products(
 
 
 def _readers(traced: Traced) -> tuple[int, list[tuple[int, ...]]]:
-    """The number of layers, and those that read each parameter."""
+    """Returns the number of layers, and those that read each parameter."""
     return len(traced.graph.layers), [parameter.readers for parameter in traced.graph.parameters]

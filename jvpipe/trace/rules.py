@@ -1,12 +1,12 @@
 """Derivative rules of the user's own: what they send back must come apart over examples, as what went forward does.
 
-    what went forward        what comes back of it
-    has a part for each      a part for each
+    what went forward        its cotangent
+    has a part for each      has a part for each
     of no example            a sum: what slices send back is added up
-    a sum                    of no example: every slice has the same
+    a sum                    of no example: it is the same for every slice
     a mean                   that, times the number of examples: a slice counts by its share
 
-So a rule is followed as the loss is, from cotangents that lie like that, and what it gives back has to lie like that.
+So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it returns have to lie so.
 """
 
 from jvpipe.ir.examples import Over
@@ -14,10 +14,10 @@ from jvpipe.trace.reductions import NONE, Lies, counted
 
 
 def cotangent(lies: Lies) -> Lies:
-    """How the cotangent of a value lies.
+    """Returns how the cotangent of a value has to lie.
 
     Args:
-        lies: the value.
+        lies: how the value lies.
     """
     match lies.over:
         case Over.ALONG:
@@ -32,13 +32,17 @@ def cotangent(lies: Lies) -> Lies:
             return Lies(Over.MIXED)
 
 
-def fits(found: Lies, wanted: Lies) -> bool:
+def fits(actual: Lies, required: Lies) -> bool:
     """Tells whether a cotangent lies as it has to.
 
     Args:
-        found: how it does.
-        wanted: how it should.
+        actual: how it lies.
+        required: how it has to lie.
     """
-    if found.is_zero or wanted.over is Over.MIXED:
+    if actual.is_zero or required.over is Over.MIXED:
         return True
-    return (found.over, found.axis, found.power) == (wanted.over, wanted.axis, wanted.power)
+    return (actual.over, actual.axis, actual.power) == (
+        required.over,
+        required.axis,
+        required.power,
+    )

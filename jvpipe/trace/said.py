@@ -1,7 +1,7 @@
-"""What makes the whole of what slices give, where the trace cannot say and the user does: of aux and of model state.
+"""How aux and model state are made of those of slices, where the trace cannot say and the user does.
 
-A leaf that the user speaks of is made of what the loss gives on each slice as it is. So it must not be made of a sum of
-which a slice has taken its share, or which it has left to the first.
+A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must not depend on a sum to
+which a slice has added only its share, or which it has left to the first slice.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,29 +34,30 @@ _SHARED = (Beside.LEFT, Beside.RIGHT, Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
 
 @dataclass(frozen=True)
 class Said:
-    """What a loss yields, judged by the trace first and by the user's word then.
+    """The outputs of a loss, judged first by the trace and then by what the user says.
 
     Args:
         graph: of a micro-batch.
-        found: how each output lies over the examples, by the trace.
+        traced: how each output lies over the examples, by the trace.
         atoms: the outputs.
         normalising: the statistics that a batch norm divides by.
     """
 
     graph: LayerGraph
-    found: Mapping[Ref, Lies]
+    traced: Mapping[Ref, Lies]
     atoms: Mapping[Ref, Atom]
     normalising: Collection[Var]
 
     @cached_property
     def aux(self) -> dict[Ref, Lies]:
-        """How the leaves of aux lie that the user speaks of, and the trace does not know."""
-        return {
-            ref: Lies(_AUX[said])
-            for ref, lies in self.found.items()
-            if ref.kind is ValueKind.AUX and _is_unknown(lies)
-            if (said := self.graph.aux_chosen[aux_group(self.graph, ref.index)])
-        }
+        """How the leaves of aux lie of which the user speaks, and the trace cannot say it."""
+        aux: dict[Ref, Lies] = {}
+        for ref, lies in self.traced.items():
+            if ref.kind is ValueKind.AUX and _is_unknown(lies):
+                reduction = self.graph.aux_chosen[aux_group(self.graph, ref.index)]
+                if reduction:
+                    aux[ref] = Lies(_AUX[reduction])
+        return aux
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
@@ -68,12 +69,9 @@ class Said:
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
     def _state(self, k: int) -> Spread | None:
-        ref, name, said = (
-            Ref(ValueKind.STATE, k),
-            self.graph.state[k].name,
-            self.graph.state_chosen[k],
-        )
-        lies = self.found[ref]
+        ref, name = Ref(ValueKind.STATE, k), self.graph.state[k].name
+        reduction = self.graph.state_chosen[k]
+        lies = self.traced[ref]
         if lies.over is Over.ALONG:
             raise CoupledError(
                 f"model state '{name}' has a part for each example: replicas cannot share it"
@@ -82,10 +80,11 @@ class Said:
             return None
         if not _is_unknown(lies):
             return Spread(lies.over)
-        if said is not None:
-            check_state_reduction(name, self.atoms[ref], said)
-            return Spread(_STATE[said])
-        if self._is_of_batch_norm(lies):  # whose replicas normalise by their own
+        if reduction is not None:
+            check_state_reduction(name, self.atoms[ref], reduction)
+            return Spread(_STATE[reduction])
+        # Replicas normalise by statistics of their own: the running ones are the means of these.
+        if self._is_of_batch_norm(lies):
             return Spread(Over.MEAN)
         raise CoupledError(
             f"model state '{name}' cannot be made of what the replicas of a stage make of it: it is neither a mean "
@@ -98,41 +97,43 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalising)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """The equations that slices compute in another way, less those of leaves that the trace does not know.
+        """Returns the equations that slices compute in another way, without those of leaves that the user speaks of.
 
         Args:
             loss: whose equations.
-            amended: all, by their identity.
+            amended: all such equations, by their identity.
 
         Raises:
-            CoupledError: what it does know is made of such an equation too.
+            CoupledError: an output of which the trace can say it depends on such an equation, too.
         """
-        unknown = {ref for ref, lies in self.found.items() if _is_unknown(lies)}
-        leaves = reaching(loss.eqns, [self.atoms[ref] for ref in unknown])
-        others = reaching(
-            loss.eqns, [atom for ref, atom in self.atoms.items() if ref not in unknown]
-        )
+        unknown = {ref for ref, lies in self.traced.items() if _is_unknown(lies)}
+        others = [atom for ref, atom in self.atoms.items() if ref not in unknown]
+        behind_unknown = reaching(loss.eqns, [self.atoms[ref] for ref in unknown])
+        behind_others = reaching(loss.eqns, others)
         kept = dict(amended)
-        for eqn in (eqn for eqn in loss.eqns if amended.get(id(eqn)) in _SHARED):
+        for eqn in loss.eqns:
+            if amended.get(id(eqn)) not in _SHARED:
+                continue
             (out,) = eqn.outvars
-            if out in leaves:
-                if out in others:
-                    names = ", ".join(sorted(f"{ref.kind} {ref.index}" for ref in unknown))
-                    raise CoupledError(
-                        f"a sum over examples, and what is added to it, is a part of what replicas make exactly and of "
-                        f"what they do not ({names}): compute it twice, or use one device for each stage"
-                    )
-                del kept[id(eqn)]
+            if out not in behind_unknown:
+                continue
+            if out in behind_others:
+                names = ", ".join(sorted(f"{ref.kind} {ref.index}" for ref in unknown))
+                raise CoupledError(
+                    f"a sum over examples, and what is added to it, is a part of what replicas make exactly and of "
+                    f"what they do not ({names}): compute it twice, or use one device for each stage"
+                )
+            del kept[id(eqn)]
         return kept
 
 
 def _is_unknown(lies: Lies) -> bool:
-    """Whether the trace cannot say how the whole is made of what slices give."""
+    """Tells whether the trace cannot say how the whole is made of what slices yield."""
     return lies.over is Over.MIXED or bool(lies.open)
 
 
 def aux_group(graph: LayerGraph, index: int) -> int:
-    """The leaf of aux that a value is of: two are of one that is `Weighted`.
+    """Returns the leaf of aux that a value belongs to: a `Weighted` leaf has two values.
 
     Args:
         graph: of a micro-batch.

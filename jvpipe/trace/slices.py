@@ -1,8 +1,11 @@
 """A loss on slices of a micro-batch, as the replicas of a stage compute it, in the layers of the whole.
 
-It is traced at the size of each slice. A mean counts as much as its share of the examples. Random numbers and positions
-are those of the whole micro-batch, of which each slice takes its own: dropout draws the same masks for any number of
+It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers and positions are
+those of the whole micro-batch, of which each slice takes its own: dropout draws the same masks for any number of
 replicas (and every replica draws them all).
+
+    whole     bits[8, 4] = random_bits key
+    slice     bits[8, 4] = random_bits key    part[2, 4] = slice bits, examples 2 to 4
 """
 
 import operator
@@ -16,12 +19,11 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.ir.examples import Batching, Examples, Over, Spread
-from jvpipe.ir.layers import LayerGraph, Ref
+from jvpipe.ir.layers import Layer, LayerGraph, Ref
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, Traced, build_graph
-from jvpipe.trace.leaves import path_name
 from jvpipe.trace.loss import LossJaxpr, active
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.one_example import UnlikeError, on_one
@@ -29,16 +31,19 @@ from jvpipe.trace.reductions import NONE, Beside, Lies
 from jvpipe.trace.said import Said, aux_group
 from jvpipe.trace.spread import GENERATORS, CoupledError, Spreading, reaching
 from jvpipe.trace.structure import comparable
+from jvpipe.util.paths import path_name
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
-"""What is written anew for a slice, with what is inside."""
+"""Equations with bodies, which are written anew for a slice."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """What is known of a loss whose examples can be computed apart.
+    """What the trace says of a loss whose examples can be computed apart.
 
-    `amended` are the equations, by their identity, that slices compute in another way.
+    Attributes:
+        batching: how edges, aux and the loss lie over the examples.
+        amended: the equations, by their identity, that slices compute in another way.
     """
 
     batching: Batching
@@ -46,168 +51,185 @@ class Apart:
 
 
 def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
-    """The same layers on some of the examples.
+    """Returns the same layers on some of the examples.
 
     Args:
         traced: the layers on a whole micro-batch.
         examples: of it.
-        apart: what was found of them.
+        apart: how they come apart.
 
     Raises:
         CoupledError: the loss is another one at that size.
     """
     loss = replace(_resized(traced, examples.size), frozen=traced.loss.frozen)
-    made = build_graph(loss, traced.cuts, traced.splits)
-    if _layers(made.graph) != _layers(traced.graph):
+    smaller = build_graph(loss, traced.cuts, traced.splits)
+    if _layers(smaller.graph) != _layers(traced.graph):
         raise CoupledError(
             f"the loss on {examples.size} examples is not made of the layers that it has on {traced.graph.examples}: "
             "use larger micro-batches or fewer replicas, so that each has at least 2 examples"
         )
     cut = _Cut(examples, traced.graph.examples, apart)
-    bodies = tuple(
-        cut.body(whole, part) for whole, part in zip(traced.bodies, made.bodies, strict=True)
-    )
-    return replace(made, bodies=bodies)
+    return replace(smaller, bodies=tuple(map(cut.body, traced.bodies, smaller.bodies)))
 
 
 def _resized(traced: Traced, examples: int) -> LossJaxpr:
-    """The loss on another number of examples."""
+    """Returns the loss on another number of examples."""
     loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
+    # JAX traces some functions differently at a size of one, so the equations of the whole are kept if they can be.
     if examples == 1:
         try:
             return on_one(loss, traced.graph.examples)
         except UnlikeError:
-            pass  # it is as JAX traces it
+            pass  # then it is taken as JAX traces it
     try:
         return loss.of_size(examples)
     except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
         raise CoupledError(
-            f"the loss does not take {examples} examples, which is what a replica has: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}"
+            f"the loss does not take {examples} examples, which is what a replica has: {type(error).__name__}: {reason}"
         ) from error
 
 
 def _layers(graph: LayerGraph) -> object:
-    """What must be alike for layers to be the same but for their sizes."""
-    layers = [
-        (layer.reads, layer.writes, [c.name for c in layer.candidates]) for layer in graph.layers
-    ]
+    """Returns what must be equal for layers to differ only in their sizes."""
+    candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
+    layers = [(layer.reads, layer.writes) for layer in graph.layers]
     tensors = [(tensor.producer, tensor.readers, tensor.differentiable) for tensor in graph.tensors]
-    return layers, tensors, [parameter.readers for parameter in graph.parameters]
+    readers = [parameter.readers for parameter in graph.parameters]
+    return layers, candidates, tensors, readers
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """What makes of the layers on a whole micro-batch those on some of its examples."""
+    """Makes the layers on a slice of those on a whole micro-batch.
+
+    Args:
+        examples: of the slice.
+        total: the number of all examples.
+        apart: how they come apart.
+    """
 
     examples: Examples
-    of: int
+    total: int
     apart: Apart
 
     @property
     def share(self) -> float:
-        """How much the slice is of a micro-batch."""
-        return self.examples.size / self.of
+        """The share of the slice in a micro-batch."""
+        return self.examples.size / self.total
 
     def body(self, whole: Body, part: Body) -> Body:
-        """A layer on a slice: what it draws is cut out of what the whole layer draws."""
+        """Returns a layer on a slice: what it draws is cut out of what the whole layer draws.
+
+        Args:
+            whole: the layer on the micro-batch.
+            part: the layer as it is traced at the size of the slice.
+        """
         eqns = self._equations(whole.eqns, part.eqns)
-        is_mean = (
-            self.apart.batching.loss.over is Over.MEAN and Ref(ValueKind.LOSS, 0) in part.writes
-        )
+        makes_loss = Ref(ValueKind.LOSS, 0) in part.writes
+        is_mean = makes_loss and self.apart.batching.loss.over is Over.MEAN
         return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
 
     def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
-        """The equations of a slice, also of a loop.
+        """Returns the equations of a slice, also of a loop.
 
         Args:
             whole: of the whole micro-batch.
             part: as they were traced at the size of the slice.
         """
         eqns: list[JaxprEqn] = []
-        for eqn, own in zip(whole, part, strict=True):
-            if eqn.primitive.name in GENERATORS:
-                eqns += self._generated(eqn, own)
-            elif eqn.primitive.name in _LOOPS:
-                params = {k: self._inside(v, own.params[k]) for k, v in eqn.params.items()}
-                eqns.append(own.replace(params=own.params | params))
+        for of_whole, of_part in zip(whole, part, strict=True):
+            name = of_whole.primitive.name
+            if name in GENERATORS:
+                eqns += self._generated(of_whole, of_part)
+            elif name in _LOOPS:
+                params = {k: self._inside(v, of_part.params[k]) for k, v in of_whole.params.items()}
+                eqns.append(of_part.replace(params=of_part.params | params))
             else:
-                beside, is_first = self.apart.amended.get(id(eqn)), self.examples.start == 0
-                eqns += _amended(own, beside, self.share, is_first=is_first)
+                beside = self.apart.amended.get(id(of_whole))
+                is_first = self.examples.start == 0
+                eqns += _amended(of_part, beside, self.share, is_first=is_first)
         return eqns
 
-    def _inside(self, whole: Any, own: Any) -> Any:
-        """A parameter of a loop or call, whose bodies draw numbers too.
+    def _inside(self, whole: Any, part: Any) -> Any:
+        """Returns a parameter of a loop or call, whose bodies draw numbers too.
 
         Args:
             whole: of the whole micro-batch.
-            own: of the slice.
+            part: of the slice.
         """
-        match own:
+        match part:
             case ClosedJaxpr():
-                return ClosedJaxpr(self._inside(whole.jaxpr, own.jaxpr), own.consts)
+                return ClosedJaxpr(self._inside(whole.jaxpr, part.jaxpr), part.consts)
             case Jaxpr():
-                return own.replace(eqns=list(self._equations(whole.eqns, own.eqns)))
+                return part.replace(eqns=list(self._equations(whole.eqns, part.eqns)))
             case tuple():
-                parts = [self._inside(a, b) for a, b in zip(whole, own, strict=True)]
-                return own if all(map(operator.is_, parts, own)) else tuple(parts)
+                items = [self._inside(a, b) for a, b in zip(whole, part, strict=True)]
+                return part if all(map(operator.is_, items, part)) else tuple(items)
             case _:
-                return own
+                return part
 
-    def _generated(self, whole: JaxprEqn, own: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Numbers by their position: those of the whole micro-batch, then the part that is wanted."""
-        aval, wanted = _jax.aval(whole.outvars[0]), _jax.aval(own.outvars[0])
-        inputs = [
-            _jax.aval(a).shape == _jax.aval(b).shape
-            for a, b in zip(whole.invars, own.invars, strict=True)
-        ]
-        axes = [i for i, (a, b) in enumerate(zip(aval.shape, wanted.shape, strict=True)) if a != b]
-        if not axes or not all(inputs):
-            return [own]
+    def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
+        """Returns what makes numbers by their position: those of the whole micro-batch, then the slice's part."""
+        aval, of_part = _jax.aval(whole.outvars[0]), _jax.aval(part.outvars[0])
+        operands = zip(whole.invars, part.invars, strict=True)
+        same_operands = all(_jax.aval(a).shape == _jax.aval(b).shape for a, b in operands)
+        sizes = zip(aval.shape, of_part.shape, strict=True)
+        axes = [i for i, (a, b) in enumerate(sizes) if a != b]
+        if not axes or not same_operands:
+            return [part]
         (axis,) = axes
-        rows = aval.shape[axis] // self.of
+        rows = aval.shape[axis] // self.total
         start, stop = self.examples.start * rows, self.examples.stop * rows
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.lax.slice_in_dim(x, start, stop, axis=axis)
+
         drawn = _jax.new_variable(aval)
-        cut = _equations(
-            lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), [drawn], own.outvars
-        )
-        return [whole.replace(invars=own.invars, outvars=[drawn]), *cut]
+        draw = whole.replace(invars=part.invars, outvars=[drawn])
+        return [draw, *_equations(cut, [drawn], part.outvars)]
 
 
 def _amended(
-    own: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool
+    eqn: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool
 ) -> Sequence[JaxprEqn]:
-    """An equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
+    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
 
     Args:
-        own: the equation.
+        eqn: the equation.
         beside: the operand, and how it is computed with.
         share: of the slice in the micro-batch.
         is_first: whether the slice is the first one.
     """
     only_first = beside in (Beside.FIRST_LEFT, Beside.FIRST_RIGHT)
     if beside is None or (only_first and is_first):
-        return [own]
+        return [eqn]
     if beside is Beside.GUARD:
-        (count,) = jaxprs.variables(own.invars)
-        return [own.replace(invars=[count, count])]
+        (count,) = jaxprs.variables(eqn.invars)
+        return [eqn.replace(invars=[count, count])]
     if beside is Beside.DIVISOR:
-        return _equations(_quotient, own.invars, own.outvars)
+        return _equations(_quotient, eqn.invars, eqn.outvars)
     side = 0 if beside in (Beside.LEFT, Beside.FIRST_LEFT) else 1
-    operand, made = own.invars[side], _jax.new_variable(_jax.aval(own.invars[side]))
+    operand = eqn.invars[side]
+    changed = _jax.new_variable(_jax.aval(operand))
 
-    def changed(x: jax.Array) -> jax.Array:
-        if only_first:  # nothing, in one equation: zeros would be none, but a constant
+    def change(x: jax.Array) -> jax.Array:
+        if only_first:
+            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there is none.
             return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
         return x * jnp.asarray(share, x.dtype)
 
-    invars = [made if i == side else atom for i, atom in enumerate(own.invars)]
-    return [*_equations(changed, [operand], [made]), own.replace(invars=invars)]
+    invars = [changed if i == side else atom for i, atom in enumerate(eqn.invars)]
+    return [*_equations(change, [operand], [changed]), eqn.replace(invars=invars)]
 
 
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
-    """A sum by a count, nothing where both are; NaN where the count alone is, which no derivative reads."""
+    """Divides a sum by a count.
+
+    A slice without any items has neither: its quotient is zero. Where only the count is zero, the loss is NaN; no
+    derivative reads that.
+    """
     quotient = total / jnp.where(count == 0, jnp.ones_like(count), count)
     lost = (count == 0) & (jax.lax.stop_gradient(total) != 0)
     return quotient + jnp.where(lost, jnp.asarray(jnp.nan, total.dtype), jnp.zeros_like(total))
@@ -216,7 +238,7 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
 def _equations(
     fn: Callable[..., jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
 ) -> Sequence[JaxprEqn]:
-    """The equations of a function between variables.
+    """Returns the equations of a function between variables.
 
     Args:
         fn: of arrays.
@@ -226,16 +248,13 @@ def _equations(
     shapes = [jax.ShapeDtypeStruct(_jax.aval(x).shape, _jax.aval(x).dtype) for x in inputs]
     closed = flatten(fn, *shapes)
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    names |= {
-        v: o for v, o in zip(closed.jaxpr.outvars, outputs, strict=True) if isinstance(v, Var)
-    }
-    return [
-        eqn.replace(
-            invars=[names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars],
-            outvars=[names.get(x, x) for x in eqn.outvars],
-        )
-        for eqn in closed.jaxpr.eqns
-    ]
+    results = zip(closed.jaxpr.outvars, outputs, strict=True)
+    names |= {v: output for v, output in results if isinstance(v, Var)}
+    renamed = []
+    for eqn in closed.jaxpr.eqns:
+        invars = [names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars]
+        renamed.append(eqn.replace(invars=invars, outvars=[names.get(x, x) for x in eqn.outvars]))
+    return renamed
 
 
 def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
@@ -248,72 +267,81 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
     Raises:
         CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
     """
-    found = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
-    least = min(found)
-    for size, apart in found.items():
-        if apart != found[least]:
+    by_size = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
+    least = min(by_size)
+    for size, apart in by_size.items():
+        if apart != by_size[least]:
             raise CoupledError(
                 f"the loss is made of its examples in another way on {size} of them than on {least}: "
                 "use micro-batches that the replicas of each stage divide evenly"
             )
-    return found[least]
+    return by_size[least]
 
 
 def _taken_apart(traced: Traced, fewer: int) -> Apart:
-    """The same, compared with one smaller number of examples."""
+    """Finds the same, compared with one smaller number of examples."""
     loss, small = traced.loss, _resized(traced, fewer)
     if comparable(loss.constants) != comparable(small.constants):
         raise CoupledError(
             f"the loss closes over arrays that are others on {fewer} examples than on {traced.graph.examples}: give "
             "them with the batch, or make them with jax.numpy"
         )
-    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
-    layer_of = {
-        id(eqn): layer
-        for layer, body in zip(traced.graph.layers, traced.bodies, strict=True)
-        for eqn in body.eqns
-    }
-
-    def place_of(eqn: JaxprEqn) -> str:
-        layer = layer_of.get(id(eqn))
-        return "the loss" if layer is None else f"layer {traced.graph.label(layer)}"
-
-    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
-    remembered |= {same.get(v, v) for v in remembered}
-    spreading = Spreading(
-        traced.graph.examples, fewer, remembered, place_of, same=same, flows=active(loss)
-    )
-    spreading.known = {
-        v: Lies(Over.ALONG, 0) for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH
-    }
+    spreading = _spreading(traced, fewer)
     spreading.run(loss.eqns, small.eqns)
-    outputs = {
-        ref: spreading.lies(atom, other)
-        for (atom, ref), (other, _) in zip(loss.outputs, small.outputs, strict=True)
-    }
+    both = zip(loss.outputs, small.outputs, strict=True)
+    outputs = {ref: spreading.lies(atom, other) for (atom, ref), (other, _) in both}
     atoms = {ref: atom for atom, ref in loss.outputs}
+    # The user's word counts only where the trace cannot say how an output is made.
     said = Said(traced.graph, outputs, atoms, spreading.normalising)
     outputs = outputs | said.aux
     _check_outputs(traced, outputs)
-    variables = {
-        ref: v for body in traced.bodies for v, ref in zip(body.outputs, body.writes, strict=True)
-    }
-    tensors = [variables[Ref(ValueKind.TENSOR, i)] for i in range(len(traced.graph.tensors))]
-    known = [spreading.known.get(v, NONE) if isinstance(v, _jax.Var) else NONE for v in tensors]
-    for tensor, lies in zip(traced.graph.tensors, known, strict=True):
-        if lies.over is Over.ALONG and lies.power:
-            raise CoupledError(
-                f"tensor '{tensor.array.name}' has a part for each example that the number of examples is a factor of, "
-                "so that slices make another: multiply or divide by that number in the loss, after a sum over examples"
-            )
     aux = [outputs[Ref(ValueKind.AUX, i)] for i in range(len(traced.graph.aux))]
     batching = Batching(
-        tuple(map(_spread, known)),
+        tuple(map(_spread, _tensors(traced, spreading))),
         tuple(map(_spread, aux)),
         _spread(outputs[Ref(ValueKind.LOSS, 0)]),
         said.state,
     )
     return Apart(batching, said.plain(loss, spreading.amended))
+
+
+def _spreading(traced: Traced, fewer: int) -> Spreading:
+    """Returns what follows a loss at two sizes, from batches whose first axis is that of the examples."""
+    loss, layer_of = traced.loss, dict[int, Layer]()
+    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
+        layer_of |= dict.fromkeys(map(id, body.eqns), layer)
+
+    def place_of(eqn: JaxprEqn) -> str:
+        layer = layer_of.get(id(eqn))
+        return "the loss" if layer is None else f"layer {traced.graph.label(layer)}"
+
+    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
+    # What model state remembers may be used for single examples, as batch norm does with its statistics.
+    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    remembered |= {same.get(v, v) for v in remembered}
+    total, flows = traced.graph.examples, active(loss)
+    spreading = Spreading(total, fewer, remembered, place_of, same=same, flows=flows)
+    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
+    return spreading
+
+
+def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
+    """Returns how the edges between layers lie; raises CoupledError for what slices would make otherwise."""
+    variables: dict[Ref, Atom] = {}
+    for body in traced.bodies:
+        variables |= zip(body.writes, body.outputs, strict=True)
+    all_lies = []
+    for i, tensor in enumerate(traced.graph.tensors):
+        v = variables[Ref(ValueKind.TENSOR, i)]
+        lies = spreading.lies_of.get(v, NONE) if isinstance(v, Var) else NONE
+        if lies.over is Over.ALONG and lies.power:
+            raise CoupledError(
+                f"tensor '{tensor.array.name}' has a part for each example that the number of examples is a factor of, "
+                "so that slices make another: multiply or divide by that number in the loss, after a sum over examples"
+            )
+        all_lies.append(lies)
+    return all_lies
 
 
 def _spread(lies: Lies) -> Spread:
@@ -324,7 +352,7 @@ _LESS = " (weights that may add up to less than one take no max(weight, 1): give
 
 
 def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
-    """The path of a leaf of aux, as JAX writes it and as patterns do."""
+    """Returns the path of a leaf of aux, as JAX writes it and as patterns do."""
     group = aux_group(traced.graph, index)
     aux = jax.tree.unflatten(traced.loss.aux_tree, range(len(traced.graph.aux_groups)))
     path = jax.tree_util.tree_leaves_with_path(aux)[group][0]
@@ -332,43 +360,48 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Raises unless the loss, the aux and the model state of a micro-batch can be made of those of its slices."""
-    weighted = traced.loss.weighted
-    wanted = {Over.SUM} if weighted else {Over.SUM, Over.MEAN}
-    cure = (
-        f"both parts sums over its examples{_LESS}"
-        if weighted
-        else "a mean or a sum over its examples"
-    )
+    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said` checks the rest.
+
+    Raises:
+        CoupledError: one cannot.
+    """
     pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:
-                if lies.over not in wanted or lies.open:
-                    raise CoupledError(
-                        f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
-                        f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
-                        "over a number of items that differs returns jvpipe.Weighted(total, weight). Else "
-                        "use one device for each stage, or make each stage a mesh with a batch_axis"
-                    )
+                _check_loss(traced, lies)
             case ValueKind.AUX:
-                if (
-                    lies.over is Over.MIXED
-                    or lies.open
-                    or (lies.over is Over.ALONG and lies.power)
-                    or (ref.index in pairs and lies.over is not Over.SUM)
-                ):
-                    leaf, path = _aux_path(traced, ref.index)
-                    cure = (
-                        ""
-                        if ref.index in pairs
-                        else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
-                    )
-                    raise CoupledError(
-                        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of each "
-                        f"example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
-                    )
+                _check_aux(traced, ref.index, lies, is_weighted=ref.index in pairs)
             case ValueKind.STATE:
-                pass  # `Said.state` has looked at it
+                pass
             case _:
                 raise AssertionError(f"the loss does not yield {ref}")
+
+
+def _check_loss(traced: Traced, lies: Lies) -> None:
+    weighted = traced.loss.weighted
+    fitting = {Over.SUM} if weighted else {Over.SUM, Over.MEAN}
+    if lies.over in fitting and not lies.open:
+        return
+    sums = f"both parts sums over its examples{_LESS}"
+    cure = sums if weighted else "a mean or a sum over its examples"
+    raise CoupledError(
+        f"the loss, which layer {traced.graph.label(traced.graph.layers[traced.graph.loss_layer])} "
+        f"makes, cannot be made of those of slices, as replicas need it: it must be {cure}; a mean "
+        "over a number of items that differs returns jvpipe.Weighted(total, weight). Else "
+        "use one device for each stage, or make each stage a mesh with a batch_axis"
+    )
+
+
+def _check_aux(traced: Traced, index: int, lies: Lies, *, is_weighted: bool) -> None:
+    is_known = lies.over is not Over.MIXED and not lies.open
+    is_plain = lies.over is not Over.ALONG or not lies.power
+    is_sum = lies.over is Over.SUM or not is_weighted
+    if is_known and is_plain and is_sum:
+        return
+    leaf, path = _aux_path(traced, index)
+    cure = "" if is_weighted else f"; or say how, as in aux_reduce={{'{path}': 'max'}}"
+    raise CoupledError(
+        f"{leaf} of aux cannot be made of those of slices, as replicas need it: return values of each "
+        f"example, sums or means over them, or jvpipe.Weighted(total, weight){cure}"
+    )

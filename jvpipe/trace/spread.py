@@ -4,11 +4,11 @@
     x @ w      reads one along 0               along axis 0
     sum(x)                                     a sum: those of slices add up
     sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
-    max(x)                                     mixed: what slices give does not say what the whole gives
+    max(x)                                     mixed: what slices yield does not say what the whole yields
 
 What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into values of single examples
-it couples them: slices would not give what the whole does. That is refused, but for batch norm, whose statistics the
-model state remembers (`jvpipe.trace.normalised`): replicas normalise by their own.
+it couples them: slices would not yield what the whole does. That is refused, except in a batch norm, whose statistics
+the model state remembers (`jvpipe.trace.normalised`): replicas normalise by their own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
-"""What makes numbers by their position: a slice of them is cut out of those of the whole micro-batch."""
+"""Primitives that make numbers by their position: a slice's are cut out of those of the whole micro-batch."""
 _CALLS = (
     "jit",
     "pjit",
@@ -78,73 +78,87 @@ class Spreading:
         fewer: the smaller one.
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
+        lies_of: how each variable lies, as far as the equations have been followed.
+        amended: the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
+        normalising: the reductions over examples that a batch norm divides by.
         same: the variables that stand for others, which are equal.
         flows: those that a gradient flows through; None: all of inexact type.
-
-    `amended` are the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
-    `normalising` are the reductions over examples that a batch norm divides by.
     """
 
     examples: int
     fewer: int
     remembered: Collection[Var]
     place_of: Callable[[JaxprEqn], str]
-    known: dict[Var, Lies] = field(default_factory=dict)
+    lies_of: dict[Var, Lies] = field(default_factory=dict)
     amended: dict[int, Beside] = field(default_factory=dict)
     normalising: set[Var] = field(default_factory=set)
     same: Mapping[Var, Var] = field(default_factory=dict)
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
-    _rule: bool = False  # whether it is the backward of a rule that is looked into
-    _in_rule: bool = False  # or what a rule stands for, which cannot be written anew
-    _outer: JaxprEqn | None = None  # the loop or call that is looked into
+    _rule: bool = False  # these are the equations of a rule's backward
+    _in_rule: bool = False  # or of a function with a rule, which cannot be written anew
+    _outer: JaxprEqn | None = None  # or those inside of this loop or call
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:
-        """Finds how the results of equations lie; those at the smaller size are the same but for sizes."""
-        names = [[eqn.primitive.name for eqn in both] for both in (eqns, small)]
-        if names[0] != names[1]:
-            differing = next(
-                (pair for pair in zip(*names, strict=False) if pair[0] != pair[1]), ("one", "none")
-            )
+        """Finds how the results of equations lie.
+
+        Args:
+            eqns: at the larger size.
+            small: at the smaller size, which differ only in sizes.
+
+        Raises:
+            CoupledError: they differ otherwise, or couple examples.
+        """
+        names, small_names = ([eqn.primitive.name for eqn in both] for both in (eqns, small))
+        if names != small_names:
+            pairs = zip(names, small_names, strict=False)
+            one, other = next(((a, b) for a, b in pairs if a != b), ("one", "none"))
             raise CoupledError(
-                f"the loss is another program on {self.fewer} examples than on {self.examples} ({differing[1]} instead "
-                f"of {differing[0]}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
+                f"the loss is another program on {self.fewer} examples than on {self.examples} ({other} instead "
+                f"of {one}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
             )
         for eqn, fewer in zip(eqns, small, strict=True):
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
+            # What a gradient flows through is another value behind `stop_gradient`: its derivative is another.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
-            self.known.update(zip(eqn.outvars, outs, strict=True))
+            self.lies_of.update(zip(eqn.outvars, outs, strict=True))
 
     def lies(self, atom: Atom, small: Atom) -> Lies:
-        """How a variable lies, or a literal: one that grows with the examples counts them."""
+        """Returns how a variable lies, or a literal: one that grows with the examples counts them.
+
+        Args:
+            atom: at the larger size.
+            small: at the smaller size.
+        """
         if not isinstance(atom, Literal):
-            return self.known.get(atom, NONE)
+            return self.lies_of.get(atom, NONE)
         assert isinstance(small, Literal)
         a, b = np.asarray(atom.val), np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
         ratio = self.examples / self.fewer
+        tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
-            if np.isclose(
-                float(a), float(b) * ratio**power, rtol=1e-2 if a.dtype.itemsize < 4 else 1e-6
-            ):
+            if np.isclose(float(a), float(b) * ratio**power, rtol=tolerance):
                 return counted(power)
         return Lies(Over.MIXED)
 
     def _apply(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        """Returns how the results of an equation lie.
+
+        Args:
+            eqn: at the larger size.
+            small: at the smaller size.
+            ins: how its operands lie.
+        """
         name = eqn.primitive.name
-        fixed = {
-            key: value
-            for key, value in eqn.params.items()
-            if isinstance(value, int | float) or key in _POSITIONS
-        }
-        if any(
-            repr(small.params[key]) != repr(value) for key, value in fixed.items()
-        ):  # one may be NaN
-            raise self._refused(eqn, "does as the number of examples says")
+        for key, value in eqn.params.items():
+            is_fixed = isinstance(value, int | float) or key in _POSITIONS
+            if is_fixed and repr(small.params[key]) != repr(value):  # as text: one may be NaN
+                raise self._refused(eqn, "does as the number of examples says")
         if name in _CALLS:
             outs = self._call(eqn, small, ins)
             if name in _RULES:
@@ -166,13 +180,14 @@ class Spreading:
     def _plainly(
         self, eqn: JaxprEqn, ins: Sequence[Lies], grown: Sequence[int | None]
     ) -> list[Lies]:
-        """How the results of one equation lie.
+        """Returns how the results of one equation lie.
 
         Args:
             eqn: no loop or call.
-            ins: its operands.
+            ins: how its operands lie.
             grown: of each result the axis whose size follows the number of examples.
         """
+        # Three cases: something has a part for each example; or the result gets one; or neither has.
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
@@ -187,26 +202,42 @@ class Spreading:
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
             raise self._refused(eqn, "adds examples to what is there: add it to their sum")
-        if (power := power_after(eqn, ins)) is None:
+        power = power_after(eqn, ins)
+        if power is None:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
         opened = frozenset[Var]().union(*(x.open for x in moving))
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
-        """The same, told what of a batch norm is open in it."""
-        found = normalised(eqn, ins, lies)
-        if found is None:
+        """Returns how a result lies, with what of a batch norm is open in it.
+
+        Args:
+            eqn: makes it.
+            ins: how its operands lie.
+            lies: how it lies otherwise.
+        """
+        result = normalised(eqn, ins, lies)
+        if result is None:
             raise self._refused(
                 eqn,
                 "goes on from examples less what was made of several of them, as no batch norm does",
             )
-        before = frozenset[Var]().union(*(x.open for x in ins))
-        self.normalising |= before - found.open if found.over is Over.ALONG else frozenset()
-        if found.over is Over.ALONG and not found.is_scale:
-            self.normalising.update(*(x.roots for x in ins if x.is_scale))
-        return found
+        if result.over is Over.ALONG:
+            before = frozenset[Var]().union(*(x.open for x in ins))
+            self.normalising |= before - result.open
+            if not result.is_scale:
+                self.normalising.update(*(x.roots for x in ins if x.is_scale))
+        return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
+        """Returns how a result lies of values with a part for each example: along an axis, or it is a reduction.
+
+        Args:
+            eqn: makes it.
+            axis: along which it lies; None if it has none.
+            power: of the number of examples in it.
+            opened: what is open in its operands.
+        """
         if axis is not None:
             return Lies(Over.ALONG, axis, power=power)
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
@@ -215,26 +246,24 @@ class Spreading:
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """The axis whose size follows the number of examples; None if there is none."""
+        """Returns the axis of a result whose size follows the number of examples; None if there is none."""
         a, b = _jax.aval(atom).shape, _jax.aval(small).shape
         axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
-        if not axes and len(a) == len(b):
+        if len(a) == len(b) and not axes:
             return None
-        if (
-            len(a) != len(b)
-            or len(axes) > 1
-            or a[axes[0]] * self.fewer != b[axes[0]] * self.examples
-        ):
-            raise self._refused(
-                eqn, f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}"
-            )
-        return axes[0]
+        if len(a) == len(b) and len(axes) == 1:
+            (axis,) = axes
+            if a[axis] * self.fewer == b[axis] * self.examples:
+                return axis
+        sizes = f"makes {list(a)} of {self.examples} examples and {list(b)} of {self.fewer}"
+        raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """What is made for each example of nothing that has examples: constants, positions, random numbers."""
+        """Returns how what is made for each example of none lies: constants, positions, random numbers."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
+        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body does not allow.
         fixed = self._in_rule and name in GENERATORS
         if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
@@ -245,18 +274,19 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """What is made of sums and means over examples, and of what depends on none."""
+        """Returns how what is made of sums and means over examples lies, and of what depends on none."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
         is_remembered = eqn.outvars[0] in self.remembered
+        # Only equations of the loss itself are amended, none inside of loops and calls.
         if self._outer is not None or (is_remembered and lies.beside not in _IN_FIRST):
             return Lies(Over.MIXED, roots=lies.roots)
         self.amended[id(eqn)] = _IN_FIRST[lies.beside] if is_remembered else lies.beside
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
-        """Raises if what was made of several examples becomes part of single ones, unless model state remembers it."""
+        """Raises if what was made of several examples becomes part of single ones, unless model state keeps it."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
                 raise self._refused(eqn, _GIVES)
@@ -276,16 +306,23 @@ class Spreading:
     # Inside of loops and calls
 
     def _inside(self, eqn: JaxprEqn, body: Jaxpr, small: Jaxpr, ins: Iterable[Lies]) -> list[Lies]:
+        """Returns how the results of a body lie.
+
+        Args:
+            eqn: the loop or call.
+            body: at the larger size.
+            small: at the smaller size.
+            ins: how its inputs lie.
+        """
         flows = any(map(self._flows, eqn.outvars)) and eqn.primitive.name not in _RULES
         inner = replace(
             self,
-            known={},
-            flows=None if flows else (),  # a rule stands for those of what it computes
+            lies_of=dict(zip(body.invars, ins, strict=True)),
+            flows=None if flows else (),  # the gradients of a function with a rule are the rule's
             _in_rule=self._in_rule or eqn.primitive.name in _RULES,
             _alike=Alike(),
             _outer=self._outer or eqn,
         )
-        inner.known = dict(zip(body.invars, ins, strict=True))
         inner.run(body.eqns, small.eqns)
         return [inner.lies(a, b) for a, b in zip(body.outvars, small.outvars, strict=True)]
 
@@ -296,7 +333,7 @@ class Spreading:
     def _check_rule(
         self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies], outs: Sequence[Lies]
     ) -> None:
-        """Raises unless what a derivative rule sends back comes apart as what went forward does.
+        """Checks that what a derivative rule sends back comes apart as what went forward does.
 
         Args:
             eqn: has the rule.
@@ -307,25 +344,32 @@ class Spreading:
         flowing = [self._flows(v) for v in eqn.outvars]
         if not any(flowing):
             return
-        wanted = [i for i, atom in enumerate(eqn.invars) if self._flows(atom)]
-        whole, moving = pullback(eqn, wanted)
+        operands = [i for i, atom in enumerate(eqn.invars) if self._flows(atom)]
+        whole, moving = pullback(eqn, operands)
         try:
             fewer, _ = pullback(small, moving)
         except Exception as error:
             why = f"takes no {self.fewer} examples: {type(error).__name__}: {error}"
             raise self._refused(eqn, f"has a derivative rule that {why}") from error
         inner = replace(
-            self, known={}, remembered=(), normalising=set(), flows=(), _alike=Alike(), _rule=True
+            self,
+            lies_of={},
+            remembered=(),
+            normalising=set(),
+            flows=(),
+            _alike=Alike(),
+            _rule=True,
+            _in_rule=True,
+            _outer=self._outer or eqn,
         )
-        inner._outer, inner._in_rule = self._outer or eqn, True
         if comparable(whole.consts) != comparable(fewer.consts):
             raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
-        given = [
-            cotangent(x) if flows else ZERO
-            for x, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
+        cotangents = [
+            cotangent(lies) if flows else ZERO
+            for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
             if _is_inexact(v)
         ]
-        inner.known = dict(zip(whole.jaxpr.invars, [*ins, *given], strict=True))
+        inner.lies_of = dict(zip(whole.jaxpr.invars, [*ins, *cotangents], strict=True))
         inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
             if not fits(inner.lies(a, b), cotangent(ins[i])):
@@ -334,34 +378,38 @@ class Spreading:
                 )
 
     def _flows(self, atom: Atom) -> bool:
-        """Whether a gradient flows through a value, as far as is known."""
-        known = self.flows is None or (isinstance(atom, Var) and atom in self.flows)
-        return known and isinstance(atom, Var) and _is_inexact(atom)
+        """Tells whether a gradient may flow through a value."""
+        if not isinstance(atom, Var) or not _is_inexact(atom):
+            return False
+        return self.flows is None or atom in self.flows
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
+        # An iteration sees xs without their first axis, over which the scan goes, and its ys get one.
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
-        carry, outs = self._settled(
-            eqn, carry, lambda now: self._inside(eqn, body, fewer, [*consts, *now, *xs])
-        )
-        ys = [
-            replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in outs[len(carry) :]
-        ]
+
+        def step(now: list[Lies]) -> list[Lies]:
+            return self._inside(eqn, body, fewer, [*consts, *now, *xs])
+
+        carry, outs = self._settled(eqn, carry, step)
+        ys = outs[len(carry) :]
+        ys = [replace(y, axis=y.axis + 1) if y.over is Over.ALONG else y for y in ys]
         return [*carry, *ys]
 
     def _while(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
         first = eqn.params["cond_nconsts"]
         start = first + eqn.params["body_nconsts"]
 
-        def run(key: str, given: Sequence[Lies]) -> list[Lies]:
-            return self._inside(eqn, eqn.params[key].jaxpr, small.params[key].jaxpr, given)
+        def run(key: str, inputs: Sequence[Lies]) -> list[Lies]:
+            return self._inside(eqn, eqn.params[key].jaxpr, small.params[key].jaxpr, inputs)
 
-        carry, _ = self._settled(
-            eqn, ins[start:], lambda now: run("body_jaxpr", [*ins[first:start], *now])
-        )
+        def step(now: list[Lies]) -> list[Lies]:
+            return run("body_jaxpr", [*ins[first:start], *now])
+
+        carry, _ = self._settled(eqn, ins[start:], step)
         self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
         return carry
 
@@ -380,7 +428,15 @@ class Spreading:
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
     ) -> tuple[list[Lies], list[Lies]]:
-        """How what a loop carries lies once another step changes nothing, and what that step yields."""
+        """Returns how what a loop carries lies once another step changes nothing, and what that step yields.
+
+        It ends: joining only ever makes a value more mixed.
+
+        Args:
+            eqn: the loop.
+            carry: how what it begins with lies.
+            step: follows one iteration.
+        """
         now = list(carry)
         while True:
             outs = step(now)
@@ -390,7 +446,13 @@ class Spreading:
             now = joined
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """How a value lies that is one or the other: what a loop begins or goes on with, or what branches yield."""
+        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or branches yield.
+
+        Args:
+            eqn: the loop, or the branches.
+            a: how the one lies.
+            b: how the other lies.
+        """
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
@@ -411,15 +473,15 @@ def _is_inexact(atom: Atom) -> bool:
 
 
 def _makes_nothing(eqn: JaxprEqn, ins: Sequence[Lies], *, in_rule: bool) -> bool:
-    """Whether an equation makes nothing of nothing: zeros for each example, or no cotangent."""
+    """Tells whether an equation makes nothing of nothing: zeros for each example, or no cotangent."""
     if eqn.primitive.name == "mul" and in_rule:
         return any(x.is_zero for x in ins)
     return eqn.primitive.name in _KEEPS_NOTHING and all(x.is_zero for x in ins)
 
 
-def reaching(eqns: Sequence[JaxprEqn], wanted: Iterable[Atom]) -> set[Var]:
-    """The variables that some results are made of."""
-    reached = set(jaxprs.variables(wanted))
+def reaching(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
+    """Returns the variables that some results are made of."""
+    reached = set(jaxprs.variables(results))
     for eqn in reversed(eqns):
         if not reached.isdisjoint(eqn.outvars):
             reached.update(jaxprs.variables(eqn.invars))

@@ -14,29 +14,29 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, TreeDef
-from jvpipe.ir.names import nearest
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.leaves import path_names
 from jvpipe.trace.loss import LossJaxpr
 from jvpipe.trace.primitives import is_heavy
 from jvpipe.trace.unroll import SLICEWISE, stack_layers
+from jvpipe.util.names import nearest
+from jvpipe.util.paths import path_names
 
 Tree = Any
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, in its place; in the optimizer's state they mark what belongs to one."""
+    """The slices of a stack, in the place of it; the optimizer's state has such, too, for what belongs to a stack."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
-        """For JAX."""
+        """Returns the slices with their positions, for JAX."""
         return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self)], None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Iterable[Any]) -> "Slices":
-        """For JAX."""
+        """Returns slices again, for JAX."""
         return cls(children)
 
 
@@ -46,7 +46,7 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The leaves of the parameters that are stacks of layers: their `lengths`, None for the others.
+    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all others.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -64,15 +64,12 @@ class Stacks:
         return any(length is not None for length in self.lengths)
 
     def split(self, params: Tree) -> Tree:
-        """The parameters (arrays or shapes) with `Slices` in place of each stack."""
-        leaves = self.tree.flatten_up_to(params)
-        split = (
-            x if n is None else _slices(x, n) for x, n in zip(leaves, self.lengths, strict=True)
-        )
-        return self.tree.unflatten(split)
+        """Returns the parameters (arrays or shapes) with `Slices` in place of each stack."""
+        leaves = zip(self.tree.flatten_up_to(params), self.lengths, strict=True)
+        return self.tree.unflatten(x if n is None else _slices(x, n) for x, n in leaves)
 
     def named(self, patterns: Sequence[str]) -> tuple[bool, ...]:
-        """Which leaves of the caller's parameters some patterns of their paths match.
+        """Tells which leaves of the caller's parameters match one of some patterns of their paths.
 
         Raises:
             ValueError: a pattern matches none.
@@ -91,15 +88,20 @@ class Stacks:
         return tuple(any(fnmatchcase(path, x) for x in patterns) for path in paths)
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
-        """The leaves of the split parameters that patterns match: of a stack all slices."""
-        named = zip(self.named(patterns), self.lengths, strict=True)
-        each = [matched for matched, n in named for _ in range(1 if n is None else n)]
-        return frozenset(i for i, matched in enumerate(each) if matched)
+        """Returns the leaves of the split parameters that match patterns: of a stack all slices."""
+        matched: list[bool] = []
+        for is_named, n in zip(self.named(patterns), self.lengths, strict=True):
+            matched += [is_named] * (1 if n is None else n)
+        return frozenset(i for i, is_named in enumerate(matched) if is_named)
 
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
     ) -> Tree:
         """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state.
+
+        Args:
+            tree: with `Slices`.
+            stack: stacks slices.
 
         Raises:
             ValueError: the slices of a stack are not alike.
@@ -118,7 +120,11 @@ class Stacks:
         return jax.tree.map(joined, tree, is_leaf=_is_slices)
 
     def split_like(self, split: Tree, tree: Tree) -> Tree:
-        """Takes apart what `join` made of a tree that is `split`; its leaves, in the order of that one's.
+        """Takes apart what `join` made of a tree.
+
+        Args:
+            split: a tree that has `Slices` where the result is to have them.
+            tree: the joined one.
 
         Raises:
             ValueError: it is another tree.
@@ -132,9 +138,9 @@ class Stacks:
         return jax.tree.map(sliced, split, tree, is_leaf=_is_slices)
 
     def of_slices(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss as a function of split parameters, for `trace_loss`."""
+        """Returns the loss as a function of split parameters, for `trace_loss`."""
 
-        @wraps(loss_fn, assigned=(), updated=())  # errors tell the user's name
+        @wraps(loss_fn, assigned=(), updated=())  # errors show the user's function
         def sliced(params: Tree, *rest: Any) -> Any:
             return loss_fn(self.join(params, stack_layers), *rest)
 
@@ -142,7 +148,13 @@ class Stacks:
 
 
 def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
-    """The leaves that nothing reads but scans over layers."""
+    """Returns the stacks among the parameters: leaves that only scans over layers read.
+
+    Args:
+        loss: traced.
+        params: its parameters.
+    """
+    # A parameter is a stack if scans over layers read it, perhaps cast, and nothing else does.
     lengths: dict[int, int] = {}
     others: set[int | None] = set()
     source = {v: ref.index for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER}
@@ -159,9 +171,8 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
             others.update(read)
     others.update(source.get(v) for v in jaxprs.variables(atom for atom, _ in loss.outputs))
     leaves, tree = jax.tree.flatten(params)
-    return Stacks(
-        tree, tuple(lengths.get(i) if i not in others else None for i in range(len(leaves)))
-    )
+    numbers = range(len(leaves))
+    return Stacks(tree, tuple(lengths.get(i) if i not in others else None for i in numbers))
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
@@ -174,6 +185,7 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
         read = set(jaxprs.variables(inner.invars))
         if is_heavy(inner) and not read.isdisjoint(sliced):
             return True
+        # What is made only of slices, such as a cast, still stands for them.
         if read and read <= sliced:
             sliced.update(inner.outvars)
     return False

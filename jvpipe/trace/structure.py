@@ -1,4 +1,4 @@
-"""The structure of equations: a value that is equal where two runs of them compute the same function alike."""
+"""The structure of equations: a value that is equal for two runs of them which compute the same function alike."""
 
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class Structure:
 
     @property
     def parts(self) -> tuple[Hashable, Sequence[Hashable], Sequence[Hashable]]:
-        """What stands for the inputs, for each equation, and for the outputs."""
+        """What the inputs, each equation, and the outputs are compared by."""
         return self._value
 
     def __repr__(self) -> str:
@@ -34,21 +34,20 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Structure)
-            and self._hash == other._hash
-            and self._value == other._value
-        )
+        if not isinstance(other, Structure):
+            return False
+        # Values are large: hashes tell most of those that differ.
+        return self._hash == other._hash and self._value == other._value
 
 
 def structure(
     eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], *, rules: bool = True
 ) -> Structure:
-    """A value that is equal for two runs of equations which compute the same function in the same way.
+    """Returns a value that is equal for two runs of equations which compute the same function in the same way.
 
     Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
-    the equations are not to be differentiated and `rules` do not count. Parameters that cannot be compared do so by
-    identity: equal structures are equal programs; the converse need not hold.
+    the equations are not to be differentiated. Parameters that cannot be compared are compared by identity: equal
+    structures are equal programs; the converse need not hold.
 
     Args:
         eqns: in order.
@@ -58,9 +57,8 @@ def structure(
     """
     numbers: dict[Var, int] = {}
 
-    def number(
-        var: Var,
-    ) -> Hashable:  # the number says which variable, its first appearance also what it is
+    # A number says which variable it is; at its first appearance its shape and type are compared, too.
+    def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]
         numbers[var] = len(numbers)
@@ -69,27 +67,23 @@ def structure(
     def atom(a: Atom) -> Any:
         return ("literal", _kind(a), comparable(a.val)) if isinstance(a, Literal) else number(a)
 
-    head = tuple(number(v) for v in inputs)
-    body = tuple(
-        (
-            eqn.primitive.name,
-            tuple(atom(a) for a in eqn.invars),
-            _comparable_params(eqn, rules),
-            tuple(number(v) for v in eqn.outvars),
-        )
-        for eqn in eqns
-    )
-    return Structure((head, body, tuple(atom(a) for a in outputs)))
+    def equation(eqn: JaxprEqn) -> Hashable:
+        read = tuple(map(atom, eqn.invars))
+        params = _comparable_params(eqn, rules)
+        return eqn.primitive.name, read, params, tuple(map(number, eqn.outvars))
+
+    # In this order: numbers are those of first appearance.
+    head = tuple(map(number, inputs))
+    body = tuple(map(equation, eqns))
+    return Structure((head, body, tuple(map(atom, outputs))))
 
 
 def _kind(atom: Atom) -> Hashable:
+    """Returns the shape and type of a variable or literal, comparable."""
     aval = atom.aval
-    known = (
-        getattr(aval, "shape", None),
-        getattr(aval, "dtype", None),
-        getattr(aval, "weak_type", False),
-    )
-    return str(aval) if None in known else known
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    kind = shape, dtype, getattr(aval, "weak_type", False)
+    return str(aval) if None in kind else kind
 
 
 def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
@@ -101,7 +95,7 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
 
 
 class _Identity:
-    """Wraps an incomparable value; equal to itself alone. Holds it, so that its id is not given again."""
+    """Wraps an incomparable value; equal only to itself. It keeps the value alive, so that no other gets its id."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -120,19 +114,18 @@ class _Identity:
 
 
 def comparable(value: Any, *, rules: bool = True) -> Any:
-    """A hashable stand-in for a parameter or constant of a jaxpr; custom derivatives count if `rules` do."""
+    """Returns a hashable stand-in for a parameter or constant of a jaxpr.
+
+    Args:
+        value: the parameter or constant.
+        rules: compare derivative rules too.
+    """
     if isinstance(value, ClosedJaxpr):
-        consts = tuple(comparable(c) for c in value.consts)
-        return (
-            "jaxpr",
-            structure(value.jaxpr.eqns, value.jaxpr.invars, value.jaxpr.outvars, rules=rules),
-            consts,
-        )
+        jaxpr, consts = value.jaxpr, tuple(comparable(c) for c in value.consts)
+        return "jaxpr", structure(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, rules=rules), consts
     if isinstance(value, Jaxpr):
-        return (
-            "jaxpr",
-            structure(value.eqns, [*value.constvars, *value.invars], value.outvars, rules=rules),
-        )
+        inputs = [*value.constvars, *value.invars]
+        return "jaxpr", structure(value.eqns, inputs, value.outvars, rules=rules)
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), comparable(jax.random.key_data(value)))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -142,17 +135,17 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         return tuple(comparable(v, rules=rules) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((str(k), comparable(v, rules=rules)) for k, v in value.items()))
-    if isinstance(value, (set, frozenset)):  # in an order that no process has of its own
+    if isinstance(value, (set, frozenset)):  # in an order that is the same in every process
         return ("set", tuple(sorted((comparable(v, rules=rules) for v in value), key=repr)))
     if isinstance(value, float):
         return ("float", value.hex())
-    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)) and _hashable(
-        value
-    ):
+    if not _hashable(value):
+        return _Identity(value)
+    if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)):
         return (type(value).__name__, value)
-    if _hashable(value) and type(value).__eq__ is not object.__eq__ and not callable(value):
-        return value
-    return _Identity(value)
+    # Functions, and objects that say nothing of equality, are only equal to themselves.
+    compares = type(value).__eq__ is not object.__eq__ and not callable(value)
+    return value if compares else _Identity(value)
 
 
 def _hashable(value: Any) -> bool:

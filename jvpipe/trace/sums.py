@@ -1,6 +1,8 @@
-"""Sums over parameters alone, such as the squares that weight decay adds to a loss, are made where the parameters are.
+"""Sums only over parameters, such as the squares that weight decay adds to a loss, are made where the parameters are.
 
 Else the layer that adds them up would have to read every parameter of the model.
+
+    loss + sum(w0**2) + sum(w1**2)      layer 0 makes sum(w0**2), layer 1 sum(w1**2): two numbers go to the last layer
 """
 
 from collections import defaultdict
@@ -24,33 +26,38 @@ def settle_sums(
 
     Args:
         floating: equations that a layer computes if it needs them.
-        runs: the equations that each layer has of its own.
+        runs: the main equations of each layer.
         parameters: the parameters.
-        outputs: what the loss gives; the layer of the loss makes it if no run does.
+        outputs: what the loss yields; the layer of the loss makes it if no run does.
         loss_layer: that layer.
+
+    Returns:
+        The floating equations that are left, and the runs.
     """
-    wanted: defaultdict[Var, set[int]] = defaultdict(set)  # which layers need a value
+    needing: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the layers that need it
     for layer, run in enumerate(runs):
         for v in [*free_variables(run), *(outputs if layer == loss_layer else ())]:
-            wanted[v].add(layer)
-    read_anyway = defaultdict(set, {v: set(layers) for v, layers in wanted.items()})
+            needing[v].add(layer)
+    # The layers that read a value even if no sum is made there.
+    reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})
     for eqn in reversed(floating):
         if not _is_sum(eqn):
-            _pass_on(eqn, read_anyway, _needing(eqn, read_anyway))
+            _pass_on(eqn, reading_anyway, _needing(eqn, reading_anyway))
     summed = parameters_behind(floating, parameters)
-    stay, settled = [], [[] for _ in runs]
+    left, settled = [], [[] for _ in runs]
     for eqn in reversed(floating):
-        layers = _needing(eqn, wanted)
+        layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            homes = [min(read_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
-            home = max(homes, default=len(runs))
+            # The last of the layers that are the first to read one of its parameters: there all are at hand.
+            first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
+            home = max(first, default=len(runs))
             if home < min(layers):
                 settled[home].insert(0, eqn)
-                _pass_on(eqn, wanted, {home})
+                _pass_on(eqn, needing, {home})
                 continue
-        stay.append(eqn)
-        _pass_on(eqn, wanted, layers)
-    return tuple(stay[::-1]), [(*sums, *run) for sums, run in zip(settled, runs, strict=True)]
+        left.append(eqn)
+        _pass_on(eqn, needing, layers)
+    return tuple(left[::-1]), [(*sums, *run) for sums, run in zip(settled, runs, strict=True)]
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
@@ -58,19 +65,19 @@ def _is_sum(eqn: JaxprEqn) -> bool:
     return _jax.aval(eqn.outvars[0]).shape == () and any(_jax.aval(v).shape for v in eqn.invars)
 
 
-def _needing(eqn: JaxprEqn, wanted: dict[Var, set[int]]) -> set[int]:
-    return set().union(*(wanted[v] for v in eqn.outvars))
+def _needing(eqn: JaxprEqn, needing: dict[Var, set[int]]) -> set[int]:
+    return set().union(*(needing[v] for v in eqn.outvars))
 
 
-def _pass_on(eqn: JaxprEqn, wanted: dict[Var, set[int]], layers: set[int]) -> None:
+def _pass_on(eqn: JaxprEqn, needing: dict[Var, set[int]], layers: set[int]) -> None:
     for v in variables(eqn.invars):
-        wanted[v] |= layers
+        needing[v] |= layers
 
 
 def parameters_behind(
     floating: Sequence[JaxprEqn], parameters: Collection[Var]
 ) -> dict[Var, frozenset[Var]]:
-    """The parameters that each value is made of."""
+    """Returns the parameters that each value is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:
         made_of = frozenset().union(*(behind.get(v, frozenset()) for v in variables(eqn.invars)))

@@ -1,7 +1,7 @@
 """A scan over stacked layers, run iteration by iteration, so that it can be cut between them.
 
 While a jaxpr is flattened, an array that is known slice by slice travels as a `Stack`. A scan over stacks of layers
-takes their slices as they are; whoever wants anything else gets the whole array.
+takes their slices as they are; any other equation gets the whole array.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +17,25 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace.keys import is_key, take
 
 STACKING = "stack_layers"
-SLICEWISE = (
-    "convert_element_type",
-    "copy",
-    "stop_gradient",
-)  # what is done to a stack is done to its slices
+SLICEWISE = ("convert_element_type", "copy", "stop_gradient")
+"""Primitives that do to a stack what they do to each of its slices."""
 
 
 @jax.jit
 def stack_layers(*slices: Any) -> jax.Array:
-    """Stacks arrays along a new first axis; flattening knows this function by its name."""
+    """Stacks arrays along a new first axis; flattening recognises this function by its name."""
     return jax.numpy.stack(slices)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """An array, `whole()`, known slice by slice, `part(i)`; a scan over one of `layers` is unrolled."""
+    """An array that is known slice by slice.
+
+    Attributes:
+        part: returns the slice at an index.
+        whole: returns the array.
+        layers: its slices belong to layers, so that a scan over it is unrolled.
+    """
 
     part: Callable[[int], Any]
     whole: Callable[[], Any]
@@ -40,29 +43,28 @@ class Stack:
 
 
 def whole(value: Any) -> Any:
-    """A value, no longer as a stack."""
+    """Returns a value as an array."""
     return value.whole() if isinstance(value, Stack) else value
 
 
 def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """The result of an equation as a stack, if it makes one."""
+    """Returns the result of an equation as a stack; None if it makes none."""
     name = eqn.primitive.name
     if name in ("jit", "pjit") and eqn.params["name"] == STACKING:
         return [Stack(values.__getitem__, cache(lambda: jax.numpy.stack(values)), True)]
+    # Numbers along an axis, such as those of the layers: each slice is a constant.
     if name == "iota" and len(eqn.params["shape"]) == 1:
         dtype = eqn.params["dtype"]
-        return [
-            Stack(lambda i: np.asarray(i, dtype)[()], cache(lambda: _jax.bind(eqn, [])[0]), False)
-        ]
+        array = cache(lambda: _jax.bind(eqn, [])[0])
+        return [Stack(lambda i: np.asarray(i, dtype)[()], array, False)]
     if name in SLICEWISE and isinstance(values[0], Stack):
         (source,) = values
 
         def of(value: Any) -> Any:
             return _jax.bind(eqn, [value])[0]
 
-        return [
-            Stack(lambda i: of(source.part(i)), cache(lambda: of(source.whole())), source.layers)
-        ]
+        array = cache(lambda: of(source.whole()))
+        return [Stack(lambda i: of(source.part(i)), array, source.layers)]
     return None
 
 
@@ -83,15 +85,21 @@ def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
 
 
 def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
-    """Tells whether an equation makes a stack that is no layers': numbers along an axis, or what is done to these."""
+    """Tells whether an equation makes numbers along an axis, or casts such: it is put off until they are read.
+
+    Args:
+        eqn: the equation.
+        of_late: one of its operands was put off.
+    """
     name = eqn.primitive.name
-    return (name == "iota" and len(eqn.params["shape"]) == 1) or (name in SLICEWISE and of_late)
+    is_iota = name == "iota" and len(eqn.params["shape"]) == 1
+    return is_iota or (name in SLICEWISE and of_late)
 
 
 def unrolled(
     eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]
 ) -> list[Any] | None:
-    """The results of a scan over layers, whose iterations `run` does; None if the equation is anything else.
+    """Runs a scan over layers, iteration by iteration; returns None if the equation is anything else.
 
     Args:
         eqn: a scan, or not.
@@ -104,22 +112,25 @@ def unrolled(
     if not any(isinstance(x, Stack) and x.layers for x in xs):
         return None
     rows = range(eqn.params["length"])
-    outputs: dict[int, list[Any]] = {}
+    ys: dict[int, list[Any]] = {}
+    # A reversed scan runs from the last slice to the first, and its ys keep the order of the slices.
     for i in reversed(rows) if eqn.params["reverse"] else rows:
         out = run([*constants, *carry, *(_part(x, i) for x in xs)])
-        carry, outputs[i] = out[: len(carry)], out[len(carry) :]
-    return [*carry, *(_stack_of([outputs[i][k] for i in rows]) for k in range(len(outputs[0])))]
+        carry, ys[i] = out[: len(carry)], out[len(carry) :]
+    stacks = [_stack_of([ys[i][k] for i in rows]) for k in range(len(ys[0]))]
+    return [*carry, *stacks]
 
 
 def _part(x: Any, i: int) -> Any:
+    """Returns what an iteration reads of an array that a scan goes over."""
     if isinstance(x, Stack):
         return x.part(i)
     if is_key(x):
-        return jax.lax.squeeze(take(x, (i, *[0] * (x.ndim - 1)), (1, *x.shape[1:])), (0,))
+        starts, sizes = (i, *[0] * (x.ndim - 1)), (1, *x.shape[1:])
+        return jax.lax.squeeze(take(x, starts, sizes), (0,))
     return jax.lax.index_in_dim(x, i, keepdims=False)
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    return Stack(
-        parts.__getitem__, cache(lambda: jax.numpy.stack([whole(p) for p in parts])), False
-    )
+    array = cache(lambda: jax.numpy.stack([whole(part) for part in parts]))
+    return Stack(parts.__getitem__, array, False)

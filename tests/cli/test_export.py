@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from jvpipe.cli.outputs import check_writable, write_safetensors
-from jvpipe.runtime.checkpoints.checkpoint import save_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import save_checkpoint
 
 
 def test_keys_are_paths_and_values_survive(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_who_left_before_all_had_come_may_come_again() -> None:
 def test_who_is_missing_is_named_by_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "_SAY_S", 0.2)
+    monkeypatch.setattr(meeting, "PATIENCE", meeting.Patience(say_s=0.2))
     with room(4, timeout_s=1.5) as here:
         present = here.come(2)
         late = f"waited for process 1 and process 3 at 127.0.0.1:{here.port}"
@@ -179,7 +179,7 @@ def test_who_is_missing_is_named_by_all(
 def test_a_first_process_that_never_comes_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "_SAY_S", 0.2)
+    monkeypatch.setattr(meeting, "PATIENCE", meeting.Patience(say_s=0.2))
     with socket.socket() as nobody:
         nobody.bind((HERE, 0))
         port = nobody.getsockname()[1]
@@ -297,7 +297,7 @@ def test_the_secret_is_never_sent() -> None:
 
 
 def test_strangers_in_a_crowd_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_CROWD", 2)
+    monkeypatch.setattr(meeting, "PATIENCE", meeting.Patience(crowd=2))
     with room(2) as here, ExitStack() as held:
         crowd: Sequence[socket.socket] = [held.enter_context(here.stranger()) for _ in range(3)]
         assert crowd[0].recv(1) == crowd[1].recv(1) == b"j"

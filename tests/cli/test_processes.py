@@ -12,7 +12,7 @@ import pytest
 from experiments.hosts.run import free_port
 from jvpipe.cli.processes import join
 from jvpipe.cli.train_options import given
-from jvpipe.runtime.hosts import ALONE
+from jvpipe.runtime.engine.hosts import ALONE
 from tests.commands import finished
 
 LIMIT_S = 20

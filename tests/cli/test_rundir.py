@@ -14,8 +14,8 @@ import pytest
 from jvpipe.cli import run_folder
 from jvpipe.cli.run_folder import HeldError, RunDir, hold_new
 from jvpipe.ir.plan import Plan
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from jvpipe.runtime.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.runtime.state.checkpoints.generations import DamageError
 
 CONFIG = {
     "model": "bert",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe.cli import run_folder
-from jvpipe.runtime.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.generations import DamageError
 
 CONTENT = {"stages": 2, "model": {"name": "bert", "rate": 1e-3}, "data": None}
 

@@ -8,7 +8,7 @@ import pytest
 
 from jvpipe.cli.speech import Speech
 from jvpipe.report.console import Place
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.phases import phase
 from tests.report.test_metrics import ONE
 
 PLACES = {"cpu:0": Place("0-5"), "cpu:1": Place("6-9", 40)}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jvpipe import models
-from jvpipe.cli.training import scalars_in, tokens_in
+from jvpipe.cli.training import tokens_in
+from jvpipe.report.metrics import scalars_in
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
         "config",
         "export",
         "export_weights",
+        "figure",
         "profile",
         "remeasure",
         "resume",

@@ -16,7 +16,7 @@ from jvpipe.cost.archive import Archive
 from jvpipe.cost.compiling import Compiler, Refusal, Sizes
 from jvpipe.cost.presets import P40, PRESETS
 from jvpipe.cost.targets import TARGETS, Target, find_target, target_of
-from jvpipe.ir.extras import MissingExtraError
+from jvpipe.util.extras import MissingExtraError
 
 SHAPES = [jax.ShapeDtypeStruct((64, 32 + 8 * i), jnp.float32) for i in range(5)]
 CPU = TARGETS["cpu"]
@@ -37,12 +37,14 @@ def compiled_here(shape: Any) -> Sizes:
     options = _jax.exact("cpu")
     needs = jitted.lower(shape, shape).compile(compiler_options=options).memory_analysis()
     assert needs
+    each = (shape.size * 4, shape.size * 4), (shape.shape[0] ** 2 * 4, shape.size * 4)
     return Sizes(
         needs.argument_size_in_bytes,
         needs.output_size_in_bytes,
         needs.alias_size_in_bytes,
         needs.temp_size_in_bytes,
         needs.generated_code_size_in_bytes,
+        *each,
     )
 
 
@@ -125,5 +127,7 @@ def test_a_gpu_that_is_not_here_tells_its_bytes(quiet: None) -> None:
 @pytest.mark.skipif(not find_spec("libtpu"), reason="needs jvpipe[aot-tpu]")
 def test_a_tpu_that_is_not_here_tells_its_bytes_with_padding(quiet: None) -> None:
     (sizes,) = Compiler(find_target("v5e")).sizes([text_of(SHAPES[0], "tpu")])
-    assert sizes.arguments == 2 * 32 * 128 * 4, "the 64 are stored as 128, in tiles of 8 x 128"
+    assert sizes.arguments == sum(sizes.each_argument) == 2 * 32 * 128 * 4, (
+        "the 64 are stored as 128, in tiles of 8 x 128"
+    )
     assert sizes.code > 0

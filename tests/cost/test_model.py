@@ -24,7 +24,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.schedules import find_schedule
 from tests.cost.traces import MICROBATCHES, optimizer, programs, traced
 from tests.grid import grid

@@ -11,9 +11,11 @@ from jvpipe.cli import plan_options, train_options
 from jvpipe.models import NAMES, sizes
 from tests.commands import here
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
+from tests.grid import grid
 
 NOT_RUN = {
     "a GPU",
+    "needs a network",
     "several hosts",
     "installs packages",
     "the whole suite",
@@ -22,7 +24,8 @@ NOT_RUN = {
 """Why blocks are not run here: what they need is not here, or they would run these tests."""
 RAN: set[str] = set()
 """Commands that more than one page has are run once, but for those that go on with a run."""
-LANGUAGES = {"python", "diff", "sh", "toml", "yaml"}
+READ_FIRST = ("README.md", "index.md", "start.md", "memory.md", "finetune.md")
+LANGUAGES = {"python", "diff", "sh", "toml", "yaml", "json"}
 DIRECTIVE = re.compile(r"\{(?:toctree|eval-rst|literalinclude)\}.*")
 COLUMNS = 100
 """What a box of the site has room for: docs/_static/wide.css."""
@@ -77,6 +80,13 @@ def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    root = Path(__file__).parents[2]
+    named = re.findall(r"`(tests/[\w/]+\.py)`", PAGES[page].read_text())
+    assert [name for name in named if not (root / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
     text = PAGES[page].read_text()
     outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -85,13 +95,20 @@ def test_code_is_fenced_and_links_lead_somewhere(page: str) -> None:
         assert "://" in link or (PAGES[page].parent / link).exists()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if code(page)])
+@pytest.mark.parametrize(
+    "page", grid([page for page in PAGES if code(page)], *READ_FIRST, "recipes.md")
+)
 def test_code_runs(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)
     here(run_code, page, stands=tmp_path)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if list(commands(page))])
+@pytest.mark.parametrize(
+    "page",
+    grid(
+        [page for page in PAGES if list(commands(page))], "README.md", "start.md", "command_line.md"
+    ),
+)
 def test_commands_run(page: str, tmp_path: Path) -> None:
     prepare(page, tmp_path)
     for command in commands(page):

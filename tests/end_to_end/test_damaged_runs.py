@@ -12,6 +12,7 @@ import pytest
 
 from jvpipe.cli import run_folder
 from tests.commands import finished
+from tests.grid import grid
 from tests.session.test_sealed_anew import ODD, changed, lacking, nested, put
 
 OWN = Path(__file__).parents[1] / "own.py"
@@ -72,7 +73,7 @@ CONFIG: dict[str, tuple[Any, str]] = {
 """What is put into config.json, and what is said of it."""
 
 
-@pytest.mark.parametrize("name", CONFIG)
+@pytest.mark.parametrize("name", grid(CONFIG, *list(CONFIG)[::2]))
 def test_a_configuration_that_was_changed(name: str, run: Path) -> None:
     value, told = CONFIG[name]
     change_sealed(run / "config.json", put(name, value=value))
@@ -107,7 +108,7 @@ PLAN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 """What is changed of plan.json, and what is said of it."""
 
 
-@pytest.mark.parametrize("what", PLAN)
+@pytest.mark.parametrize("what", grid(PLAN, *list(PLAN)[::2]))
 def test_a_plan_that_was_changed(what: str, run: Path) -> None:
     change, told = PLAN[what]
     change_sealed(run / "plan.json", change)

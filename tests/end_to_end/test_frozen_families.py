@@ -14,7 +14,7 @@ from tests.grid import grid
 from tests.zoo import CASES
 
 MICRO = 4
-SEVERAL = ("resnet", "three-readers")
+SEVERAL = ("three-readers",)
 
 
 def trained(name: str, labels: Any, **options: Any) -> tuple[jvpipe.Pipeline, list[Any]]:

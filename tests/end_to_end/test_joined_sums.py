@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jvpipe
+from tests.grid import grid
 
 D, EXAMPLES, MICRO = 4, 6, 2
 DRAW = np.random.default_rng(3)
@@ -41,8 +42,18 @@ def plain_step() -> tuple[Any, Any]:
     return loss, [w - RATE * g for w, g in zip(PARAMS, gradients, strict=True)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("widths", [(2, 1, 2), (1, 3, 2), (3, 1, 1), (2, 2, 1), (1, 2, 4)])
+WIDTHS = ((2, 1, 2), (1, 3, 2), (3, 1, 1), (2, 2, 1), (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("widths", "schedule"),
+    grid(
+        [(widths, schedule) for widths in WIDTHS for schedule in ("1f1b", "zb-h1")],
+        ((1, 3, 2), "1f1b"),
+        ((3, 1, 1), "zb-h1"),
+        ((2, 2, 1), "1f1b"),
+    ),
+)
 def test_what_layers_leave_goes_between_any_widths(widths: tuple[int, ...], schedule: str) -> None:
     pipe = jvpipe.Pipeline(
         loss_fn,

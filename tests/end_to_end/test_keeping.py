@@ -16,7 +16,7 @@ import jvpipe
 from jvpipe.cli import train as train_command
 from jvpipe.cli import training
 from jvpipe.cli.keeping import Keeper
-from jvpipe.runtime.checkpoints import array_file
+from jvpipe.runtime.state.checkpoints import array_file
 from tests.commands import finished
 from tests.forks import forked
 

@@ -1,5 +1,6 @@
 """The ledger tells the truth: before every task, what it counts is what JAX holds; and after random graphs, nothing."""
 
+import gc
 import random
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.binding import Bound, Instruction
+from jvpipe.runtime.engine.binding import Bound, Instruction
 from tests.end_to_end.test_fates import MICRO, drawn, trained
 from tests.zoo import CASES, Case, draws, dropout, mean_square, quick_key, regression_batch
 
@@ -38,6 +39,7 @@ def test_at_every_task_its_bytes_are_those_that_jax_holds(schedule: str, stages:
     graph = trained(m, 1, "gpipe")[2].session.graph
     layers = len(graph.layers)
     plan = drawn(graph, (layers // 2, layers - layers // 2), seed=5)
+    gc.collect()  # an array that is freed meanwhile would lend its id to a new one
     baseline = {id(array) for array in jax.live_arrays()}
     pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), plan, MICRO, schedule)
     state = pipe.init(m.params, batch, m.rng)

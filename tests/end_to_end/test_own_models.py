@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.commands import finished
+from tests.grid import grid
 from tests.hosts.test_commands import last_lines, processes
 
 OWN = Path(__file__).parents[1] / "own.py"
@@ -29,7 +30,9 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
-@pytest.mark.parametrize("name", ["Plain", "full"])  # batches of a generator, and of Grain
+@pytest.mark.parametrize(
+    "name", grid(["Plain", "full"], "Plain")
+)  # batches of a generator, and of Grain
 def test_a_resumed_run_has_the_bits_of_a_whole_one_on_one_device(name: str, tmp_path: Path) -> None:
     model = ("--model", f"{OWN}:{name}")
     one, two = (tmp_path / f"{name}.safetensors" for name in ("one", "two"))

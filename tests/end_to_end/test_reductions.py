@@ -1,6 +1,7 @@
 """What a loss returns beside its value is made of micro-batches and replicas as is said: plain JAX is the oracle."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import jvpipe
+from tests.grid import grid
 
 Tree = Any
 MICRO, EXAMPLES, D, STEPS = 2, 6, 3, 2
@@ -297,8 +299,13 @@ def close(found: Tree, wanted: Tree) -> None:
     )
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    grid(
+        list(product(STATES, WIDTHS)),
+        *((name, WIDTHS[i % len(WIDTHS)]) for i, name in enumerate(STATES)),
+    ),
+)
 def test_model_state_is_that_of_whole_micro_batches(name: str, widths: tuple[int, ...]) -> None:
     loss, model_state, said = STATES[name]
     found = stepped(loss, model_state, widths, model_state_reduce=said or None)

@@ -218,7 +218,18 @@ def test_split_backwards_and_fates_change_no_bit() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "speeds"),
-    [("1f1b", None), ("zb-h1", None), ("interleaved", None), ("zb-v", None), ("1f1b", [1, 2, 1])],
+    grid(
+        [
+            ("1f1b", None),
+            zb_h1 := ("zb-h1", None),
+            chunks := ("interleaved", None),
+            ("zb-v", None),
+            unlike := ("1f1b", [1, 2, 1]),
+        ],
+        zb_h1,
+        chunks,
+        unlike,
+    ),
 )
 def test_limits_that_need_swaps_change_no_bit(schedule: str, speeds: list[int] | None) -> None:
     """The smallest limit that any plan keeps: what is not on the device is swapped, the rest computed again."""

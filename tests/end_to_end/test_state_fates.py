@@ -19,8 +19,8 @@ from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.programs.store import Program
-from jvpipe.runtime import migrate
-from jvpipe.runtime.tensors import parked_bytes
+from jvpipe.runtime.engine.tensors import parked_bytes
+from jvpipe.runtime.state import migrate
 from tests.grid import grid
 
 D, LAYERS, MICRO = 32, 6, 4
@@ -158,7 +158,6 @@ def away(pipe: jvpipe.Pipeline) -> int:
             ("pipedream", 1, {}),
             ("1f1b", None, {"devices": jax.devices()[:2]}),
         ],
-        ("1f1b", 1, {}),
         ("1f1b", None, {"devices": jax.devices()[:2]}),
     ),
 )

@@ -38,6 +38,7 @@ def logged(run: Path) -> Logged:
     return found
 
 
+@pytest.mark.thorough
 def test_every_metric_is_there(run: Path) -> None:
     wanted, tensorboard, wandb = logged(run), of_tensorboard(run), of_wandb(run)
     names = {name for name, _ in wanted}
@@ -54,6 +55,7 @@ def test_every_metric_is_there(run: Path) -> None:
         assert wandb[name, step] == pytest.approx(value), name
 
 
+@pytest.mark.thorough
 def test_the_run_has_a_name_that_stays(run: Path) -> None:
     (folder,) = (run / "wandb").glob("offline-run-*")
     assert folder.name.endswith((run / "wandb.id").read_text())

@@ -24,8 +24,8 @@ from jvpipe import models
 from jvpipe.cli import run_folder
 from jvpipe.cli.keeping import Keeper
 from jvpipe.cli.train_options import parse
-from jvpipe.ir.sizes import format_bytes
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
+from jvpipe.util.sizes import format_bytes
 from tests.commands import ended, finished, running
 from tests.forks import LIMIT_S, environment
 from tests.session.test_sealed_anew import changed, put

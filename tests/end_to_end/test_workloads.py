@@ -74,7 +74,7 @@ def alone(name: str) -> tuple[list[Any], float, jvpipe.Pipeline]:
     return stepped(case(name), 1, "gpipe")
 
 
-@pytest.mark.parametrize("name", grid(MODELS, "transformer", "resnet", "unet"))
+@pytest.mark.parametrize("name", grid(MODELS, "transformer", "unet"))
 def test_gradients_equal_plain_jax(name: str) -> None:
     m, (after, found, _) = case(name), alone(name)
     loss, gradients, state = plain_gradients(m, plain_gradient(m), MICRO)

@@ -28,8 +28,8 @@ NAMES = {
 }
 PROGRAMS = {"finetune_lora.py"}
 """Those that are no model for the command line; they have tests of their own."""
-ALSO_ALONE = ("plain.py", "lora.py", "with_linen.py")
-"""Parameters, frozen ones beside them, a state beside them: no other has more than these."""
+ALSO_ALONE = ("plain.py", "lora.py")
+"""Parameters, and frozen ones beside them; a state beside them is tried in `make thorough`."""
 
 
 def test_examples_are_all_tried_and_short() -> None:
@@ -71,7 +71,7 @@ def test_an_example_has_the_bits_of_one_device(file: str, tmp_path: Path) -> Non
         np.testing.assert_array_equal(values, alone[name])
 
 
-@pytest.mark.parametrize("file", sorted(NAMES.keys() - ALSO_ALONE))
+@pytest.mark.parametrize("file", grid(sorted(NAMES.keys() - ALSO_ALONE), "llama.py", "with_nnx.py"))
 def test_an_example_trains(file: str, tmp_path: Path) -> None:
     losses, params = trained(file, 2, tmp_path / "two")
     assert len(losses) == 2

@@ -1,6 +1,8 @@
 """Run by the Python of an environment with torch: what its own loader, validator and simulator make of CSV files.
 
-A line of JSON per file: the number of stages and micro-batches that it is for comes before it on the command line.
+On the command line: how many micro-batches there are, and the files. A line of JSON per file: the rank of each stage,
+and what each rank computes in which order. Fails unless torch, given that order alone, adds the sends and the sums of
+gradients that the file has.
 """
 
 import csv
@@ -10,24 +12,38 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_s  # pyright: ignore[reportMissingImports]
 
+SENDS = (torch_s.SEND_F, torch_s.RECV_F, torch_s.SEND_B, torch_s.RECV_B)
+LETTERS = {
+    torch_s.FORWARD: "F",
+    torch_s.FULL_BACKWARD: "B",
+    torch_s.BACKWARD_INPUT: "I",
+    torch_s.BACKWARD_WEIGHT: "W",
+}
+
 
 def main() -> None:
-    for text in sys.argv[1:]:
-        path, count, lists = json.loads(text)
+    microbatches = int(sys.argv[1])
+    for path in sys.argv[2:]:
         runtime = object.__new__(torch_s._PipelineScheduleRuntime)  # without processes and modules
-        runtime._stages, runtime._num_stages, runtime._n_microbatches = [], count[0], count[1]
         with open(path, newline="") as file:
-            runtime.pp_group_size = len(list(csv.reader(file)))
+            rows = list(csv.reader(file))
+        stages = {torch_s._Action.from_str(cell).stage_index for row in rows for cell in row}
+        runtime._stages, runtime._num_stages = [], len(stages)
+        runtime._n_microbatches, runtime.pp_group_size = microbatches, len(rows)
         runtime._load_csv(path, format="compute_comms")
-        took = simulated(runtime)
-        action = torch_s._Action.from_str
-        alone = {rank: list(map(action, line.split())) for rank, line in enumerate(lists)}
-        mapping, rows = runtime.stage_index_to_group_rank, runtime.pipeline_order_with_comms
-        reduced = {rank: torch_s._add_reduce_grad(row, count[1]) for rank, row in alone.items()}
-        sent = torch_s._add_send_recv(alone, lambda s, m=mapping: m[s], count[0])
-        sends = (torch_s.SEND_F, torch_s.RECV_F, torch_s.SEND_B, torch_s.RECV_B)
-        same = sent == without(rows, torch_s.REDUCE_GRAD) and reduced == without(rows, *sends)
-        print(json.dumps({"steps": max(map(len, took.values())), "as_torch": same}))
+        actions, rank = runtime.pipeline_order_with_comms, runtime.stage_index_to_group_rank
+        assert simulated(runtime, rank), path
+        alone = without(actions, *SENDS, torch_s.REDUCE_GRAD)
+        reduced = {r: torch_s._add_reduce_grad(row, microbatches) for r, row in alone.items()}
+        assert reduced == without(actions, *SENDS), path
+        order = [
+            [(x.stage_index, LETTERS[x.computation_type], x.microbatch_index) for x in alone[r]]
+            for r in sorted(alone)
+        ]
+        # it takes each action out of what it is given
+        sent = torch_s._add_send_recv(alone, lambda s, rank=rank: rank[s], len(stages))
+        assert sent == without(actions, torch_s.REDUCE_GRAD), path
+        print(json.dumps({"ranks": [rank[s] for s in sorted(stages)], "order": order}))
 
 
 def without(rows: dict[int, list[Any]], *kinds: Any) -> dict[int, list[Any]]:
@@ -35,11 +51,10 @@ def without(rows: dict[int, list[Any]], *kinds: Any) -> dict[int, list[Any]]:
     return {rank: [x for x in row if x.computation_type not in kinds] for rank, row in rows.items()}
 
 
-def simulated(runtime: Any) -> dict[int, list[Any]]:
+def simulated(runtime: Any, rank: dict[int, int]) -> dict[int, list[Any]]:
     """What its simulator makes of the actions that it knows; it raises if ranks wait for ever."""
     known = without(runtime.pipeline_order_with_comms, torch_s.REDUCE_GRAD)
-    mapping = runtime.stage_index_to_group_rank
-    return torch_s._simulate_comms_compute(known, lambda s: mapping[s], runtime._num_stages)
+    return torch_s._simulate_comms_compute(known, lambda s: rank[s], runtime._num_stages)
 
 
 main()

@@ -143,6 +143,7 @@ def of_torchtitan(text: str, microbatches: int) -> Said:
 def of_maxtext(text: str, microbatches: int) -> Said:
     """Fields of base.yml: equal stages, whose iterations keep what they are told to."""
     fields = yaml.safe_load(text)
+    assert fields["base_config"] == "base.yml"
     stages, each = fields["ici_pipeline_parallelism"], fields["num_layers_per_pipeline_stage"]
     assert fields["num_pipeline_repeats"] == 1
     assert fields["num_pipeline_microbatches"] == microbatches

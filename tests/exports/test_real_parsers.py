@@ -1,73 +1,79 @@
 """The parsers of the systems themselves, in environments of their own: `make peers` makes those."""
 
-import json
-import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from jvpipe import models
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import text
-from jvpipe.schedules import find_schedule
-from tests.exports.plans import outline, plan
+from jvpipe.schedules import SCHEDULES
+from tests.exports.peers import FORMATS, run, said_by
+from tests.exports.plans import CASES, again, check, for_six, outline, plan, planned, sized
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.thorough
-MEGATRON = """
-import importlib.util, json, sys, types
-from pathlib import Path
-at = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations))) / "core"
-for name in ("megatron.core", "megatron.core.transformer", "megatron.core.parallel_state"):
-    sys.modules[name] = types.ModuleType(name)  # the rest of it wants a GPU's libraries
-sys.modules["megatron.core"].parallel_state = sys.modules["megatron.core.parallel_state"]
-for name in ("enums", "pipeline_parallel_layer_layout"):
-    full = f"megatron.core.transformer.{name}"
-    spec = importlib.util.spec_from_file_location(full, at / "transformer" / f"{name}.py")
-    sys.modules[full] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-layout = module.PipelineParallelLayerLayout(sys.argv[1], int(sys.argv[2]))
-layout.validate_layer_layout(int(sys.argv[3]), 0)
-print(json.dumps([[[x.name for x in chunk] for chunk in rank] for rank in layout.layout]))
-"""
-JAXPP = """
-import sys
-space = {}
-exec(compile(open(sys.argv[1]).read(), "plan.py", "exec"), space)
-from jaxpp.schedules import preprocess_schedule_tasks
-tasks = preprocess_schedule_tasks(space["SCHEDULE"].tasks(int(sys.argv[2])), 0, True)
-for line in tasks:
-    print(*(f"{t.stage_id}{t.fwd_or_bwd.name}{t.mubatch_idx}" for t in line))
-"""
+ORDERS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 
 
-def run(peer: str, *arguments: str) -> str:
-    """What the Python of a system's environment prints; the test is skipped where there is none."""
-    python = ROOT / "build" / "peers" / peer / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no environment with {peer}: make peers")
-    done = subprocess.run([str(python), *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+def exported(name: str, plans: Iterator[Plan]) -> dict[str, Plan]:
+    """What a format does not refuse of some plans, by the text of it."""
+    found = {}
+    for each in plans:
+        try:
+            found[each.export(name)] = each
+        except ValueError:
+            continue
+    return found
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-def test_torch_loads_and_simulates_every_csv_and_adds_the_same_sends(
-    tmp_path: Path, devices: int
+def workloads() -> Iterator[Plan]:
+    """The plans of the table: each workload under each schedule."""
+    yield from (planned(workload, name) for workload, name in product(models.NAMES, SCHEDULES))
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("torch-csv", 90), ("megatron", 4), ("maxtext", 5), ("jaxpp", 90)]
+)
+def test_a_systems_own_parser_reads_what_the_table_says(
+    name: str, least: int, tmp_path: Path
 ) -> None:
-    files = []
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half"):
-        rule = find_schedule(name)
-        stages, microbatches = rule.stages_on(devices), 2 * devices
-        given = plan([2, *[1] * (stages - 2), 13 - stages], name)
-        given = replace(given, outline=outline(6, microbatches))
-        (path := tmp_path / f"{name}.csv").write_text(given.export("torch-csv"))
-        lists = [text(tasks) for tasks in rule.tasks(devices, microbatches)]
-        files.append(json.dumps([str(path), [stages, microbatches], lists]))
-    told = run("torch", str(Path(__file__).with_name("read_by_torch.py")), *files)
-    read = [json.loads(line) for line in told.splitlines()]
-    assert len(read) == 6
-    assert all(each["as_torch"] and each["steps"] > 0 for each in read), read
+    """And every one of its cells that is not refused."""
+    found = exported(name, workloads())
+    assert len(found) >= least
+    for given, said in zip(found.values(), said_by(name, [*found], 4, tmp_path), strict=True):
+        check(given, said)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_systems_own_parser_reads_what_is_made_by_hand(name: str, tmp_path: Path) -> None:
+    """Uneven and nested cuts, three chunks, other devices, one stage; blocks that are computed again."""
+    found = {
+        for_six(given).export(name): for_six(given)
+        for given, names in CASES.values()
+        if name in names
+    }
+    fates = [again(0) | again(1), again(2) | again(3), again(4) | again(5)]
+    for schedule, each in product(("1f1b", "gpipe"), (fates, [again(0), again(2), again(4)])):
+        given = for_six(plan([5, 4, 5], schedule))
+        stages = zip(given.stages, each, strict=True)
+        given = replace(given, stages=tuple(replace(stage, fates=x) for stage, x in stages))
+        found |= exported(name, iter([given]))
+    for given, said in zip(found.values(), said_by(name, [*found], 6, tmp_path), strict=True):
+        check(given, said)
+
+
+@pytest.mark.parametrize("name", ["torch-csv", "jaxpp"])
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (3, 5), (3, 6), (4, 8), (4, 3)])
+def test_a_systems_own_parser_reads_orders_of_any_size(
+    name: str, devices: int, microbatches: int, tmp_path: Path
+) -> None:
+    found = exported(name, (sized(schedule, devices, microbatches) for schedule in ORDERS))
+    assert len(found) >= 5
+    said = said_by(name, [*found], microbatches, tmp_path)
+    for given, each in zip(found.values(), said, strict=True):
+        check(given, each)
 
 
 @pytest.mark.parametrize(
@@ -85,48 +91,4 @@ def test_torch_runs_the_csv_and_has_the_gradients_of_the_whole_batch(
     """Without REDUCE_GRAD they were as many times too large as there are micro-batches."""
     given = Plan.from_cuts(cuts, devices, schedule=schedule, outline=outline(6, 4))
     (path := tmp_path / "schedule.csv").write_text(given.export("torch-csv"))
-    script = Path(__file__).with_name("run_by_torch.py")
-    assert float(run("torch", str(script), str(path), str(len(cuts)), "4")) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("cuts", "schedule", "ranks"),
-    [
-        (
-            [3, 6, 5],
-            "1f1b",
-            [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 2 + ["loss"]],
-        ),
-        ([1, 12, 1], "1f1b", [["embedding"], ["decoder"] * 6, ["loss"]]),
-    ],
-)
-def test_megatron_parses_and_validates_layouts(
-    cuts: list[int], schedule: str, ranks: list[list[str]]
-) -> None:
-    words = plan(cuts, schedule).export("megatron").split()
-    layout = words[words.index("--pipeline-model-parallel-layout") + 1].strip("'")
-    told = run("megatron", "-c", MEGATRON, layout, "3", "6")
-    assert json.loads(told) == [[rank] for rank in ranks]
-
-
-def test_megatron_puts_two_chunks_on_a_rank_as_we_do() -> None:
-    words = plan([3, 4, 2, 5], "interleaved").export("megatron").split()
-    layout = words[words.index("--pipeline-model-parallel-layout") + 1].strip("'")
-    told = json.loads(run("megatron", "-c", MEGATRON, layout, "2", "6"))
-    assert [[row.count("decoder") for row in rank] for rank in told] == [[1, 1], [2, 2]]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
-def test_jaxpp_takes_the_order(tmp_path: Path, schedule: str) -> None:
-    rule = find_schedule(schedule)
-    cuts = [5, 4, 5] if rule.chunks == 1 else [3, 2, 2, 2, 2, 3]
-    given = replace(plan(cuts, schedule), outline=outline(6, 6))
-    (path := tmp_path / "planned.py").write_text(given.export("jaxpp"))
-    lines = run("jaxpp", "-c", JAXPP, str(path), "6").splitlines()
-    split = rule.splits(3, 6)
-    names = {"F": "FWD", "B": "BWD_I" if split else "BWD", "I": "BWD_I", "W": "BWD_W"}
-    expected = [
-        " ".join(f"{task.stage}{names[task.kind]}{task.microbatch}" for task in tasks)
-        for tasks in rule.tasks(3, 6)
-    ]
-    assert lines == expected  # of a whole backward JaxPP keeps I, which it runs with W in it
+    assert float(run("torch", "run_by_torch.py", str(path), str(len(cuts)), "4")) < 1e-6

@@ -17,8 +17,8 @@ import jax
 import jvpipe
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import OfferRun
-from jvpipe.runtime.hosts import present_hosts
-from jvpipe.runtime.transport import Transport
+from jvpipe.runtime.engine.hosts import present_hosts
+from jvpipe.runtime.engine.transport import Transport
 from tests.bits import batches_of
 from tests.hosts.worker import begun, pipeline
 from tests.zoo import CASES

@@ -19,9 +19,9 @@ from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.links import Links
 from jvpipe.ir.fates import Fate
 from jvpipe.planners.user_fates import recut
-from jvpipe.runtime import dispatch
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.monitor import Measured
+from jvpipe.runtime.engine import dispatch
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.schedules import PipeDream
 from jvpipe.session import adapt, compiled_plans, measuring
 from jvpipe.session.trigger import Seen

@@ -18,15 +18,16 @@ from jvpipe.ir.span import Picture, Span
 from jvpipe.ir.task import Task
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
-from jvpipe.lowering.expand import Expander, OneVersion
+from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.liveness import live
 from jvpipe.lowering.operation import Operation
 from jvpipe.lowering.order import Waits, sums_from
 from jvpipe.lowering.place import Block, Placer
 from jvpipe.lowering.step import lower_step
 from jvpipe.lowering.swap import swap
+from jvpipe.lowering.weight_rule import OneVersion
 from jvpipe.report.timeline import chrome_trace
-from jvpipe.runtime.versions import VersionLedger
+from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.simulate.rows import links_between_devices, simulate, simulate_lists
 from jvpipe.simulate.stages import StageLoad
@@ -136,7 +137,9 @@ def test_elsewhere_kinds_are_only_picked_out_one_by_one() -> None:
 def test_no_letters_of_kinds_are_compared() -> None:
     letters = set(map(str, Kind))
     for file, node in choices():
-        if isinstance(node, ast.Compare) and not file.match("ir/sizes.py"):  # B is for bytes there
+        if isinstance(node, ast.Compare) and not file.match(
+            "util/sizes.py"
+        ):  # B is for bytes there
             words = {
                 n.value
                 for n in ast.walk(node)

@@ -1,6 +1,6 @@
 """Names that a user gave and that we do not know."""
 
-from jvpipe.ir.names import did_you_mean
+from jvpipe.util.names import did_you_mean
 
 
 def test_a_name_that_is_close_is_offered() -> None:

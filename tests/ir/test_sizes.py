@@ -2,7 +2,7 @@
 
 import pytest
 
-from jvpipe.ir.sizes import format_bytes, parse_bytes
+from jvpipe.util.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

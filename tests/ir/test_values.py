@@ -45,12 +45,12 @@ def test_names_tell_all_values_and_copies_apart() -> None:
     assert len({str(spot) for spot in spots}) == len(set(spots)) == len(spots)
 
 
-def test_only_layers_own_what_follows_them_and_only_updates_are_told() -> None:
+def test_only_layers_own_what_follows_them_and_only_updates_gather() -> None:
     follows = {kind for kind, info in VALUES.items() if info.follows}
-    told = {kind for kind, info in VALUES.items() if info.told}
+    gathered = {kind for kind, info in VALUES.items() if info.gathered}
     assert {kind for kind, info in VALUES.items() if info.lasts or info.remembered} <= follows
-    assert told == {ValueKind.GRADIENT, ValueKind.WEIGHT, ValueKind.EXCHANGE}
-    assert not told & follows
+    assert gathered == {ValueKind.GRADIENT, ValueKind.WEIGHT, ValueKind.EXCHANGE}
+    assert not gathered & follows
     assert {VALUES[kind].owner for kind in follows} == {
         Owner.PARAMETER,
         Owner.VERSION,

@@ -5,8 +5,9 @@ from dataclasses import replace
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import SplitSignature
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.lowering.expand import Expander, OneVersion, gradient_norm, metrics_of
+from jvpipe.lowering.expand import Expander, gradient_norm, metrics_of
 from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.weight_rule import OneVersion
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, layout
 
 WEIGHT = Value(ValueKind.WEIGHT, 0, 2, version=0)

@@ -8,11 +8,12 @@ from jvpipe.ir.examples import Batching, Examples, Over, Spread
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task
-from jvpipe.lowering.expand import Expander, OneVersion
+from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.layout import MicrobatchLayout, SliceLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.slicing import Slicing
 from jvpipe.lowering.step import lower_step
+from jvpipe.lowering.weight_rule import OneVersion
 from jvpipe.programs.shares import updating
 from jvpipe.schedules.gpipe import gpipe
 from tests.lowering.toy import GRAPH, SIGNATURES, array, drawn, optimizer, row

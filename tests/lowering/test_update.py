@@ -8,8 +8,9 @@ import pytest
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import PieceRun
 from jvpipe.ir.values import NONE
-from jvpipe.lowering.expand import Expander, OneVersion
+from jvpipe.lowering.expand import Expander
 from jvpipe.lowering.update import Slots, update_step
+from jvpipe.lowering.weight_rule import OneVersion
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.pieces import Slot, SlotKind
 from tests.lowering.toy import GRAPH, drawn, optimizer

@@ -69,6 +69,27 @@ def test_a_saved_position_continues_with_the_same_batches(
     assert all(map(same, take(batches, 4), expected))
 
 
+def test_of_lazy_batches_the_examples_are_made_that_are_read(records: np.ndarray) -> None:
+    made: list[int] = []
+
+    def seen(record: np.ndarray, generator: np.random.Generator) -> Batch:
+        made.append(int(record[0]))
+        return noisy(record, generator)
+
+    whole = train_batches(records, noisy, seed=5, batch_size=B)
+    take(whole, 4)
+    lazy = train_batches(records, seen, seed=5, batch_size=B).lazily()
+    lazy.set_state(json.loads(json.dumps(whole.get_state())))
+    for _ in range(3):
+        expected, found = next(whole), next(lazy)
+        made.clear()
+        np.testing.assert_array_equal(found["noise"][1:][:2], expected["noise"][1:3])
+        np.testing.assert_array_equal(found["tokens"][1:3], expected["tokens"][1:3])
+        assert made == [int(tokens[0]) for tokens in expected["tokens"][1:3]]
+        assert same({name: np.asarray(leaf) for name, leaf in found.items()}, expected)
+    assert lazy.get_state() == whole.get_state()
+
+
 def test_fixed_batches_are_whole_and_the_same_every_time(records: np.ndarray) -> None:
     one, two = (fixed_batches(records, noisy, 5) for _ in range(2))
     assert all(map(same, one, two))

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.ir.extras import MissingExtraError
 from jvpipe.models import catalogues
 from jvpipe.models.catalogues import catalogue_pairs, read_messages
+from jvpipe.util.extras import MissingExtraError
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 import jvpipe
 from jvpipe import models
 from jvpipe.models import gpt2, llama, lora
+from tests.grid import grid
 
 KEY = jax.random.key(0)
 
@@ -23,7 +24,7 @@ def shaken(params: Any) -> Any:
     return jax.tree.unflatten(tree, drawn)
 
 
-@pytest.mark.parametrize("module", [llama, gpt2])
+@pytest.mark.parametrize("module", grid([llama, gpt2], gpt2))
 def test_a_plain_model_with_merged_kernels_computes_the_same(module: Any) -> None:
     name = module.__name__.rpartition(".")[2]
     plain, adapted = models.load(name, "tiny"), models.load(name, "tiny", lora=2, lora_on="*")

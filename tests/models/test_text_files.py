@@ -8,9 +8,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jvpipe.ir.extras import MissingExtraError
 from jvpipe.models.corpus import open_corpus
 from jvpipe.models.text_files import texts_in
+from jvpipe.util.extras import MissingExtraError
 
 TEXTS = ["One is short.", "Two has\n\ntwo paragraphs, and an é.", "Three\u2028is on one line."]
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,13 +8,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from jvpipe.models import tokens
 from jvpipe.models.tokens import (
     CLS,
     OURS,
     SEP,
     Marks,
-    cached_records,
+    cached,
     marks_of,
     open_tokenizer,
     pack,
@@ -73,16 +73,16 @@ def test_too_little_text_gives_no_record(tokenizer: Tokenizer) -> None:
 def test_records_are_made_once(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def kept(texts: list[str], size: int, made: Any = pack) -> np.ndarray:
+        return cached(str(size), texts, tokenizer, lambda: made(texts, tokenizer, size))
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = cached_records(DOCUMENTS, tokenizer, 16)
+    first = kept(DOCUMENTS, 16)
     assert isinstance(first, np.memmap)
     np.testing.assert_array_equal(first, pack(DOCUMENTS, tokenizer, 16))
-    monkeypatch.setattr(tokens, "pack", None)
-    np.testing.assert_array_equal(cached_records(DOCUMENTS, tokenizer, 16), first)
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert len(cached_records(DOCUMENTS[:20], tokenizer, 16)) < len(first)
-    assert cached_records(DOCUMENTS, tokenizer, 8).shape[1] == 8
+    np.testing.assert_array_equal(kept(DOCUMENTS, 16, made=None), first)
+    assert len(kept(DOCUMENTS[:20], 16)) < len(first)
+    assert kept(DOCUMENTS, 8).shape[1] == 8
     assert len(list((tmp_path / "jvpipe").iterdir())) == 3
 
 

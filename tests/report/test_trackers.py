@@ -2,10 +2,15 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from jvpipe.report.trackers import TRACKERS, TensorBoard, TrackedRun, check_tracker
+import jvpipe
+from jvpipe.report import trackers
+from jvpipe.report.trackers import TRACKERS, TensorBoard, TrackedRun, find_tracker
 from tests.tracked import of_tensorboard
 
 
@@ -30,18 +35,71 @@ def test_what_a_resumed_run_makes_again_takes_the_place_of_what_was(tmp_path: Pa
     assert [found["loss", step] for step in range(1, 7)] == [1.0] * 2 + [7.0] * 4
 
 
-@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("tensorboard", "tensorboardX"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("trackio", "trackio"),
+    ],
+)
 def test_one_that_is_not_installed_is_named_with_its_extra(
     name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     told = rf"^{package} is not installed: pip install 'jvpipe\[{name}\]'$"
     with pytest.raises(ValueError, match=told):
-        check_tracker(name)
+        find_tracker(name)
     with pytest.raises(ValueError, match=told):
         TRACKERS[name](TrackedRun(tmp_path, {}))
 
 
 def test_an_unknown_one_is_named() -> None:
     with pytest.raises(ValueError, match="unknown tracker 'wandbb': did you mean 'wandb'"):
-        check_tracker("wandbb")
+        find_tracker("wandbb")
+
+
+class Told:
+    """A tracker of some package: keeps what it is told."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run, self.steps, self.closed = run, list[Any](), False
+        runs.append(self)
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.steps.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+runs: list[Told] = []
+
+
+def test_one_of_a_package_is_found_and_told_of_steps_by_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = SimpleNamespace(name="told", load=lambda: Told)
+    monkeypatch.setattr(trackers, "entry_points", lambda *, group: [point])
+    with pytest.raises(ValueError, match="did you mean 'told'"):
+        jvpipe.Tracking("tolt", tmp_path)
+    with jvpipe.Tracking(["told"], tmp_path / "run", {"rate": 1}) as on_step:
+        for step in (3, 4):
+            metrics = {"loss": np.float32(step), "aux": {"x": 0.5, "logits": np.zeros(2)}}
+            on_step(SimpleNamespace(step=step), metrics)
+            (run,) = runs
+            assert [n for n, _ in run.steps] == list(range(3, step))  # one behind
+    assert run.steps == [(n, {"loss": float(n), "aux/x": 0.5}) for n in (3, 4)]
+    assert run.closed
+    assert run.run == TrackedRun(tmp_path / "run", {"rate": 1}, first_step=2)
+
+
+def test_a_package_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> Any:
+        raise ImportError("no module\nof this name")
+
+    point = SimpleNamespace(name="told", load=load)
+    monkeypatch.setattr(trackers, "entry_points", lambda *, group: [point])
+    with pytest.raises(ValueError, match=r"^tracker told cannot be loaded: no module$"):
+        find_tracker("told")

@@ -14,7 +14,7 @@ from jvpipe.ir.buffers import Buffer, Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.runtime.binding import Bound, bind
+from jvpipe.runtime.engine.binding import Bound, bind
 
 BUFFERS = (
     Buffer(Value(ValueKind.PARAMETER, 0, version=0), 0, 4),

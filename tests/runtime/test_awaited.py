@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.runtime.awaited import Awaited
-from jvpipe.runtime.failures import HostLost
+from jvpipe.runtime.engine.awaited import Awaited
+from jvpipe.runtime.engine.failures import HostLost
 
 HALF, PAIR = jnp.float32(0.5), jnp.arange(2.0)
 READ: dict[str, Callable[[Any], Any]] = {

@@ -11,7 +11,7 @@ from jvpipe.ir.buffers import HOST, Buffer, Copy, Lowered
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.rows import Row
 from jvpipe.ir.values import Value, ValueKind
-from jvpipe.runtime.binding import bind
+from jvpipe.runtime.engine.binding import bind
 from tests.runtime.hand_made import STEP, Executable, bound
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import jvpipe
-from jvpipe.runtime.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.schedules import TwoBW
 from tests.session.tiny import HERE, MICRO, THERE, begun
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jvpipe.runtime.binding import Bound
-from jvpipe.runtime.controller import Controller, Moment
-from jvpipe.runtime.failures import StageError
-from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.engine.binding import Bound
+from jvpipe.runtime.engine.controller import Controller, Moment
+from jvpipe.runtime.engine.failures import StageError
+from jvpipe.runtime.engine.tensors import Ledger
 from tests.runtime.hand_made import Executable, F, bound
 
 FEEDS = {("batch", 0): [np.array([1.0, 2.0], np.float32)]}

@@ -9,7 +9,7 @@ from jvpipe import _jax
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.dispatch import dispatch_ready
+from jvpipe.runtime.engine.dispatch import dispatch_ready
 
 
 def row(

@@ -14,7 +14,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.binding import Bound
+from jvpipe.runtime.engine.binding import Bound
 
 D, MICRO = 4, 4
 SHAPE = jax.ShapeDtypeStruct((), np.float32)

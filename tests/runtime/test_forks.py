@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from jvpipe.runtime import forks
-from jvpipe.runtime.forks import check_not_forked
+from jvpipe.runtime.engine import forks
+from jvpipe.runtime.engine.forks import check_not_forked
 from tests.session import tiny
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jvpipe.runtime.disagreement import Disagreement
-from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.disagreement import Disagreement
+from jvpipe.runtime.engine.failures import HostLost
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 
 LIMIT_S = 20.0
 

@@ -14,11 +14,11 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.binding import Bound, Instruction
-from jvpipe.runtime.failures import StageError
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.migrate import Migration, moved_between_steps, prepare_migration
-from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
+from jvpipe.runtime.engine.binding import Bound, Instruction
+from jvpipe.runtime.engine.failures import StageError
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
+from jvpipe.runtime.state.migrate import Migration, moved_between_steps, prepare_migration
 from tests.end_to_end.test_exactness import batch_of, key_of
 from tests.end_to_end.test_fates import drawn
 from tests.end_to_end.test_ledger import held

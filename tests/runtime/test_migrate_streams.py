@@ -65,7 +65,7 @@ def run(
     ("case", "schedule"),
     grid(
         [*(("one-hot", name) for name in SCHEDULES), ("resnet", "pipemare")],
-        *(("one-hot", name) for name in ("pipedream", "2bw", "pipemare")),
+        *(("one-hot", name) for name in ("pipedream", "pipemare")),
     ),
 )
 def test_the_replay_gives_the_same_bits(case: str, schedule: str) -> None:

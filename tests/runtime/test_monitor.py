@@ -12,7 +12,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import AskRun, Row
 from jvpipe.ir.span import Span
 from jvpipe.ir.values import NONE, Value, ValueKind
-from jvpipe.runtime.monitor import Measured, Monitor
+from jvpipe.runtime.engine.monitor import Measured, Monitor
 from tests.end_to_end.test_exactness import batch_of
 from tests.runtime.test_migrate import MICRO, started
 from tests.zoo import CASES

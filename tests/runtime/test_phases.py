@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jvpipe.runtime.phases import phase
+from jvpipe.runtime.engine.phases import phase
 from tests.session.tiny import begun
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.runtime.pulse import BEAT_S, Pulse, Pulses
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.pulse import BEAT_S, Pulse, Pulses
 
 HERE, LIMIT_S = "127.0.0.1", 20.0
 

@@ -10,7 +10,7 @@ import pytest
 
 import jvpipe
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.state import made_leaves
+from jvpipe.runtime.engine.training_state import made_leaves
 
 D = 16
 

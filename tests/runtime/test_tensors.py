@@ -7,7 +7,7 @@ from jvpipe.ir.buffers import HOST, Peak
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Array
 from jvpipe.ir.rows import Row
-from jvpipe.runtime.tensors import Ledger, Limits, MemoryLimitExceeded
+from jvpipe.runtime.engine.tensors import Ledger, Limits, MemoryLimitExceeded
 
 DEVICES = tuple(jax.devices()[:2])
 LOW, HIGH = (

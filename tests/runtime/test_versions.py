@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.use import Use
-from jvpipe.runtime.versions import Reads, VersionLedger
+from jvpipe.runtime.engine.versions import Reads, VersionLedger
 
 
 def stream(layers: int, steps: int, late: int, micro: int, every: int) -> VersionLedger:

@@ -11,8 +11,8 @@ import pytest
 import jvpipe
 from jvpipe.cost import measure
 from jvpipe.ir.buffers import HOST
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.monitor import Measured
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.monitor import Measured
 from jvpipe.session import adapt
 from jvpipe.session.trigger import Seen
 from tests.end_to_end.test_exactness import batch_of

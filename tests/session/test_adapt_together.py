@@ -6,8 +6,8 @@ import pytest
 
 import jvpipe
 from jvpipe.cost.hardware import INFINITE
-from jvpipe.runtime.hosts import Hosts
-from jvpipe.session.adapt import ROUND_STEPS, Adapter
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.session.adapt import ADAPTING, Adapter
 from tests.runtime.test_hosts import Store
 from tests.runtime.test_migrate import assert_same, started
 from tests.session.test_adapt import HOME, Devices, devices, trained  # noqa: F401 - a fixture
@@ -32,7 +32,7 @@ def test_what_was_seen_is_told_then_proposed_then_made_in_three_rounds(devices: 
     assert_same(trained(m, pipe, state, devices, range(5, 11), steps=24), expected)
     history = pipe.session.history
     assert [(c.step, c.old.cuts, c.new.cuts) for c in history] == [(16, (3, 2), (4, 1))]
-    assert history[0].step % ROUND_STEPS == 0
+    assert history[0].step % ADAPTING.round_steps == 0
     assert history[0].why == "stage 1 takes 2.5 times what was planned"
 
 

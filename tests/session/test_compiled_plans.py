@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jvpipe
-from jvpipe.runtime.state import given_leaves
+from jvpipe.runtime.engine.training_state import given_leaves
 from jvpipe.session.compiled_plans import CompiledPlans
 from tests.session.tiny import BATCH, HERE, PARAMS, THERE, begun
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvpipe.runtime.tensors import Limits, MemoryLimitExceeded
+from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.session.evaluation import evaluate
 from tests.session.tiny import BATCH, PARAMS, begun, loss_fn
 

@@ -10,7 +10,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.weighted import Weighted
-from jvpipe.runtime.tensors import Limits
+from jvpipe.runtime.engine.tensors import Limits
 from tests.end_to_end.test_exactness import batch_of
 from tests.grid import grid
 from tests.runtime.test_migrate import MICRO, started

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jvpipe
-from jvpipe.runtime.checkpoints.generations import digest_of, newest
+from jvpipe.runtime.state.checkpoints.generations import digest_of, newest
 from tests.session.tiny import BATCH, PARAMS, pipeline
 
 Meta = dict[str, Any]

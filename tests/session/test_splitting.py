@@ -20,7 +20,7 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
-from jvpipe.runtime.tensors import MemoryLimitExceeded
+from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import Planned
 from jvpipe.session.planning import CutCandidate, Splitter

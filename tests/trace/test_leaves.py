@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jvpipe.trace.leaves import abstract, path_name
+from jvpipe.trace.leaves import abstract
+from jvpipe.util.paths import path_name
 from tests.zoo import flax_nnx
 
 

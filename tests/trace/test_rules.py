@@ -31,7 +31,7 @@ def examined(loss: Callable[..., jax.Array]) -> Lies:
 
     closed, small = of(MANY), of(FEW)
     spreading = Spreading(MANY, FEW, (), lambda eqn: "layer 0")
-    spreading.known = dict.fromkeys(closed.jaxpr.invars[1:], Lies(Over.ALONG, 0))
+    spreading.lies_of = dict.fromkeys(closed.jaxpr.invars[1:], Lies(Over.ALONG, 0))
     spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
     return spreading.lies(closed.jaxpr.outvars[0], small.jaxpr.outvars[0])
 

@@ -15,6 +15,7 @@ from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
+from tests.grid import grid
 from tests.sequential import Sequential
 from tests.zoo import CASES, Case, mlp
 
@@ -119,14 +120,18 @@ MADE |= {"looked-up": looked_up, "squeezed": squeezed}
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [
+    grid(
+        [
+            *((name, 2) for name in MADE),
+            ("mlp", 4),
+            ("weighed", 3),
+            ("looked-up", 4),
+            ("looked-up", 6),
+            ("squeezed", 6),
+        ],
         *((name, 2) for name in MADE),
-        ("mlp", 4),
         ("weighed", 3),
-        ("looked-up", 4),
-        ("looked-up", 6),
-        ("squeezed", 6),
-    ],
+    ),
 )
 def test_slices_make_the_whole(name: str, parts: int) -> None:
     case = MADE[name]()

@@ -24,7 +24,7 @@ def spread(
     closed, small = (flatten(fn, shape, keep_rules=True) for shape in shapes)
     remembered = reaching(closed.jaxpr.eqns, remembers(closed.jaxpr.outvars))
     spreading = Spreading(MANY, FEW, remembered, lambda eqn: "layer 0")
-    spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
+    spreading.lies_of = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
     spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
     return [
         spreading.lies(a, b) for a, b in zip(closed.jaxpr.outvars, small.jaxpr.outvars, strict=True)
@@ -190,7 +190,7 @@ def test_what_stands_beside_a_sum_counts_by_the_share_of_a_slice() -> None:
             flatten(fn, jax.ShapeDtypeStruct((n, T, D), np.float32)) for n in (MANY, FEW)
         )
         spreading = Spreading(MANY, FEW, set(), lambda eqn: "layer 0")
-        spreading.known = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
+        spreading.lies_of = {closed.jaxpr.invars[0]: Lies(Over.ALONG, 0)}
         spreading.run(closed.jaxpr.eqns, small.jaxpr.eqns)
         assert spreading.lies(closed.jaxpr.outvars[0], small.jaxpr.outvars[0]).over is Over.SUM
         assert list(spreading.amended.values()) == [beside]

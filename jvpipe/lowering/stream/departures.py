@@ -1,12 +1,14 @@
 """Layers that change places while a stream flows: what follows them at once, and when what they left is freed.
 
 task        ... 7     8      9   10   11  ...
-moves           MOVE                            of weights that task 7 reads at the new place
-two rounds of all stages later               FREE old   DROP new, should nobody need it any more
+rows            MOVE                  FREE old   DROP new
+of weights that       two rounds of all stages later: the copy has arrived long since;
+task 7 reads          the new one ends, too, should nobody read it any more
 """
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.plan import Plan
@@ -16,7 +18,16 @@ from jvpipe.lowering.place import Placer
 from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
-_WINDOW = 2  # a layer's old place is free so many tasks of each stage after it has left
+_WINDOW = 2
+"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy holds up nobody."""
+
+
+class _Moved(NamedTuple):
+    """The buffer that a task has moved, by the task's number, and its copy at the new place."""
+
+    task: int
+    old: int
+    new: int
 
 
 class Departures:
@@ -42,23 +53,27 @@ class Departures:
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
-        self._waiting: deque[tuple[int, int, int]] = deque()
+        self._waiting: deque[_Moved] = deque()
 
     def note(self, task: int) -> None:
-        """Takes over what a task has moved; what lies on the host is waited for at once, for its names are fleeting."""
+        """Takes over what a task has moved, to free it later.
+
+        What lies on the host is waited for at once: the next update gives its name to another buffer.
+        """
         placer = self._placer
         for old, new in placer.moved:
-            if any(placer.buffers[b].copy.on_host for b in (old, new)):
+            if placer.buffers[old].copy.on_host or placer.buffers[new].copy.on_host:
                 self._free(old, new)
             else:
-                self._waiting.append((task, old, new))
+                self._waiting.append(_Moved(task, old, new))
         placer.moved = []
 
     def free(self, task: int) -> None:
         """Frees what was moved a few tasks ago, once it has arrived."""
         stages = len(self._placer.where.plan.stages)
-        while self._waiting and self._waiting[0][0] + _WINDOW * stages < task:
-            self._free(*self._waiting.popleft()[1:])
+        while self._waiting and self._waiting[0].task + _WINDOW * stages < task:
+            moved = self._waiting.popleft()
+            self._free(moved.old, moved.new)
 
     def _free(self, old: int, new: int) -> None:
         placer = self._placer
@@ -69,9 +84,8 @@ class Departures:
 def settle(placer: Placer, plan: Plan) -> None:
     """Moves what no task would: constants, and state that all layers share."""
     placer.enter(plan)
-    for value, place in (
-        (buffer.value, buffer.place) for buffer in placer.where.lasting(placer.optimizer)
-    ):
+    for buffer in placer.where.lasting(placer.optimizer):
+        value, place = buffer.value, buffer.place
         match value.kind:
             case ValueKind.OPTIMIZER if value.layer == NONE:
                 placer.bring(value, place, NONE)
@@ -86,37 +100,43 @@ def settle(placer: Placer, plan: Plan) -> None:
 
 
 def refresh(placer: Placer, newest: Sequence[int]) -> None:
-    """Every place that reads a parameter gets its newest version."""
-    for p, (parameter, version) in enumerate(zip(placer.graph.parameters, newest, strict=True)):
-        value = placer.graph.parameter(p, version)
-        here = placer.where.of(parameter.owner)
-        for there in dict.fromkeys(
-            place for layer in parameter.readers for place in placer.where.places[layer]
-        ):
-            placer.bring(value, here, parameter.owner)
-            if there != here:
-                placer.send(value, here, there, parameter.owner, NONE)
+    """Brings the newest version of every parameter to every place that reads it.
+
+    Args:
+        placer: that places the rows.
+        newest: by parameter, its newest version.
+    """
+    graph, where = placer.graph, placer.where
+    for p, (parameter, version) in enumerate(zip(graph.parameters, newest, strict=True)):
+        value, owner = graph.parameter(p, version), parameter.owner
+        here = where.of(owner)
+        reading = [place for layer in parameter.readers for place in where.places[layer]]
+        for place in dict.fromkeys(reading):
+            placer.bring(value, here, owner)
+            if place != here:
+                placer.send(value, here, place, owner, NONE)
 
 
 class LastReads:
-    """When each version of a parameter is read for the last time at a place, so that its update may overwrite it."""
+    """The last reads of each version of a parameter at a place: after them its update may overwrite it."""
 
     def __init__(
         self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]
     ) -> None:
         self._timeline = timeline
-        self._last: dict[
-            tuple[int, int, int], int
-        ] = {}  # parameter, place, version: number of the task
+        self._last: dict[tuple[int, int, int], int] = {}  # by parameter, place, version: a task
         for number, (s, kind, m) in enumerate(tasks):
-            if (back := KINDS[kind].back) is not None:
-                layout = timeline.layout(m)
-                for layer in layout.layers(s):
-                    for p in layer.reading(ValueKind.PARAMETER):
-                        v = weights.version(p, m, back=back)
-                        self._last[p, layout.plan.stages[s].devices[0], v] = number
-                        for place in self._left(p, v, m):
-                            self._last[p, place, v] = number
+            back = KINDS[kind].back
+            if back is None:
+                continue
+            layout = timeline.layout(m)
+            here = layout.plan.stages[s].devices[0]
+            for layer in layout.layers(s):
+                for p in layer.reading(ValueKind.PARAMETER):
+                    version = weights.version(p, m, back=back)
+                    # A copy at a place that the owner has left must live until it has been moved.
+                    for place in (here, *self._left(p, version, m)):
+                        self._last[p, place, version] = number
 
     def after(self, p: int, place: int, version: int, task: int) -> bool:
         """Tells whether a version is read at a place after a task.
@@ -130,18 +150,23 @@ class LastReads:
         return self._last.get((p, place, version), -1) > task
 
     def _left(self, p: int, v: int, m: int) -> set[int]:
-        """The places that a version's owner has been at from when it was made, and has left by a micro-batch."""
-        spans = self._timeline.spans
-        if len(spans) == 1:
+        """Finds the places at which a version's owner has been since it was made, and is no more in a micro-batch.
+
+        Args:
+            p: the parameter.
+            v: the version.
+            m: the micro-batch.
+        """
+        timeline = self._timeline
+        if len(timeline.spans) == 1:
             return set()
-        owner = self._timeline.graph.parameters[p].owner
+        owner = timeline.graph.parameters[p].owner
 
         def place(micro: int) -> int:
-            layout = self._timeline.layout(micro)
+            layout = timeline.layout(micro)
             return layout.plan.stages[layout.stage[owner]].devices[0]
 
-        made = max(v * self._timeline.every - 1, 0)
-        return {
-            place(micro)
-            for micro in (made, *(span.start for span in spans if made < span.start < m))
-        } - {place(m)}
+        maker = max(v * timeline.every - 1, 0)  # the micro-batch whose update made it
+        moves = [span.start for span in timeline.spans if maker < span.start < m]
+        places = {place(micro) for micro in (maker, *moves)}
+        return places - {place(m)}

@@ -3,7 +3,11 @@
     order -> expand -> place -> swap -> prefetch -> period
 
 The first steps of a stream fill the pipeline; from some step on, each is the one before with all numbers moved on. So
-a stream is lowered once, up to there, and cut into its steps.
+a stream is lowered once, up to that step, and cut into its steps (period.py). It must repeat itself: once the pipeline
+is full, the order of tasks has the period of a step, and so has everything that follows from the order.
+
+    step        0     1     2     3     4 ...
+    what        fill  fill  full  full  full        0, 1, 2 are lowered; 3 equals 2, and so do all later ones
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,6 +19,7 @@ from jvpipe.ir.buffers import Spot
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import Row
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.ir.use import Use
 from jvpipe.ir.values import VALUES, Value, ValueKind
@@ -39,12 +44,13 @@ from jvpipe.schedules.schedule import Schedule
 class StreamLowering:
     """A stream to be lowered.
 
-    `spans` say which layout holds from which micro-batch on; `in_flight_at_switch` gives, by the step in which a span
+    `spans` say which layout holds from which micro-batch on. `in_flight_at_switch` holds, by the step in which a span
     begins, the names of all that the spans before have left in flight.
 
     >>> import jax
     >>> from jvpipe.ir.layers import Array, Ref, Signature, Tensor
     >>> from jvpipe.ir.plan import Plan
+    from jvpipe.ir.rows import Row
     >>> from jvpipe.lowering.layout import MicrobatchLayout
     >>> from jvpipe.schedules import find_schedule
     >>> edge, loss = Ref(ValueKind.TENSOR, 0), Ref(ValueKind.LOSS, 0)
@@ -70,20 +76,21 @@ class StreamLowering:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps that differ; all later ones are like the last."""
-        S = max(RoundRobin(span.layout.plan.replicas).in_flight[0] for span in self.spans)
-        M = self.microbatches
-        switch = self.switch_step
-        fill = switch + 2 + -(-S // M)
-        unrolled = self._lower(fill + 2 + -(-2 * S // M), drained=False)
+        in_flight = max(RoundRobin(span.layout.plan.replicas).in_flight[0] for span in self.spans)
+        M, switch = self.microbatches, self.switch_step
+        # After so many steps the pipeline is full, whatever the rule of versions; two more tell.
+        fill = switch + 2 + -(-in_flight // M)
+        unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
         for n in range(switch + 2, fill + 3):
-            if (following := unrolled.step(n)) == steps[-1]:
+            following = unrolled.step(n)
+            if following == steps[-1]:
                 return tuple(steps)
             steps.append(following)
         raise AssertionError("a stream comes to repeat itself")
 
     def step(self, steps: int) -> Step:
-        """The step after so many."""
+        """Returns the step that follows a number of steps."""
         return self.steps[min(steps, len(self.steps) - 1)]
 
     @property
@@ -94,9 +101,11 @@ class StreamLowering:
     def drain(self, steps: int) -> Step:
         """Makes the step that ends a stream after so many steps, with nothing in flight."""
         n = min(steps, len(self.steps))
-        return dropping(self._lower(n, drained=True).step(n), self.steps[n - 1])
+        drain = self._lower(n, drained=True).step(n)
+        return dropping(drain, self.steps[n - 1])
 
     def _lower(self, steps: int, *, drained: bool) -> Unrolled:
+        """Lowers the first steps of the stream, and its end if it is `drained` after them."""
         timeline = StreamTimeline(
             self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained
         )
@@ -104,47 +113,92 @@ class StreamLowering:
         return _Unrolling(self, timeline, lists).unrolled(drained=drained)
 
 
+@dataclass
+class _Marks:
+    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the names of buffers.
+
+    `uses` are those of each step, `left` is what each forward leaves to be swapped.
+    """
+
+    blocks: list[int]
+    spots: list[dict[int, Spot]]
+    uses: list[list[Use]] = field(default_factory=list)
+    left: dict[Task, tuple[int, list[int]]] = field(default_factory=dict)
+
+
 class _Unrolling:
     """The passes over the steps of a timeline."""
 
     def __init__(
-        self, asked: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]
+        self, stream: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]
     ) -> None:
         self.timeline, self.lists = timeline, lists
-        self.known = asked.in_flight_at_switch
-        made: set[Value] = set()
-        self.weights = StreamWeights(timeline, made)
-        self.expander = Expander(asked.graph, self.weights, made)
-        self.slots = Slots(asked.graph, asked.optimizer)
+        self.in_flight_at_switch = stream.in_flight_at_switch
+        existing: set[Value] = set()
+        self.weights = StreamWeights(timeline, existing)
+        self.expander = Expander(stream.graph, self.weights, existing)
+        self.slots = Slots(stream.graph, stream.optimizer)
         self.updates = StreamUpdates(self.weights, self.expander, self.slots)
-        self.placer = Placer(asked.graph, timeline.plan(0), asked.optimizer)
+        self.placer = Placer(stream.graph, timeline.plan(0), stream.optimizer)
         self._updating: dict[int, dict[int, int]] = {}
         self.ordered = self._ordered()
-        done = [task for tasks in self.ordered for task in tasks]
-        timeline.settle(done)
-        self.last_reads = LastReads(timeline, self.weights, done)
+        tasks = [task for step in self.ordered for task in step]
+        timeline.settle(tasks)
+        self.last_reads = LastReads(timeline, self.weights, tasks)
 
     def _ordered(self) -> list[list[Task]]:
-        """The tasks of each step in the order of their dispatch."""
+        """Returns the tasks of each step in the order of their dispatch."""
         ordered: list[list[Task]] = []
         done: list[Task] = []
         for part in self.lists:
-            ordered.append(order(self.timeline.waits, part, done, self.timeline.versions))
-            done += ordered[-1]
+            step = order(self.timeline.waits, part, done, self.timeline.versions)
+            ordered.append(step)
+            done += step
         return ordered
 
     def unrolled(self, *, drained: bool) -> Unrolled:
-        """Expands, places and swaps; `drained`: the last step is the end of the stream."""
+        """Expands, places, swaps and prefetches.
+
+        Args:
+            drained: whether the last step is the end of the stream.
+        """
+        timeline, placer = self.timeline, self.placer
+        marks = self._place_steps(drained=drained)
+        placer.enter(timeline.spans[-1].layout.plan)
+        swapped = swap(
+            placer.blocks, placer.buffers, _within_steps(self.lists), marks.left.__getitem__
+        )
+        blocks = list(swapped)
+        groups: list[list[Row]] = []
+        for start, end in pairwise([*marks.blocks, len(blocks)]):
+            # What an update fetches comes in the step of the update.
+            groups += prefetched(blocks[start:end], placer.buffers)
+        rows_before = [0, *accumulate(map(len, groups))]
+        return Unrolled(
+            graph=placer.graph,
+            rows=[row for rows in groups for row in rows],
+            buffers=placer.buffers,
+            bounds=[rows_before[block] for block in marks.blocks],
+            spots=marks.spots,
+            uses=marks.uses,
+            metrics=[self._metrics(n) for n in range(len(self.ordered))],
+            lasting=frozenset(self._lasting()),
+            M=timeline.M,
+            every=timeline.every,
+            end=placer.lasting() if drained else None,
+        )
+
+    def _place_steps(self, *, drained: bool) -> _Marks:
+        """Expands and places all tasks, and notes what the cut into steps needs to know."""
         timeline, placer, M = self.timeline, self.placer, self.timeline.M
         departures = Departures(placer)
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
-        blocks, uses, spots = [0], [], [self._spots()]
-        left: dict[Task, tuple[int, list[int]]] = {}
+        marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
-            if n in self.known:
-                placer.keep(self.known[n], n * M, n * M // timeline.every)
-            used: list[Use] = []
+            if n in self.in_flight_at_switch:
+                placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
+            uses: list[Use] = []
             for task in tasks:
                 placer.begin()
                 departures.free(number)
@@ -152,45 +206,30 @@ class _Unrolling:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
                 placer.begin(None if task.kind == Kind.U else task)
-                used += self._task(task, number)
+                uses += self._task(task, number)
                 if task.kind == Kind.F:
-                    left[task] = swapped_by(placer, timeline.layout(task.microbatch), task)
+                    layout = timeline.layout(task.microbatch)
+                    marks.left[task] = swapped_by(placer, layout, task)
                 departures.note(number)
                 number += 1
             if drained and n == len(self.ordered) - 1:
                 placer.begin()
                 placer.enter(timeline.spans[-1].layout.plan)
                 refresh(placer, self.slots.newest)
-            uses.append(used)
-            blocks.append(len(placer.blocks))
-            spots.append(self._spots())
-        placer.enter(timeline.spans[-1].layout.plan)
-        swapped = list(
-            swap(placer.blocks, placer.buffers, _within_steps(self.lists), left.__getitem__)
-        )
-        groups = [  # what is fetched for an update comes in the step that it is of
-            rows
-            for start, end in pairwise([*blocks, len(swapped)])
-            for rows in prefetched(swapped[start:end], placer.buffers)
-        ]
-        bounds = [0, *accumulate(map(len, groups))]
-        return Unrolled(
-            placer.graph,
-            [row for rows in groups for row in rows],
-            placer.buffers,
-            [bounds[block] for block in blocks],
-            spots,
-            uses,
-            [self._metrics(n) for n in range(len(self.ordered))],
-            frozenset(self._lasting()),
-            M,
-            timeline.every,
-            placer.lasting() if drained else None,
-        )
+            marks.uses.append(uses)
+            marks.blocks.append(len(placer.blocks))
+            marks.spots.append(self._spots())
+        return marks
 
     def _task(self, task: Task, number: int) -> list[Use]:
-        """Expands and places a task; what its layers have read, or made."""
-        layout, m = self.timeline.layout(task.microbatch), task.microbatch
+        """Expands and places a task, and returns what its layers have read, or made.
+
+        Args:
+            task: the next one.
+            number: how many were before it.
+        """
+        m = task.microbatch
+        layout = self.timeline.layout(m)
         layers = layout.layers(task.stage)
         match task.kind:
             case Kind.U:
@@ -206,26 +245,36 @@ class _Unrolling:
         return [self.weights.use(task.kind, layer, m) for layer in layers]
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
+        """Yields a layer's forward, and the sums of weights and losses that it completes."""
         M, graph = self.timeline.M, self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
         yield from before
-        yield replace(forward, delivers=(*forward.delivers, *self.weights.tied_versions(layer, m)))
+        delivers = (*forward.delivers, *self.weights.tied_versions(layer, m))
+        yield replace(forward, delivers=delivers)
         yield from self.updates.weigh(layer, m)
         first = m // M * M
         weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:
-        """Updates a layer at one of its places, from which its parameters go to the others."""
-        placer = self.placer
-        placer.enter(self.timeline.plan(m))
-        graph = self.timeline.graph
-        place = self._updated_at(self.timeline.plan(m))[layer]
+        """Updates a layer at one of its places, from which its parameters go to the others.
+
+        In place, if no task still to come reads the version that it takes, and its memory of the
+        update does not need it.
+
+        Args:
+            layer: to be updated.
+            m: the micro-batch after which that is.
+            number: of the task.
+        """
+        placer, graph, plan = self.placer, self.timeline.graph, self.timeline.plan(m)
+        placer.enter(plan)
+        place = self._updated_at(plan)[layer]
         sums = self.updates.added_up(layer, m)
         update = self.updates.update(layer, m)
-        keeps = update.remembers or any(
-            self.last_reads.after(p, place, v, number) for p, v in update.before.items()
-        )
+        keeps = update.remembers
+        for p, version in update.before.items():
+            keeps |= self.last_reads.after(p, place, version, number)
         for operation in (*sums, *update.operations):
             placer.perform(operation, keeps=keeps, place=place)
         for p in graph.trained(graph.owned(layer)):
@@ -236,7 +285,7 @@ class _Unrolling:
         return Use(Kind.U, layer, m, update.version)
 
     def _updated_at(self, plan: Plan) -> dict[int, int]:
-        """The place where each layer is updated under a plan that has been entered."""
+        """Returns the place where each layer is updated under a plan that has been entered."""
         if id(plan) not in self._updating:
             self._updating[id(plan)] = self.placer.where.updating(self.slots.optimizer)
         return self._updating[id(plan)]
@@ -250,22 +299,24 @@ class _Unrolling:
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
-        """The buffers that outlive every step: the newest of each kind, and what is remembered."""
-        remembered = {
-            b for (value, _), b in self.placer.current.items() if VALUES[value.kind].remembered
-        }
-        return {b for _, b in self.placer.lasting()} | remembered
+        """Finds the buffers that outlive every step: the newest of each kind, and what is remembered."""
+        lasting = {b for _, b in self.placer.lasting()}
+        for (value, _), b in self.placer.current.items():
+            if VALUES[value.kind].remembered:
+                lasting.add(b)
+        return lasting
 
     def _metrics(self, n: int) -> list[int]:
         """Lists the metrics of step n, then the losses of its micro-batches."""
         M, placer = self.timeline.M, self.placer
-        losses = [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(n * M, n * M + M)]
-        buffers = map(placer.metric, (*metrics_of(placer.graph, n * M), *losses))
-        return [b for b in buffers if b is not None]
+        first = n * M
+        values = metrics_of(placer.graph, first)
+        values += [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(first, first + M)]
+        return [b for b in map(placer.metric, values) if b is not None]
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
-    """Every stage's part of every step as a list of its own: swaps do not look beyond a step."""
+    """Makes every stage's part of every step a list of its own: swaps do not look beyond a step."""
     return tuple(
         tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part
     )

@@ -19,14 +19,17 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions that tasks read and make, by stage and micro-batch; counted in updates of the stage."""
+    """The versions that tasks read, by stage and micro-batch; counted in updates of the stage.
+
+    Under a schedule that stashes, a backward reads what its forward has read, else its stage's newest.
+    """
 
     forward: tuple[tuple[int, ...], ...]
-    backward: tuple[tuple[int, ...], ...]  # the stage's newest, for those that do not stash
+    backward: tuple[tuple[int, ...], ...]
 
 
 def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Versions:
-    """The version that each task of a stream reads.
+    """Returns the version that each task of a stream reads.
 
     Args:
         schedule: whose rule.
@@ -38,29 +41,34 @@ def versions(schedule: Schedule, lists: TaskLists, microbatches: int) -> Version
     >>> versions(pipedream, pipedream.with_updates(3, 5), 5).forward
     ((0, 0, 0, 1, 2), (0, 0, 1, 2, 3), (0, 1, 2, 3, 4))
     """
-    newest = {kind: [_counted(tasks, kind) for tasks in lists] for kind in (Kind.F, Kind.B)}
-    every, count = schedule.period(microbatches), len(newest[Kind.F][0])
+    newest = [_updates_before(tasks, Kind.F) for tasks in lists]
     match schedule.rule:
         case "first stage":
-            forward = [newest[Kind.F][0]] * len(lists)
+            forward = [newest[0]] * len(lists)
         case "one behind":
-            forward = [[max(0, i // every - 1) for i in range(count)]] * len(lists)
+            # All micro-batches of an update read the version that the update before began with.
+            every = schedule.period(microbatches)
+            behind = tuple(max(0, m // every - 1) for m in range(len(newest[0])))
+            forward = [behind] * len(lists)
         case "newest":
-            forward = newest[Kind.F]
+            forward = newest
         case _:
             assert_never(schedule.rule)
-    backward = forward if schedule.stash else newest[Kind.B]
-    return Versions(tuple(map(tuple, forward)), tuple(map(tuple, backward)))
+    backward = forward
+    if not schedule.stash:
+        backward = [_updates_before(tasks, Kind.B) for tasks in lists]
+    return Versions(tuple(forward), tuple(backward))
 
 
-def _counted(tasks: tuple[Task, ...], kind: Kind) -> list[int]:
+def _updates_before(tasks: tuple[Task, ...], kind: Kind) -> tuple[int, ...]:
     """Counts, for each micro-batch, the updates before its task of a kind."""
-    done, counts = 0, []
+    updates = 0
+    counts = []
     for task in tasks:
-        done += task.kind == Kind.U
+        updates += task.kind == Kind.U
         if task.kind == kind:
-            counts.append(done)
-    return counts
+            counts.append(updates)
+    return tuple(counts)
 
 
 def parts(
@@ -70,14 +78,15 @@ def parts(
     ended: TaskLists,
     early: Callable[[TaskLists, TaskLists], Collection[Task]] = lambda part, rest: (),
 ) -> list[TaskLists]:
-    """The lists of the first steps of a stream; last what it has left to do once it has `ended`.
+    """Cuts a stream's lists into those of its first steps and, last, what it has left to do once it has `ended`.
 
     Args:
-        lists: from the number of a step, what is known then of the whole stream, of at least one step more.
+        lists: returns, for the number of a step, the lists of the whole stream as far as they are known then: at least
+            one step more.
         microbatches: of a step.
         steps: how many.
-        ended: the lists of a stream of just so many steps.
-        early: from a step's lists and the rest, what of the rest must be done within the step.
+        ended: the lists of a stream of exactly that many steps.
+        early: returns, for a step's lists and the rest, the tasks of the rest that must be done within the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
@@ -85,28 +94,35 @@ def parts(
     >>> [text(part[0]) for part in parts(lambda n: three, 2, 2, ended=two)]
     ['0F0 0F1 0B0 0U0', '0F2 0B1 0U1 0F3 0B2 0U2', '0B3 0U3']
     """
-    steps_parts: list[TaskLists] = []
+    result: list[TaskLists] = []
     done: set[Task] = set()
     for n in range(steps):
-        left = [[task for task in tasks if task not in done] for tasks in lists(n)]
-        ends = [
-            next(
-                (
-                    i
-                    for i, t in enumerate(tasks)
-                    if t.kind == Kind.F and t.microbatch >= (n + 1) * microbatches
-                ),
-                None,
-            )
-            for tasks in left
-        ]
-        part = tuple(tuple(tasks[:end]) for tasks, end in zip(left, ends, strict=True))
-        rest = tuple(
-            () if end is None else tuple(tasks[end:]) for tasks, end in zip(left, ends, strict=True)
+        first: list[tuple[Task, ...]] = []
+        rest: list[tuple[Task, ...]] = []
+        for tasks in _without(done, lists(n)):
+            end = _next_step(tasks, (n + 1) * microbatches)
+            first.append(tasks[:end])
+            rest.append(tasks[end:])
+        moved = early(tuple(first), tuple(rest))
+        part = tuple(
+            (*tasks, *(task for task in later if task in moved))
+            for tasks, later in zip(first, rest, strict=True)
         )
-        brought = early(part, rest)
-        part = tuple((*a, *(t for t in b if t in brought)) for a, b in zip(part, rest, strict=True))
-        done |= {task for tasks in part for task in tasks}
-        steps_parts.append(part)
-    steps_parts.append(tuple(tuple(task for task in tasks if task not in done) for tasks in ended))
-    return steps_parts
+        for tasks in part:
+            done.update(tasks)
+        result.append(part)
+    result.append(_without(done, ended))
+    return result
+
+
+def _without(done: Collection[Task], lists: TaskLists) -> TaskLists:
+    """Returns the lists without what is done."""
+    return tuple(tuple(task for task in tasks if task not in done) for tasks in lists)
+
+
+def _next_step(tasks: tuple[Task, ...], microbatch: int) -> int:
+    """Returns where the first forward of a later step stands in a list, or the end of the list."""
+    for position, task in enumerate(tasks):
+        if task.kind == Kind.F and task.microbatch >= microbatch:
+            return position
+    return len(tasks)

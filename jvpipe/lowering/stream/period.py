@@ -3,7 +3,9 @@
     rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
     as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
 
-A step begins with what the one before left in flight, named by spots that count from the step.
+A step begins with what the one before left in flight. Its buffers are numbered anew: those first, in the order of
+their names, then the others as the rows touch them. Names count micro-batches and versions from the step's first ones.
+So two steps that do the same are equal, and a stream needs as many lowered steps as differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +57,7 @@ class Unrolled:
 
     @cached_property
     def _first(self) -> dict[int, int]:
-        """The first row that touches each buffer."""
+        """By buffer, the first row that touches it."""
         first: dict[int, int] = {}
         for i, row in enumerate(self.rows):
             for b in (*row.reads, *row.writes):
@@ -64,74 +66,91 @@ class Unrolled:
 
     @cached_property
     def _last(self) -> dict[int, int]:
+        """By buffer, the last row that touches it."""
         return last_touches(self.rows)
 
     def _base(self, n: int) -> tuple[int, int]:
-        """The micro-batch and the version from which step n counts; the end of a stream counts from itself."""
+        """Returns the micro-batch and the version from which step n counts.
+
+        The end of a stream is a step without forwards; it counts from the micro-batch that would come next.
+        """
         step = min(n, len(self.bounds) - 1 - (self.end is not None))
         return step * self.M, step * self.M // self.every
 
     def _spot(self, b: int, n: int) -> Spot:
-        """A buffer's name in step n."""
+        """Names a buffer in step n: as it was called before the step, else after it, else when it was new."""
         m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
-        return (spot._replace(copy=Copy.OWN) if spot.copy is Copy.STALE else spot).shifted(-m0, -v0)
+        if spot.copy is Copy.STALE:
+            spot = spot._replace(copy=Copy.OWN)
+        return spot.shifted(-m0, -v0)
 
     def _alive(self, n: int) -> list[tuple[Spot, int]]:
-        """Lists what is in flight before step n, in the order of its names."""
+        """Lists what is in flight before step n, in the order of its names.
+
+        That is what a later row touches, or what outlives every step. Swapped copies have no names
+        in the table of spots, so they are found by the rows before and after the bound.
+        """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
+        named, bound = self.spots[n], self.bounds[n]
         if n == 0:
-            return [(spot, b) for b, spot in sorted(self.spots[0].items())]
-        (m0, v0), bound = self._base(n), self.bounds[n]
-        here = [b for b in self.spots[n] if b in self.lasting or self._last.get(b, -1) >= bound]
-        swapped = [
-            b
-            for b, first in self._first.items()
-            if self.buffers[b].copy.is_swap and first < bound <= self._last[b]
-        ]
-        named = [
-            (self.spots[n].get(b, self.buffers[b].spot).shifted(-m0, -v0), b)
-            for b in (*here, *swapped)
-        ]
-        return sorted(named)
+            return [(spot, b) for b, spot in sorted(named.items())]
+        m0, v0 = self._base(n)
+        alive = []
+        for b, spot in named.items():
+            if b in self.lasting or self._last.get(b, -1) >= bound:
+                alive.append((spot.shifted(-m0, -v0), b))
+        for b, first in self._first.items():
+            if self.buffers[b].copy.is_swap and first < bound <= self._last[b]:
+                spot = named.get(b, self.buffers[b].spot)
+                alive.append((spot.shifted(-m0, -v0), b))
+        return sorted(alive)
 
     def step(self, n: int) -> Step:
-        """Step n; the last one of a stream that ends is its end."""
+        """Cuts step n out; the last one of a stream that ends is its end."""
         m0, v0 = self._base(n)
         rows = self.rows[self.bounds[n] : self.bounds[n + 1]]
         before, after, metrics = self._alive(n), self._alive(n + 1), self.metrics[n]
-        touched = dict.fromkeys(b for row in rows for b in (*row.reads, *row.writes))
-        ids = {b: i for i, b in enumerate(dict.fromkeys([*(b for _, b in before), *touched]))}
+        touched = [b for row in rows for b in (*row.reads, *row.writes)]
+        numbered = dict.fromkeys([*(b for _, b in before), *touched])
+        ids = {b: i for i, b in enumerate(numbered)}
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
         lowered = Lowered(
-            tuple(renumbered(freeing(rows, staying), ids, m0)),
-            tuple(_renamed(self.buffers[b], self._spot(b, n)) for b in ids),
-            len(before),
-            tuple(ids[b] for _, b in after),
-            tuple(ids[b] for b in metrics),
+            rows=tuple(renumbered(freeing(rows, staying), ids, m0)),
+            buffers=tuple(_renamed(self.buffers[b], self._spot(b, n)) for b in ids),
+            persistent=len(before),
+            final=tuple(ids[b] for _, b in after),
+            metrics=tuple(ids[b] for b in metrics),
         )
-        uses = tuple(use.moved(-m0, -v0) for use in self.uses[n])
         return Step(
-            lowered, tuple(spot for spot, _ in before), tuple(spot for spot, _ in after), uses
+            lowered,
+            before=tuple(spot for spot, _ in before),
+            after=tuple(spot for spot, _ in after),
+            uses=tuple(use.moved(-m0, -v0) for use in self.uses[n]),
         )
 
     def _check(
         self, before: Sequence[tuple[Spot, int]], rows: Sequence[Row], staying: set[int]
     ) -> None:
-        made = {b for _, b in before} | {b for row in rows for b in row.writes}
-        assert all(b in made for row in rows for b in row.reads), (
-            "what a row reads is from before, or made here"
-        )
-        touched = {b for row in rows for b in (*row.reads, *row.writes)}
-        assert all(b in touched or b in staying for _, b in before), (
-            "what nobody touches any more was kept"
-        )
+        """Asserts that a step is whole: it reads only what there is, and nothing is kept for nobody."""
+        begun = {b for _, b in before}
+        read = {b for row in rows for b in row.reads}
+        written = {b for row in rows for b in row.writes}
+        assert read <= begun | written, "what a row reads is from before, or made here"
+        assert begun <= read | written | staying, "what nobody touches any more was kept"
 
 
 def dropping(drain: Step, last: Step) -> Step:
     """Makes a drain begin with all that a step leaves: versions that only later steps would have read are dropped.
+
+        step leaves     w-1   w0   t0               buffers 0 1 2
+        drain           DROP w-1   then its rows    buffers 1 2, and 3... that it makes itself
+
+    Args:
+        drain: the end of a stream, as if it had been known from the beginning that it comes.
+        last: the step after which it comes, as if the stream went on for ever.
 
     >>> from jvpipe.ir.values import Value, ValueKind
     >>> old, new = (Value(ValueKind.PARAMETER, 0, version=v) for v in (-1, 0))
@@ -141,31 +160,29 @@ def dropping(drain: Step, last: Step) -> Step:
     >>> [(str(row), row.frees) for row in dropping(drain, last).lowered.rows]
     [('DROP', (0,))]
     """
-    at = {spot: i for i, spot in enumerate(drain.before)}
-    left = {
-        spot: last.lowered.buffers[b]
-        for spot, b in zip(last.after, last.lowered.final, strict=True)
-    }
-    assert at.keys() <= left.keys(), at.keys() - left.keys()
-    old, count = drain.lowered, len(last.after)
-    extra = [i for i, spot in enumerate(last.after) if spot not in at]
+    old, known = drain.lowered, len(drain.before)
+    at = {spot: b for b, spot in enumerate(drain.before)}
+    left = zip(last.after, last.lowered.final, strict=True)
+    missing = at.keys() - {*last.after}
+    assert not missing, f"{missing} was left by no step"
+    # The buffers are those that the step leaves, in its order, then those that the drain makes.
+    buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
+    buffers += old.buffers[known:]
+    unread = [i for i, spot in enumerate(last.after) if spot not in at]
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
-    ids |= {b: b + len(extra) for b in range(len(drain.before), len(old.buffers))}
-    buffers = [_renamed(left[spot], spot) for spot in last.after] + list(
-        old.buffers[len(drain.before) :]
-    )
+    ids |= {b: b + len(unread) for b in range(known, len(old.buffers))}
     drops = []
-    for memory in dict.fromkeys(buffers[i].memory for i in extra):
-        here = tuple(i for i in extra if buffers[i].memory == memory)
+    for memory in dict.fromkeys(buffers[i].memory for i in unread):
+        here = tuple(i for i in unread if buffers[i].memory == memory)
         drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
-    rows = renumbered(old.rows, ids)
-    final, metrics = (tuple(ids[b] for b in kept) for kept in (old.final, old.metrics))
-    return Step(
-        Lowered((*drops, *rows), tuple(buffers), count, final, metrics),
-        last.after,
-        drain.after,
-        drain.uses,
+    lowered = Lowered(
+        rows=(*drops, *renumbered(old.rows, ids)),
+        buffers=tuple(buffers),
+        persistent=len(last.after),
+        final=tuple(ids[b] for b in old.final),
+        metrics=tuple(ids[b] for b in old.metrics),
     )
+    return Step(lowered, last.after, drain.after, drain.uses)
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:

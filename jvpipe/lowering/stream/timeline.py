@@ -3,8 +3,8 @@
     micro-batch   0 1 2 3 4 5 | 6 7 8 ...
     plan          A           | B             two spans; the second begins at micro-batch 6
 
-From the start of a span on, layers lie where its plan has them. A layer then reads what the rule of its new stage says,
-but nothing older than what its old stage would have read next: that is gone.
+From the start of a span on, layers lie where its plan has them. A layer then reads the version that the rule of its new
+stage says, but none older than its old stage would have read next, for older ones no longer exist.
 """
 
 import math
@@ -32,9 +32,15 @@ class PlanSpan(NamedTuple):
     layout: MicrobatchLayout
 
 
-def _turns(plan: Plan) -> list[Plan]:
-    """The plans of micro-batches until they come round."""
-    return [plan.turn(m) for m in range(math.lcm(*plan.replicas))]
+def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
+    """Returns the layouts of a span's micro-batches until they repeat: each on the devices whose turn it is."""
+    plan = layout.plan
+    layouts = []
+    for m in range(math.lcm(*plan.replicas)):
+        turn = plan.turn(m)
+        # Where nobody takes turns it is the layout itself, with what that has cached.
+        layouts.append(layout if turn is plan else replace(layout, plan=turn))
+    return layouts
 
 
 class StreamTimeline:
@@ -74,122 +80,154 @@ class StreamTimeline:
         drained: bool,
     ) -> None:
         self.graph, self.spans, self.schedule, self.M = graph, tuple(spans), schedule, M
-        self._starts = [span.start for span in spans]
         self.every = schedule.period(M)
+        self._starts = [span.start for span in spans]
+        self._layouts = [_layouts_by_turn(span.layout) for span in spans]
+        self._stages = [span.layout.stage for span in spans]
         plans = [span.layout.plan for span in spans]
-        counts = [RoundRobin(plan.replicas).in_flight[0] for plan in plans]
-        turns = [(len(plan.stages), taking_turns(schedule, plan)) for plan in plans]
-        self._turns = [
-            [span.layout if one is plan else replace(span.layout, plan=one) for one in _turns(plan)]
-            for span, plan in zip(spans, plans, strict=True)
-        ]
-        self._stages = [
-            {i: s for s, part in enumerate(span.layout.plan.stages) for i in part.layers}
-            for span in spans
-        ]
-        longer = steps + 1 + -(-max(counts) // M)
-        self._tables = [versions(schedule, each.with_updates(S, M, longer), M) for S, each in turns]
-        self._newest: dict[tuple[int, int], int] = {}
+        schedules = [taking_turns(schedule, plan) for plan in plans]
+
+        def lists(steps: int) -> list[TaskLists]:
+            """Makes, for each span, the lists of a stream that runs under its plan from the beginning."""
+            return [
+                rule.with_updates(len(plan.stages), M, steps)
+                for rule, plan in zip(schedules, plans, strict=True)
+            ]
+
+        # The tables reach beyond the last step, as far as any of its micro-batches are in flight.
+        in_flight = max(RoundRobin(plan.replicas).in_flight[0] for plan in plans)
+        longer = steps + 1 + -(-in_flight // M)
+        self._tables = [versions(schedule, table, M) for table in lists(longer)]
+        self._newest: dict[tuple[int, int], int] = {}  # by layer and micro-batch: see `settle`
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        more, ended = (
-            [each.with_updates(S, M, n) for S, each in turns] for n in (steps + 1, steps)
-        )
+        open_ended, ended = lists(steps + 1), lists(steps)
 
-        def known(n: int) -> TaskLists:
-            return self._whole(more[: sum(span.start // M <= n for span in spans)])
+        def lists_at(n: int) -> TaskLists:
+            """Joins the lists of the spans that have begun by step n: later ones nobody knows of yet."""
+            begun = sum(span.start // M <= n for span in self.spans)
+            return self._spliced(open_ended[:begun])
 
-        self.parts = parts(known, M, steps, self._whole(ended if drained else more), self._early)
+        last = self._spliced(ended if drained else open_ended)
+        self.parts = parts(lists_at, M, steps, last, self._early)
 
-    def _whole(self, lists: Sequence[TaskLists]) -> TaskLists:
-        whole, *others = lists
-        for span, following in zip(self.spans[1:], others, strict=False):
+    def _spliced(self, lists: Sequence[TaskLists]) -> TaskLists:
+        """Joins the lists of the first spans."""
+        whole = lists[0]
+        for span, following in zip(self.spans[1:], lists[1:], strict=False):
             whole = spliced(whole, following, span.start)
         return whole
 
     def _early(self, part: TaskLists, rest: TaskLists) -> set[Task]:
-        """Finds the tasks of later steps that a step needs: updates of layers where they were, before they are read."""
+        """Finds the tasks of later steps that a step needs: updates of layers where they were, before they are read.
+
+        It collects whatever is waited for, directly or not. It ends, for a task is looked at once.
+        """
+        if len(self.spans) == 1:
+            return set()
         later = {task for tasks in rest for task in tasks}
-        wanted: set[Task] = set()
-        waiting = [task for tasks in part for task in tasks] if len(self.spans) > 1 else []
+        early: set[Task] = set()
+        waiting = [task for tasks in part for task in tasks]
         while waiting:
             task = waiting.pop()
-            needed = {
-                other for other in (*self.waits(task), *self.versions(task)) if other in later
-            } - wanted
-            wanted |= needed
+            needed = {*self.waits(task), *self.versions(task)} & later - early
+            early |= needed
             waiting += needed
-        for tasks in rest:  # backwards and updates keep their order
-            last = max([i for i, task in enumerate(tasks) if task in wanted], default=-1)
-            wanted |= {task for task in tasks[: last + 1] if task.kind != Kind.F}
-        return wanted
+        # Backwards and updates keep their order: what precedes an early one is early, too.
+        for tasks in rest:
+            last = max((i for i, task in enumerate(tasks) if task in early), default=-1)
+            early |= {task for task in tasks[: last + 1] if task.kind != Kind.F}
+        return early
 
     def _at(self, m: int) -> int:
-        """The number of a micro-batch's span."""
+        """Returns the number of a micro-batch's span."""
         return bisect_right(self._starts, m) - 1
 
     def layout(self, m: int) -> MicrobatchLayout:
-        """The layout of a micro-batch; where the devices of a stage take turns, on those whose turn it is."""
-        turns = self._turns[self._at(m)]
-        return turns[m % len(turns)]
+        """Returns the layout of a micro-batch; where devices take turns, on those whose turn it is."""
+        layouts = self._layouts[self._at(m)]
+        return layouts[m % len(layouts)]
 
     def plan(self, m: int) -> Plan:
-        """The plan of a micro-batch, with all devices of its stages."""
+        """Returns the plan of a micro-batch, with all devices of its stages."""
         return self.spans[self._at(m)].layout.plan
 
     def replicas(self, layer: int, m: int) -> int:
-        """The devices that take turns with the micro-batches of a layer."""
+        """Counts the devices that take turns with the micro-batches of a layer."""
         return len(self.plan(m).stages[self.stage(layer, m)].devices)
 
     def stage(self, layer: int, m: int) -> int:
-        """The stage of a layer with a micro-batch."""
+        """Returns the stage of a layer in a micro-batch."""
         return self._stages[self._at(m)][layer]
 
     def version(self, layer: int, m: int, *, back: bool) -> int:
-        """The version of a layer's weights that its forward, or its backward, of a micro-batch reads.
+        """Returns the version of a layer's weights that its forward, or its backward, of a micro-batch reads.
 
         Args:
             layer: whose weights.
             m: the micro-batch.
             back: of the backward rather than the forward.
         """
-        ruled = self._ruled(self._at(m), layer, m, back=back)
-        return ruled if back else max(ruled, self._newest.get((layer, m), 0))
+        version = self._by_rule(self._at(m), layer, m, back=back)
+        if not back:
+            version = max(version, self._newest.get((layer, m), 0))
+        return version
 
-    def _ruled(self, n: int, layer: int, m: int, *, back: bool) -> int:
+    def _by_rule(self, n: int, layer: int, m: int, *, back: bool) -> int:
+        """Returns the version that the rule of span n says, or the oldest that there still is."""
         table = self._tables[n].backward if back else self._tables[n].forward
-        return max(table[self._stages[n][layer]][m], self._floor(n, layer))
+        version = table[self._stages[n][layer]][m]
+        return max(version, self._oldest(n, layer))
 
-    def _floor(self, n: int, layer: int) -> int:
-        """The oldest version of all of a layer's weights that there is when a span's first step begins."""
+    def _oldest(self, n: int, layer: int) -> int:
+        """Returns the oldest version of a layer's weights that exists when the first step of a span begins.
+
+        It is what the span before would have read then. (One span asks the one before: at most one
+        question per span.)
+        """
         first = self.spans[n].start // self.M * self.M
-        return self._ruled(n - 1, layer, first, back=False) if n and first else 0
+        if n == 0 or first == 0:
+            return 0
+        return self._by_rule(n - 1, layer, first, back=False)
 
     def versions(self, task: Task) -> Iterator[Task]:
-        """Yields what a task waits for where layers have changed stages: their weights, and their sums of gradients."""
+        """Yields what a task waits for where layers have changed stages: their weights, and their sums of gradients.
+
+        Before the second span every layer is at its first stage, whose list has its updates in order.
+        """
         s, kind, m = task
-        if m < self.spans[min(1, len(self.spans) - 1)].start:
+        if len(self.spans) == 1 or m < self.spans[1].start:
             return
         back = KINDS[kind].back
         if m % self.every:
             yield from sums_from(self.plans, task)
+        ends_update = (m + 1) % self.every == 0
         for layer in self.layout(m).plan.stages[s].layers:
-            read = {m // self.every} if back is not False and (m + 1) % self.every == 0 else set()
+            read: set[int] = set()
+            if ends_update and back is not False:
+                read.add(m // self.every)  # the version that the update changes
             if back is not None:
                 read.add(self.version(layer, m, back=back))
-            for v in read:
-                maker = v * self.every - 1
+            for version in read:
+                maker = version * self.every - 1  # the micro-batch whose update made it
                 if maker >= 0 and self.stage(layer, maker) != s:
                     yield Task(self.stage(layer, maker), Kind.U, maker)
 
     def settle(self, ordered: Sequence[Task]) -> None:
-        """Fixes, by this order, the newest versions that forwards after a change read, if these predict."""
+        """Fixes, by this order, the newest versions that forwards after a change read, if these predict.
+
+        Such a forward reads the newest version, and after a change the rule's table no longer says
+        which that is: the order of dispatch does.
+
+        Args:
+            ordered: all tasks of the stream.
+        """
         if not self.schedule.predicts or len(self.spans) == 1:
             return
-        made = dict.fromkeys(self._stages[0], 0)
+        newest = dict.fromkeys(self._stages[0], 0)
         for s, kind, m in ordered:
             for layer in self.layout(m).plan.stages[s].layers:
                 if kind == Kind.U:
-                    made[layer] = m // self.every + 1
+                    newest[layer] = m // self.every + 1
                 elif kind == Kind.F and m >= self.spans[1].start:
-                    self._newest[layer, m] = made[layer]
+                    self._newest[layer, m] = newest[layer]

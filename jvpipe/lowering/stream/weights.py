@@ -1,10 +1,15 @@
 """The weights of a stream: which version each task reads, what is computed of it first, what an update remembers.
 
-    PipeDream, 2BW   F, B read the version that the rule says, and the same
+    PipeDream, 2BW   F and B read the same version: the one that the rule says
     PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
     XPipe            F reads the newest, moved ahead by the last update: SHIFT, then F; U, SETTLE
 
-A parameter that several stages read follows its first reader: its versions are those of that stage.
+On stage s of S, tau = S - 1 - s updates lie between a forward and its own update. With PipeMare's running mean d of a
+parameter's updates, a backward reads w - tau d: about the weights that its forward read. With XPipe's last update u, a
+forward reads w + k u, if k updates lie between it and its backward: about the weights that its backward will read.
+
+A parameter that several stages read follows its first reader: its versions are those of that stage, and it is neither
+corrected nor predicted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +27,7 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `made` are the values that there are by now.
+    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared with the expander.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -39,43 +44,45 @@ class StreamWeights:
     ([1, 0], [0, 1, 1])
     """
 
-    def __init__(self, timeline: StreamTimeline, made: set[Value]) -> None:
-        self.timeline, self.graph, self.made = timeline, timeline.graph, made
+    def __init__(self, timeline: StreamTimeline, existing: set[Value]) -> None:
+        self.timeline, self.graph, self.existing = timeline, timeline.graph, existing
         self.schedule = timeline.schedule
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
         """Tells whether several stages read a parameter in a micro-batch, and its versions are those of the first."""
-        stage, parameter = self.timeline.layout(m).stage, self.graph.parameters[p]
-        return not parameter.frozen and len({stage[reader] for reader in parameter.readers}) > 1
+        parameter = self.graph.parameters[p]
+        if parameter.frozen:
+            return False
+        stage = self.timeline.layout(m).stage
+        return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
-        """The version of a parameter that the forward, or the backward, of a micro-batch reads.
+        """Returns the version of a parameter that the forward, or the backward, of a micro-batch reads.
 
         Args:
             p: the parameter.
             m: the micro-batch.
             back: of the backward rather than the forward.
         """
-        return self.timeline.version(
-            self.graph.parameters[p].owner, m, back=back and not self.is_tied(p, m)
-        )
+        owner = self.graph.parameters[p].owner
+        return self.timeline.version(owner, m, back=back and not self.is_tied(p, m))
 
     def tau(self, layer: int, m: int) -> int:
-        """The updates between a layer's forward of a micro-batch and its update."""
+        """Counts the updates between a layer's forward of a micro-batch and its update."""
         layout = self.timeline.layout(m)
         return len(layout.plan.stages) - 1 - layout.stage[layer]
 
     def ahead(self, layer: int, m: int) -> int:
-        """The updates between a layer's forward of a micro-batch and its backward."""
-        return self.timeline.version(layer, m, back=True) - self.timeline.version(
-            layer, m, back=False
-        )
+        """Counts the updates between a layer's forward of a micro-batch and its backward."""
+        forward = self.timeline.version(layer, m, back=False)
+        backward = self.timeline.version(layer, m, back=True)
+        return backward - forward
 
     # Reading
 
     def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """The version that the rule says, or what has been computed of it.
+        """Names the version that the rule says, or what has been computed of it.
 
         Args:
             p: the parameter.
@@ -84,62 +91,73 @@ class StreamWeights:
             back: by the backward rather than the forward.
         """
         shifted = self._shifted(p, m, back=back)
-        if shifted in self.made and not self.is_tied(p, m):
+        if shifted in self.existing and not self.is_tied(p, m):
             return shifted
         return self.graph.parameter(p, self.version(p, m, back=back))
 
     def shifts(
-        self, layer: Layer, m: int, wanted: Iterable[int], *, back: bool
+        self, layer: Layer, m: int, parameters: Iterable[int], *, back: bool
     ) -> Iterator[Operation]:
         """Predicts or corrects a layer's weights along what is remembered of their updates, all at once.
 
         Args:
             layer: whose weights.
             m: the micro-batch.
-            wanted: the parameters that will be read.
+            parameters: those that will be read.
             back: by the backward rather than the forward.
         """
-        if not (self.schedule.decay is not None if back else self.schedule.predicts):
+        shifts = self.schedule.decay is not None if back else self.schedule.predicts
+        if not shifts:
             return
-        own = [p for p in layer.reading(ValueKind.PARAMETER) if not self.is_tied(p, m)]
-        by = ValueKind.DELTA if back else ValueKind.APPLIED
-        own = [
-            p
-            for p in own
-            if self._shifted(p, m, back=back) not in self.made and Value(by, p) in self.made
-        ]
+        memory = ValueKind.DELTA if back else ValueKind.APPLIED
+        to_shift = []
+        for p in layer.reading(ValueKind.PARAMETER):
+            is_shifted = self._shifted(p, m, back=back) in self.existing
+            is_remembered = Value(memory, p) in self.existing
+            if is_remembered and not is_shifted and not self.is_tied(p, m):
+                to_shift.append(p)
         updates = -self.tau(layer.id, m) if back else self.ahead(layer.id, m)
-        if not updates or set(own).isdisjoint(wanted):
+        if not updates or set(to_shift).isdisjoint(parameters):
             return
-        reads = [Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)) for p in own]
-        reads += [Value(by, p) for p in own]
-        writes = [Write(self._shifted(p, m, back=back), self._bytes(p)) for p in own]
-        self.made.update(write.value for write in writes)
-        yield Operation(Kind.SHIFT, layer.id, m, tuple(reads), tuple(writes), ShiftRun(updates))
+        reads, memories, writes = [], [], []
+        for p in to_shift:
+            reads.append(Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)))
+            memories.append(Value(memory, p))
+            writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
+        self.existing.update(write.value for write in writes)
+        yield Operation(
+            Kind.SHIFT,
+            layer.id,
+            m,
+            reads=(*reads, *memories),
+            writes=tuple(writes),
+            run=ShiftRun(updates),
+        )
 
     def gradient(self, p: int, layer: int, m: int) -> Value:
-        """The sum of the update that a micro-batch belongs to; where devices take turns, that of those that share one.
+        """Names the sum of the update that a micro-batch belongs to.
+
+        Where devices take turns, each has a sum of its own, named by the first micro-batch in it.
 
         Args:
             p: the parameter.
             layer: that reads it.
             m: the micro-batch.
         """
-        turns, update = self.timeline.replicas(layer, m), m // self.timeline.every
-        first = NEVER if turns == 1 else update * self.timeline.every + m % turns
+        every, turns = self.timeline.every, self.timeline.replicas(layer, m)
+        update = m // every
+        first = NEVER if turns == 1 else update * every + m % turns
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """The owner sends each version of a parameter on, with the first micro-batch that reads it."""
-        parameters = self.graph.parameters
-        owned = [p for p in layer.reading(ValueKind.PARAMETER) if parameters[p].owner == layer.id]
-        return tuple(
-            Delivery(
-                self.graph.parameter(p, self.version(p, m, back=False)),
-                tuple(parameters[p].readers),
-            )
-            for p in owned
-        )
+        """Delivers, to all who read them, the versions of a layer's own parameters that a micro-batch reads first."""
+        deliveries = []
+        for p in layer.reading(ValueKind.PARAMETER):
+            parameter = self.graph.parameters[p]
+            if parameter.owner == layer.id:
+                version = self.graph.parameter(p, self.version(p, m, back=False))
+                deliveries.append(Delivery(version, tuple(parameter.readers)))
+        return tuple(deliveries)
 
     def use(self, kind: Kind, layer: Layer, m: int) -> Use:
         """Records what a layer's forward or backward has read.
@@ -152,12 +170,14 @@ class StreamWeights:
         back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
-        shift = self.tau(layer.id, m) if back else self.ahead(layer.id, m)
-        shifted = any(self._shifted(p, m, back=back) in self.made for p in parameters)
+        updates = 0
+        if any(self._shifted(p, m, back=back) in self.existing for p in parameters):
+            updates = self.tau(layer.id, m) if back else self.ahead(layer.id, m)
         version = self.timeline.version(layer.id, m, back=back)
-        return Use(kind, layer.id, m, version, tied, shift if shifted else 0)
+        return Use(kind, layer.id, m, version, tied, updates)
 
     def _shifted(self, p: int, m: int, *, back: bool) -> Value:
+        """Names what is read of a parameter instead of a version of it, once it has been computed."""
         return Value(ValueKind.CORRECTED if back else ValueKind.PREDICTED, p, microbatch=m)
 
     def _bytes(self, p: int) -> int:
@@ -166,9 +186,10 @@ class StreamWeights:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """The update of a layer after a micro-batch; `before` are the versions that it takes, `version` the one it makes.
+    """The update of a layer after a micro-batch.
 
-    One that `remembers` reads the weights before it and after it.
+    `before` are the versions that it takes, by parameter, `version` is the one that it makes. One that `remembers`
+    reads the weights before and after it, so that it cannot overwrite them.
     """
 
     layer: int
@@ -186,10 +207,12 @@ class StreamUpdates:
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
-        """Once all micro-batches of an update have their weights: the sum."""
+        """Yields the sum of the weights of an update's micro-batches, once all of them have theirs."""
         graph, every = self.weights.graph, self.weights.timeline.every
-        if graph.weighted and 1 in layer.writing(ValueKind.LOSS) and (m + 1) % every == 0:
-            reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in range(m + 1 - every, m + 1)]
+        ends_update = (m + 1) % every == 0
+        if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
+            batch = range(m + 1 - every, m + 1)
+            reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
             yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], SumRun(every))
 
@@ -201,69 +224,81 @@ class StreamUpdates:
             m: the last micro-batch of it.
         """
         graph, weights = self.weights.graph, self.weights
+        update = m // weights.timeline.every
         owned = graph.trained(graph.owned(layer))
-        for reader in dict.fromkeys(
-            reader for p in owned for reader in graph.parameters[p].readers
-        ):
-            mine = [p for p in owned if reader in graph.parameters[p].readers]
-            sums = [
-                Value(ValueKind.GRADIENT, p, reader, version=m // weights.timeline.every)
-                for p in mine
-            ]
-            writes = tuple(Write(v, graph.parameters[v.index].array.bytes) for v in sums)
+        readers = [reader for p in owned for reader in graph.parameters[p].readers]
+        for reader in dict.fromkeys(readers):
+            parameters = [p for p in owned if reader in graph.parameters[p].readers]
+            sums = [Value(ValueKind.GRADIENT, p, reader, version=update) for p in parameters]
+            writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
+            # The last micro-batches of the update, one for each device, name the devices' own sums.
             turns = weights.timeline.replicas(reader, m)
             parts = [
-                [weights.gradient(p, reader, m - turns + 1 + q) for p in mine] for q in range(turns)
+                [weights.gradient(p, reader, last) for p in parameters]
+                for last in range(m + 1 - turns, m + 1)
             ]
             yield from summed(layer, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
-        """The update of a layer after a micro-batch."""
+        """Makes the update of a layer after a micro-batch."""
         update, graph = m // self.weights.timeline.every, self.weights.graph
-        owned = graph.trained(graph.owned(layer))
-        before = {p: self.slots.newest[p] for p in owned}
-        schedule, tau = self.weights.schedule, self.weights.tau(layer, m)
+        before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
+        tau, schedule = self.weights.tau(layer, m), self.weights.schedule
+        # On the last stage (tau = 0) forward and backward read the same weights anyway.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
         for number, piece in self._pieces:
-            if piece.layer == layer:
-                reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
-                made = zip(piece.writes, piece.program.out_avals, strict=True)
-                writes = [self.slots.written(slot, aval, layer, m) for slot, aval in made]
-                operations.append(
-                    self.expander.operation(Kind.U, layer, m, reads, writes, PieceRun(number))
-                )
-        if remembers and owned:
+            if piece.layer != layer:
+                continue
+            reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
+            writes = [
+                self.slots.written(slot, aval, layer, m)
+                for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
+            ]
+            run = PieceRun(number)
+            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
+        if remembers and before:
             operations += self._remembered(layer, before, m, tau)
-        elif owned:
+        elif before:
             operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
         return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
 
     def _remembered(
         self, layer: int, before: dict[int, int], m: int, tau: int
     ) -> Iterator[Operation]:
-        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one."""
+        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one.
+
+        Args:
+            layer: that was updated.
+            before: by parameter, the version before.
+            m: the micro-batch after which that was.
+            tau: the updates between a forward of the layer and its update.
+        """
         corrects = self.weights.schedule.decay is not None
         kind = ValueKind.DELTA if corrects else ValueKind.APPLIED
-        size = {p: self.weights.graph.parameters[p].array.bytes for p in before}
-        memory = [Write(Value(kind, p), size[p]) for p in before]
-        count = [Write(Value(ValueKind.UPDATES, 0, layer), 4)] if corrects else []
-        if memory[0].value not in self.expander.made:
-            yield self.expander.operation(Kind.ZERO, layer, m, [], [*memory, *count], ZeroRun(kind))
-        old = [Value(ValueKind.PARAMETER, p, version=v) for p, v in before.items()]
-        now = [
-            Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size[p])
-            for p in before
-        ]
-        reads = [*old, *(write.value for write in (*now, *memory, *count))]
-        writes = [*now, *memory, *count] if corrects else memory
+        old: list[Value] = []
+        new: list[Write] = []
+        memory: list[Write] = []
+        for p, version in before.items():
+            size = self.weights.graph.parameters[p].array.bytes
+            old.append(Value(ValueKind.PARAMETER, p, version=version))
+            new.append(Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size))
+            memory.append(Write(Value(kind, p), size))
+        remembered = list(memory)
+        if corrects:  # a running mean counts what it has seen
+            remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
+        if memory[0].value not in self.expander.existing:
+            yield self.expander.operation(Kind.ZERO, layer, m, [], remembered, ZeroRun(kind))
+        reads = [*old, *(write.value for write in (*new, *remembered))]
+        # PipeMare also scales the update down while it anneals, so its parameters are written, too.
+        writes = [*new, *remembered] if corrects else memory
         yield self.expander.operation(Kind.SETTLE, layer, m, reads, writes, SettleRun(tau))
 
-    def _forgotten(self, layer: int, owned: Iterable[int]) -> tuple[Value, ...]:
-        """On the last stage nothing is remembered: what a layer brought there ends."""
-        values = [Value(kind, p) for kind in (ValueKind.DELTA, ValueKind.APPLIED) for p in owned]
-        gone = tuple(
-            v for v in (Value(ValueKind.UPDATES, 0, layer), *values) if v in self.expander.made
-        )
-        self.expander.made.difference_update(gone)
-        return gone
+    def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
+        """Ends what a layer brought to the last stage, where nothing is remembered."""
+        kinds = (ValueKind.DELTA, ValueKind.APPLIED)
+        memory = [Value(kind, p) for kind in kinds for p in parameters]
+        memory.insert(0, Value(ValueKind.UPDATES, 0, layer))
+        forgotten = tuple(value for value in memory if value in self.expander.existing)
+        self.expander.existing.difference_update(forgotten)
+        return forgotten

@@ -13,7 +13,6 @@ on each maximum. The search divides the caps into boxes and opens the box of the
 the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -76,21 +75,14 @@ class Objective:
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
         """Of each phase, how long the other stages wait for one."""
         blocks = [stage.block for stage in self.table.stages]
-        if not self.two_phases:
-            return [self.slowest(seconds)]
-        forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
         seconds = self.with_reduces(seconds)
+        if not self.two_phases:
+            return [[np.maximum(t, x.comm_s) for t, x in zip(seconds, blocks, strict=True)]]
+        forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
         backward = [
             np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)
         ]
         return [forward, backward]
-
-    def slowest(self, seconds: list[Matrix]) -> list[Matrix]:
-        """How far apart micro-batches are on a stage or on the link before it."""
-        return [
-            np.maximum(t, stage.block.comm_s)
-            for t, stage in zip(self.with_reduces(seconds), self.table.stages, strict=True)
-        ]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
         """What a cell takes with its share of reduces, its forward, and the link before it."""
@@ -110,49 +102,30 @@ class Objective:
     def step_s(self, path: Path) -> float:
         """What a path takes."""
         total_s = sum(t + comm_s for t, _, comm_s in map(self.parts_s, cells(path)))
-        return total_s * self.problem.schedule.synchronous + self.waits * sum(self.maxima(path))
+        return float(self.summed(total_s)) + self.waits * sum(self.maxima(path))
 
     def bound_s(self, seconds: list[Matrix]) -> float:
         """What any path takes at least."""
-        total_s = least_sum(self.sums(seconds))[0] if self.problem.schedule.synchronous else 0.0
-        return total_s + self.waits * sum(least_max(phase) for phase in self.phases(seconds))
+        total_s = self.summed(least_sum(self.sums(seconds))[0])
+        return float(total_s) + self.waits * sum(map(least_max, self.phases(seconds)))
+
+    def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
+        """What a sum over stages adds to a step: nothing to a stream's, where it is finite."""
+        return (
+            total_s
+            if self.problem.schedule.synchronous
+            else np.where(np.isinf(total_s), total_s, 0.0)
+        )
 
 
 def search(problem: Problem, table: Table) -> SearchResult:
     """The best paths through a table; none if nothing fits."""
     objective = Objective(problem, table)
-    if not problem.schedule.synchronous:
-        result = _fastest_stream(objective)
-    else:  # begin where the slowest stage is fastest: the best step is not far
-        result = _Boxes(objective).search(_fastest_stream(objective).paths)
+    result = _Boxes(objective).search()
     if table.proven:
         return result
     bound_s = objective.bound_s([table.lower_s(stage) for stage in table.stages])
     return replace(result, bound_s=min(result.step_s, max(result.bound_s, bound_s)))
-
-
-def _fastest_stream(objective: Objective) -> SearchResult:
-    """The cuts whose slowest stage is fastest; among them, those of the least sum."""
-    table, m, bound_s = objective.table, objective.waits, 0.0
-    known: dict[Path, float] = {}
-    while True:
-        phase = objective.slowest(table.seconds)
-        slowest = least_max(phase)
-        bound_s = slowest * m if table.proven else bound_s
-        _, path = table.shortest(_under(objective.sums(table.seconds), [phase], (slowest,)))
-        if path is None:
-            return SearchResult((), np.inf, bound_s, np.inf)
-        if opened := table.open_cells(path):
-            table.refine(
-                opened, enough_s=-np.inf if objective.problem.schedule.synchronous else slowest
-            )
-        if not table.open_cells(path) and np.isfinite(step_s := objective.step_s(path)):
-            known[path] = step_s
-        if known and (not opened or table.exhausted):
-            best = min(known, key=lambda path: known[path])
-            return SearchResult(
-                (best,), known[best], min(bound_s, known[best]), known[best] / max(m, 1)
-            )
 
 
 @dataclass
@@ -169,10 +142,8 @@ class _Boxes:
         self.table, self.waits = self.objective.table, self.objective.waits
         self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
 
-    def search(self, begin: Sequence[Path]) -> SearchResult:
-        """The best paths; `begin` are paths of settled cells."""
-        for path in begin:
-            self._meet(path)
+    def search(self) -> SearchResult:
+        """The best paths."""
         table, tick, bound_s = self.table, count(), 0.0
         heappush(self.heap, (0.0, next(tick), self.low, (np.inf,) * len(self.low)))
         while self.heap and self.heap[0][0] < self.best_s * (1 - table.effort.tolerance):
@@ -202,9 +173,9 @@ class _Boxes:
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
         seconds = self.table.seconds
-        return self.table.shortest(
-            _under(self.objective.sums(seconds), self.objective.phases(seconds), caps)
-        )
+        capped = _under(self.objective.sums(seconds), self.objective.phases(seconds), caps)
+        total_s, path = self.table.shortest(capped)
+        return float(self.objective.summed(total_s)), path
 
     def _meet(self, path: Path) -> None:
         """A path whose cells are all settled."""
@@ -220,12 +191,11 @@ class _Boxes:
         seconds = [self.table.lower_s(stage) for stage in self.table.stages]
         sums, phases = self.objective.sums(seconds), self.objective.phases(seconds)
         low = [least_max(phase) for phase in phases]
-        self.least_sum_s = max(self.least_sum_s, least_sum(sums)[0])
+        self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_sum(sums)[0])))
         caps = tuple(self._cap_s() - sum(low) + own for own in low)
-        through = sums_through(_under(sums, phases, caps))
-        kept = [
-            np.flatnonzero(x + self.waits * sum(low) <= self.best_s * (1 + 1e-12)) for x in through
-        ]
+        through = map(self.objective.summed, sums_through(_under(sums, phases, caps)))
+        enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
+        kept = [np.flatnonzero(x <= enough_s) for x in through]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
 

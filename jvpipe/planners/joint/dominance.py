@@ -5,7 +5,7 @@ micro-batches of each are in flight (`Lot`). A state is a column of numbers:
 
     EXTRA, SWAPPED    extra seconds, swapped bytes
     RUN               the run of layers computed again that it ends in: its residuals and the inputs between
-    BEYOND, OPEN      what the stage needs beyond what it holds (`working_tiers.py`): the most working bytes less what
+    BEYOND, OPEN      what the stage needs beyond what it holds: the most, over its layers, of working bytes less what
                       later layers leave of one micro-batch, if the run ends here and if it goes on
     MOST              the most that an earlier stage of the device needs beyond
     HALVES, ENDS      the same as BEYOND while the first halves of backwards are on their way through the stage, beyond
@@ -25,12 +25,10 @@ from jaxtyping import Float, Int
 
 from jvpipe.planners.joint.choice_arrays import Flight
 from jvpipe.planners.joint.dual_bounds import Pricing
-from jvpipe.planners.joint.working_tiers import Tier
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 
 Cell = tuple[int, int, int]
 States = Float[np.ndarray, "rows _"]
-PerMoment = Float[np.ndarray, "V M"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
 CHUNK_STATES = 128
@@ -69,14 +67,11 @@ class Lot:
 
 
 class Growth:
-    """The layers of a lot; in a tier, if one is given; with all choices, or those that bytes alone ask for."""
+    """The layers of a lot; with all choices, or those that bytes alone ask for."""
 
-    def __init__(
-        self, pricing: Pricing, lot: Lot, tier: Tier | None = None, *, by_bytes: bool = False
-    ) -> None:
+    def __init__(self, pricing: Pricing, lot: Lot, *, by_bytes: bool = False) -> None:
         pricing = pricing.at(lot.cells[0][0])  # all stages of a device work on the same shares
-        self.table, self.lot, self.tier = pricing.choices, lot, tier
-        self.high = tier.high if tier else np.inf
+        self.table, self.lot = pricing.choices, lot
         self.extra_s = pricing.extra_s(lot.cells[0][0])
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
@@ -91,8 +86,6 @@ class Growth:
         self.held = np.stack(
             [np.concatenate([self.table.held_bytes(*x) for x in moment]) for moment in moments]
         )
-        in_flight = [[k for k, _ in moment] for moment in lot.moments]
-        self.in_flight = np.repeat(np.array(in_flight), sizes, axis=1)
         self.columns = self._columns(by_bytes)
         self._look_ahead()
 
@@ -107,29 +100,22 @@ class Growth:
 
     def _look_ahead(self) -> None:
         """Bounds what the layers to come hold and need, from each one on, at each moment."""
-        table, tier = self.table, self.tier
-        working = table.working_bytes[self.at]
-        there = table.allowed[self.at] & (working <= self.high)
-        charged = tier.in_run_bytes[self.at] if tier else np.zeros(self.n)
-        # What a layer of a run holds is what it is charged of the input of the run's first one.
-        self.priced_bytes, self.left = self.held.copy(), table.left_bytes[self.at].copy()
-        self.priced_bytes[..., RECOMPUTE_CHAIN] = self.in_flight * charged
-        self.left[:, RECOMPUTE_CHAIN] = charged
+        table = self.table
+        there, working = table.allowed[self.at], table.working_bytes[self.at]
+        left = table.left_bytes[self.at]
         least, spare, top = (
             np.where(there, x, np.inf).min(2)
-            for x in (self.priced_bytes, self.priced_bytes - self.left, self.priced_bytes + working)
+            for x in (self.held, self.held - left, self.held + working)
         )
-        self.charged_to_come = to_come(self.in_flight * charged)
         self.least_to_come = to_come(least)
         self.spare_to_come = self.until_end(spare - self.given, least)
         behind = self.until_end(spare - self.given, least, 1)
         if self.lot.halves:
-            fall = np.where(there, table.handed_bytes[self.at] - self.left, np.inf).min(1)
+            fall = np.where(there, table.handed_bytes[self.at] - left, np.inf).min(1)
             self.fall_to_come = self.until_end(fall - self.given, np.zeros(self.n))
-        with np.errstate(invalid="ignore"):  # where a layer has no choice nothing fits anyhow
-            most = top + behind[:, :-1] - self.least_to_come[:, :-1]
-            most = np.maximum.accumulate(most[:, ::-1], axis=1)[:, ::-1]
-            most = most + self.least_to_come[:, :-1]
+        most = top + behind[:, :-1] - self.least_to_come[:, :-1]
+        most = np.maximum.accumulate(most[:, ::-1], axis=1)[:, ::-1]
+        most = most + self.least_to_come[:, :-1]
         self.most_to_come = np.append(most, np.full((len(most), 1), -np.inf), axis=1)
 
     def until_end(self, inside: np.ndarray, after: np.ndarray, skipped: int = 0) -> np.ndarray:
@@ -150,7 +136,7 @@ class Growth:
         return np.array([*fixed[: self.fixed_rows], *self.lot.base_bytes])[:, None]
 
     def grown(self, states: States, at: int) -> States:
-        """Grows every state by every choice of the `at`-th layer; choices that the tier lacks hold too much.
+        """Grows every state by every choice of the `at`-th layer; what goes on with no run is taken to hold too much.
 
         What is needed beyond falls by what the new layer leaves, or is what that one works with.
         """
@@ -177,8 +163,7 @@ class Growth:
             beyond[:, RECOMPUTE_CHAIN] = states[opened]
             beyond -= less
             for number, needed in ((closed, working), (opened, grown[RUN] + own)):
-                most = np.maximum(beyond, needed + beside)
-                grown[number] = np.where(needed <= self.high, most, np.inf)
+                grown[number] = np.maximum(beyond, needed + beside)
         fits, held = np.isfinite(beyond_held(grown)), states[self.fixed_rows :]
         more_held = held[:, :, None] + self.held[:, None, at, columns]
         grown[self.fixed_rows :] = np.where(fits, more_held, np.inf)
@@ -198,17 +183,6 @@ class Growth:
         states[MOST] = np.maximum(states[MOST], needed)
         states[BEYOND], states[OPEN] = 0.0, np.inf
 
-    def held_bytes(self, states: States, done: int) -> PerMoment:
-        """Counts what states hold, but for what is charged to layers to come: of the input of a run a part each."""
-        held = states[self.fixed_rows :]
-        if self.tier is None:
-            return held
-        most = float(self.tier.most_input_bytes[self.at[done - 1]])
-        room = np.maximum(self.high - states[RUN], 0.0)  # none outside a run
-        share = room / max(self.high + most, 1.0)
-        charged = self.in_flight[:, done - 1, None] * most * share
-        return held - np.minimum(charged, self.charged_to_come[:, done, None])
-
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds what states take, held and beyond, whatever the layers to come choose; of all layers, counts it."""
         beyond = beyond_held(states) + self.spare_to_come[:, done, None]
@@ -218,7 +192,7 @@ class Growth:
             if self.lot.halves:
                 most = np.maximum(most, self._beyond_halves(states, done))
             beyond = np.maximum(beyond, most + self.least_to_come[:, done, None])
-        return np.asarray((self.held_bytes(states, done) + beyond).max(0))
+        return np.asarray((states[self.fixed_rows :] + beyond).max(0))
 
     def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds what first halves need beyond on their way through the stage."""

@@ -5,9 +5,9 @@ price of a byte in seconds. For any prices
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-and, with bytes bounded by sums (`working_tiers.py`), the least right side is a sum over layers, each at its own least:
-for all segments at once, a difference of two sums over the first layers. The prices that bound one segment best bound
-its neighbours well.
+Bytes are at least what all layers hold and what the last one works with: a sum. So the least right side is a sum over
+layers, each at its own least: for all segments at once, a difference of two sums over the first layers. The prices that
+bound one segment best bound its neighbours well.
 """
 
 from collections.abc import Sequence
@@ -17,34 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.joint.working_tiers import Tier, tiers
-from jvpipe.planners.model.problem import RECOMPUTE_CHAIN
-from jvpipe.planners.model.segments import Block, Grid, Segments, between, sums
-from jvpipe.planners.model.stage_bytes import on_device_bytes
+from jvpipe.planners.joint.choice_arrays import Choices, PerChoice, PerLayer
+from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_up_to, sums
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Layers [i, j) on stage s, in a tier."""
-
-    s: int
-    i: int
-    j: int
-    tier: Tier
-    room_bytes: float  # for what is priced
-    compute_s: float
-    traffic_s: float
-
-    def relaxed(self, pricing: "Pricing") -> "Relaxation":
-        """Makes the question that prices answer."""
-        pricing = pricing.at(self.s)
-        extra_s, link_s, held = pricing.table(self.s, self.tier, slice(self.i, self.j))
-        held[-1] += pricing.last_bytes(self.tier, slice(self.j - 1, self.j))[0]
-        return Relaxation(extra_s, link_s, held, self.room_bytes, self.compute_s, self.traffic_s)
 
 
 class Relaxation(NamedTuple):
@@ -67,27 +44,19 @@ class Pricing:
 
     segments: Segments
     choices: Choices
-    tiers: tuple[Tier, ...]
     limit_bytes: float
     swaps: bool = True
-    runs: int | None = None
 
     @staticmethod
-    def of(
-        segments: Segments, limit_bytes: float, swaps: bool = True, runs: int | None = None
-    ) -> "Pricing":
+    def of(segments: Segments, limit_bytes: float, swaps: bool = True) -> "Pricing":
         """Prices the choices of the layers of segments.
 
         Args:
             segments: of the layers.
             limit_bytes: what a device may hold.
             swaps: whether choices that swap are among them.
-            runs: how many tiers there are for runs of layers computed again, whatever the limit; as many as seconds
-                ask for under the limit unless given.
         """
-        choices = Choices.of(segments.costs, swaps)
-        every = tiers(choices, limit_bytes) if runs is None else tiers(choices, np.inf, runs)
-        return Pricing(segments, choices, every, limit_bytes, swaps, runs)
+        return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
 
     def at(self, s: int) -> "Pricing":
         """The choices of layers on the devices of a stage."""
@@ -95,24 +64,12 @@ class Pricing:
         if segments is self.segments:
             return self
         if id(segments) not in self._at:
-            self._at[id(segments)] = Pricing.of(segments, self.limit_bytes, self.swaps, self.runs)
+            self._at[id(segments)] = Pricing.of(segments, self.limit_bytes, self.swaps)
         return self._at[id(segments)]
 
     @cached_property
     def _at(self) -> dict[int, "Pricing"]:
         return {}
-
-    def table(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives extra and link seconds and held bytes of layers' choices on a stage; infinite where not in the tier.
-
-        By the tier's low, the bytes held for all micro-batches in flight but one.
-
-        Args:
-            s: the stage.
-            tier: of which bound layers' working bytes are.
-            layers: which of the model's.
-        """
-        return *self.seconds(s, tier, layers), self.held_bytes(s, tier, layers)
 
     def extra_s(self, s: int) -> PerChoice:
         """Gives the extra seconds of all choices on the device of a stage."""
@@ -125,103 +82,82 @@ class Pricing:
     def _extra_s(self) -> dict[tuple[float, ...], PerChoice]:
         return {(): self.choices.extra_s()}
 
-    def seconds(self, s: int, tier: Tier, layers: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Gives extra seconds and link seconds of layers' choices on a stage.
+    def table(self, s: int, layers: slice) -> tuple[PerChoice, PerChoice, PerChoice]:
+        """Gives extra and link seconds and held bytes of layers' choices on a stage.
+
+        Choices that work with more than the limit take infinitely long.
 
         Args:
             s: the stage.
-            tier: in which choices are to be; others take infinitely long.
             layers: which of the model's.
         """
         choices = self.choices
-        there = choices.allowed[layers] & (choices.working_bytes[layers] <= tier.high)
+        there = choices.allowed[layers] & (choices.working_bytes[layers] <= self.limit_bytes)
         extra_s = np.where(there, self.extra_s(s)[layers], np.inf)
-        return extra_s, 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
+        link_s = 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
+        return extra_s, link_s, choices.held_bytes((self.segments.in_flight[s], 0), layers)
 
-    def held_bytes(self, s: int, tier: Tier, layers: slice) -> np.ndarray:
-        """Gives the held bytes of layers' choices on a stage.
-
-        Args:
-            s: the stage.
-            tier: by its low, of all micro-batches in flight but one.
-            layers: which of the model's.
-        """
-        choices, k = self.choices, self.segments.in_flight[s]
-        held = choices.held_bytes((k, 0), layers)
-        if tier.by_low:
-            held = held - choices.left_bytes[layers]
-        held[:, RECOMPUTE_CHAIN] = on_device_bytes(k - tier.by_low, tier.in_run_bytes[layers])
-        return held
-
-    def last_bytes(self, tier: Tier, layers: slice) -> np.ndarray:
-        """Gives the bytes that layers' choices work with, where that counts if they are a segment's last."""
-        return self.choices.working_bytes[layers] * (not tier.by_low)
-
-    def room_bytes(self, block: Block, least: Grid, tier: Tier) -> Grid:
-        """Counts what the limit leaves for what is priced; none where the least is not in the tier.
+    def relaxed(
+        self, cell: tuple[int, int, int], room_bytes: float, compute_s: float, traffic_s: float
+    ) -> Relaxation:
+        """Makes the question that prices answer for layers [i, j) of a stage.
 
         Args:
-            block: the segments.
-            least: the bytes that their layers work with at least.
-            tier: in which they are to be.
+            cell: the stage, i and j.
+            room_bytes: what the limit leaves for what layers hold and work with.
+            compute_s: seconds of the layers without fates.
+            traffic_s: seconds of the link without swaps.
         """
-        left = self.limit_bytes - block.fixed_bytes
-        if tier.by_low:
-            left = left + block.shared_bytes - np.maximum(least, tier.low)
-        return np.where(least <= tier.high, left, -np.inf)
+        s, i, j = cell
+        extra_s, link_s, held = self.table(s, slice(i, j))
+        held[-1] += self.choices.working_bytes[j - 1]
+        return Relaxation(extra_s, link_s, held, room_bytes, compute_s, traffic_s)
 
-    def least_bytes(self, block: Block, least: Grid) -> Grid:
+    def least_bytes(self, block: Block) -> Grid:
         """Bounds the peak bytes of a block's segments from below."""
         layers = slice(block.starts[0], block.ends[-1])
-        least_peaks = np.full(block.inside.shape, np.inf)
-        for tier in self.tiers:
-            over = np.full(block.inside.shape, -np.inf)
-            for view in tier.views:
-                extra_s, _, held = self.table(block.s, view, layers)
-                held = self._over(
-                    np.where(np.isfinite(extra_s), held, np.inf),
-                    self.last_bytes(view, layers),
-                    block,
-                )
-                over = np.maximum(over, held - self.room_bytes(block, least, view))
-            least_peaks = np.minimum(least_peaks, self.limit_bytes + over)
-        return least_peaks
+        extra_s, _, held = self.table(block.s, layers)
+        held = np.where(np.isfinite(extra_s), held, np.inf)
+        taken = self._over(held, self.choices.working_bytes[layers], block)
+        working = spread_max(self.choices.least_working_bytes, block)
+        return block.fixed_bytes + np.maximum(taken, working)
 
-    def bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
-        """Bounds the seconds of a block's segments in a tier from below, at these prices.
+    def bound_s(self, block: Block, alpha: float, mu: float) -> Grid:
+        """Bounds the seconds of a block's segments from below, at these prices.
 
         Args:
             block: the segments.
-            least: the bytes that their layers work with at least.
-            tier: in which they are to be.
             alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
             mu: seconds per byte that is held.
         """
-        return np.maximum.reduce(
-            [self._bound_s(block, least, view, alpha, mu) for view in tier.views]
-        )
-
-    def _bound_s(self, block: Block, least: Grid, tier: Tier, alpha: float, mu: float) -> Grid:
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s, link_s, held = self.table(block.s, tier, layers)
+        extra_s, link_s, held = self.table(block.s, layers)
         there = np.isfinite(extra_s)
         cost = np.where(
             there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf
         )
-        paid = self._over(cost, mu * self.last_bytes(tier, layers), block)
-        free = mu * self.room_bytes(block, least, tier) if mu else 0.0
+        paid = self._over(cost, mu * self.choices.working_bytes[layers], block)
+        free = mu * (self.limit_bytes - block.fixed_bytes)
         return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
 
-    def _over(self, cost: np.ndarray, last: np.ndarray, block: Block) -> Grid:
+    def _over(self, cost: PerChoice, last: PerChoice, block: Block) -> Grid:
         """Sums over segments of each layer's least, the last one's with `last`.
 
-        A layer without a choice in the tier adds nothing: there is no room.
+        A layer without a choice adds nothing: what it needs at least is over the limit anyhow.
         """
         first, there = block.starts[0], np.isfinite(cost.min(1))
         per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
         total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
         ends = np.maximum(block.ends - first, 0)
         return between(total, block.starts - first, ends) + more[ends]
+
+
+def spread_max(per_layer: PerLayer, block: Block) -> Grid:
+    """Finds the largest of each segment's layers; 0 where a segment is empty."""
+    starts, ends = block.starts, block.ends
+    layers = np.arange(int(starts[0]), max(int(ends[-1]), int(starts[0]) + 1))
+    inside = np.where(layers >= starts[:, None], per_layer[layers], 0.0)
+    return np.where(block.inside, most_up_to(inside, starts, ends), 0.0)
 
 
 class DualBounds:

@@ -52,8 +52,6 @@ class FateEffort:
         states: of a device whose layers are looked at all at once.
         few_states: of the search for the fewest bytes, at first.
         many_states: of that search where it is to be exact.
-        run_tiers: tiers of working bytes beyond what one layer works with, for runs of layers computed again.
-        enumerated_layers: runs up to so many layers are looked at one by one to find the least bytes of a tier.
         overrun_price: how many times dearer than its price a byte is that a state will probably be over the limit.
         near_best: how near a choice must be to the best to be expected too, as a share of an even part of a layer.
     """
@@ -61,8 +59,6 @@ class FateEffort:
     states: int = 16
     few_states: int = 16
     many_states: int = 2000
-    run_tiers: int = 3
-    enumerated_layers: int = 8
     overrun_price: float = 5
     near_best: float = 0.01
 
@@ -83,7 +79,6 @@ class LimitEffort:
         all_cells: up to so many, the cells of all cuts are looked at.
         cuts: up to so many, each of them is looked at; of several stages per device, all.
         moved_cuts: so many are looked at where there are more of these.
-        byte_tiers: tiers of working bytes for runs of layers computed again.
     """
 
     few_layers: int = 16
@@ -97,7 +92,6 @@ class LimitEffort:
     all_cells: int = 1_000_000
     cuts: int = 1_000
     moved_cuts: int = 100
-    byte_tiers: int = 10
 
 
 @dataclass(frozen=True)
@@ -135,24 +129,14 @@ class RuleEffort:
     """How much is tried under a schedule's rule with several stages per device, or with backwards in halves.
 
     Attributes:
-        moved_tasks: that are clocked while the bounds of a plan move.
-        fate_tasks: so many times as many are worth fates that are chosen again.
-        moved: plans whose bounds are moved by the clock.
-        climbed: plans whose bounds are moved where the simulator decides.
-        places: by which they move then, at most.
-        simulated_tasks: for each of them.
-        fated_layers: of a model of whose fates `moved_tasks` are worth; of n times as many, n times as many.
+        moved_tasks: that are simulated while the bounds of a plan move in its own order.
+        simulated_tasks: while those of plans under a rule do.
         few_layers: of a model of which more is tried.
         refined_layers: of models of more layers the plan of one stage per device is the surrogate's.
     """
 
-    moved_tasks: int = 100_000
-    fate_tasks: int = 3
-    moved: int = 3
-    climbed: int = 3
-    places: int = 3
+    moved_tasks: int = 30_000
     simulated_tasks: int = 300_000
-    fated_layers: int = 64
     few_layers: int = 96
     refined_layers: int = 256
 
@@ -162,38 +146,34 @@ class PlanEffort:
     """How many plans of one stage per device are simulated.
 
     Attributes:
-        fated_layers: of more, no fates are sought for the cuts that are the best without a limit.
         hasty_layers: models of more layers are planned in haste.
         near_limit: how many times the limit the surrogate's plan of no limit may take where the simulated one is asked
             for.
         paths: of the surrogate's best cuts that are simulated.
-        steps: that are simulated in all.
-        tasks: of which they have so many in all.
+        tasks: that are simulated in all.
+        clocked: tasks of neighbours that are clocked at once.
         noticed_link: where links take more than this share of the work's seconds, round trips are looked at.
-        slow_link: where they take more than this share, so many times more is simulated:
-        slow_link_steps: that many.
         imbalance: how many times longer than its even share of the work the slowest stage takes where more is sought.
         host_crowding: how many times slower the link to the host is taken to be. A link that is never idle keeps others
             waiting: what the surrogate takes for hidden costs up to half of a step, simulated.
-        places: other places of a bound that are simulated at most, where there are more bounds than one.
+        places: by which a bound moves at most under a limit.
+        shifted: plans whose stages move on to the next device that are looked at in a round.
         starts: plans that are climbed from.
         single_fate_layers: of a model whose fates are changed one by one.
         device_orders: of unlike devices that can stand in so many orders at most, all are looked at.
         searched_orders: those that are worth a whole search.
     """
 
-    fated_layers: int = 256
     hasty_layers: int = 256
     near_limit: float = 1.2
     paths: int = 6
-    steps: int = 240
-    tasks: int = 30_000
+    tasks: int = 300_000
+    clocked: int = 2_000_000
     noticed_link: float = 0.02
-    slow_link: float = 0.25
-    slow_link_steps: int = 4
     imbalance: float = 1.01
     host_crowding: float = 3.0
-    places: int = 24
+    places: int = 3
+    shifted: int = 100
     starts: int = 4
     single_fate_layers: int = 64
     device_orders: int = 12

@@ -28,29 +28,18 @@ class MinBytesSearch:
     def fewest(self, exact: bool, below: float = np.inf) -> tuple[float, tuple[int, ...]]:
         """Finds the fewest bytes beside those that no choice changes, and choices that take them.
 
-        In every tier few states are looked at; where that left out what may be better, and it is to be exact, many.
+        Few states are looked at; where that left out what may be better, and it is to be exact, many.
 
         Args:
             exact: whether many are to be looked at.
             below: what is not below that is not found.
         """
-        best, unsure = MinBytes(below), list[tuple[float, Growth]]()
-        single = (
-            len(self.lot.cells) == 1
-        )  # working bytes of several stages do not follow each other
-        for tier in self.pricing.tiers if single else (None,):
-            growth = Growth(self.pricing, self.lot, tier, by_bytes=True)
-            fewest = self._fewest(growth, FATE.few_states, best.bytes)
-            unsure.append((fewest.dropped, growth))
-            best = min(best, fewest, key=attrgetter("bytes"))
-        for dropped, growth in unsure:
-            if exact and dropped < best.bytes:
-                best = min(
-                    best,
-                    self._fewest(growth, FATE.many_states, best.bytes),
-                    key=attrgetter("bytes"),
-                )
-        return best.bytes, best.choices
+        growth = Growth(self.pricing, self.lot, by_bytes=True)
+        best = few = self._fewest(growth, FATE.few_states, below)
+        if exact and few.dropped < min(few.bytes, below):
+            many = self._fewest(growth, FATE.many_states, min(few.bytes, below))
+            best = min(few, many, key=attrgetter("bytes"))
+        return (best.bytes, best.choices) if best.bytes < below else (below, ())
 
     def _fewest(self, growth: Growth, width: int, below: float) -> MinBytes:
         """With so many states beside each other, of those that may lead below a number."""

@@ -1,4 +1,4 @@
-"""The neighbours of cuts, for orders of tasks."""
+"""The neighbours of cuts: bounds moved, or one taken away and another put in; and how long devices then work."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from jvpipe.planners.model.segments import Cuts
 
 
 def moved_bounds(
-    bounds: Sequence[int], cuts: Cuts, run: int = 1, most: int = 1
+    bounds: Sequence[int], cuts: Cuts, run: int = 1, most: int = 1, first: int | None = None
 ) -> list[tuple[int, ...]]:
     """Lists the bounds with some beside each other moved, all of them as far and the same way.
 
@@ -21,23 +21,23 @@ def moved_bounds(
         cuts: where a stage may begin or end.
         run: how many are moved together.
         most: places by which they are moved at most.
+        first: of those that are moved; any unless given.
 
     >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
     """
     at = [int(place) for place in np.searchsorted(cuts, bounds)]
     neighbours = []
-    for s in range(1, len(bounds) - run):
+    for s in range(1, len(bounds) - run) if first is None else [first]:
         for by in (step * sign for step in range(1, most + 1) for sign in (-1, 1)):
-            moved = [*at[:s], *(place + by for place in at[s : s + run]), *at[s + run :]]
-            if all(a < b for a, b in pairwise(moved)):
-                neighbours.append(tuple(int(cuts[place]) for place in moved))
+            moved = [place + by for place in at[s : s + run]]
+            if s + run < len(at) and at[s - 1] < moved[0] and moved[-1] < at[s + run]:
+                inner = (int(cuts[place]) for place in moved)
+                neighbours.append((*bounds[:s], *inner, *bounds[s + run :]))
     return neighbours
 
 
-def shifted_bounds(
-    problem: Problem, bounds: Sequence[int], cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
-) -> list[tuple[int, ...]]:
+def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
     """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
 
     Those whose busiest device works least come first.
@@ -46,7 +46,6 @@ def shifted_bounds(
         problem: whose stages and devices count.
         bounds: of the stages, the first and the last of which stay.
         cuts: where a stage may begin or end.
-        layer_s: seconds of each layer's forward and backward.
     """
     others = sorted(set(cuts.tolist()) - set(bounds))
     every = [
@@ -55,23 +54,25 @@ def shifted_bounds(
         for new in others
         if not bounds[gone - 1] < new < bounds[gone + 1]
     ]
-    return sorted(every, key=partial(busiest_s, problem, layer_s))
+    return sorted(every, key=partial(busiest_s, problem))
 
 
-def busiest_s(
-    problem: Problem, layer_s: Float[np.ndarray, " layers"], bounds: Sequence[int]
-) -> float:
+def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
     """Counts what the device works that works longest.
 
     Args:
         problem: whose stages and devices count.
-        layer_s: seconds of each layer's forward and backward, on a device as the costs say.
         bounds: of the stages.
     """
-    works_s = [0.0] * problem.devices
+    works_s, every_s = [0.0] * problem.devices, layer_s(problem)
     for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
         slower = problem.slowness(s)
         works_s[place] += float(
-            (layer_s[i:j] * slower[i:j]).sum() if slower else layer_s[i:j].sum()
+            (every_s[i:j] * slower[i:j]).sum() if slower else every_s[i:j].sum()
         )
     return max(works_s)
+
+
+def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
+    """Returns the seconds of each layer's forward and backward, on a device as the costs say."""
+    return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])

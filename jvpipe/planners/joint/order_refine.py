@@ -5,13 +5,16 @@ search begins with, those that are near the fastest are climbed from, the best o
 ones bounds and fates move too, for what the orders have in flight by then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jvpipe.planners.joint.effort import RULE
+from jvpipe.planners.joint.climb import Climb
+from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.rule_search import Candidate, with_moved_bounds
+from jvpipe.planners.joint.order_loads import Loads, lists_of
+from jvpipe.planners.joint.rule_search import Candidate, fitting
+from jvpipe.schedules.auto import given, lines_of
 
 CLIMBED = ", climbed"
 
@@ -94,12 +97,18 @@ def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
 
 
 def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with bounds moved, where that is faster."""
-    return [
-        moved
-        for one in candidates
-        if (moved := with_moved_bounds(one, RULE.moved_tasks)) is not one
-    ]
+    """The candidates with bounds and fates moved, where that is faster in their own orders."""
+    return [moved for one in candidates for moved in _with_moved_bounds(one)]
+
+
+def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
+    own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
+    ways = [] if many else [one.fates]
+    decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)
+    if decision != one.decision:
+        moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
+        yield from fitting(moved, one.order)
 
 
 def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:

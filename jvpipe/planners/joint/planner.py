@@ -3,7 +3,7 @@
 The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least seconds t of each
 segment, the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
 synchronous schedule is not the step: the best paths, the cuts of other planners and their neighbours are simulated
-(`local_search.py`).
+(`climb.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,9 @@ import numpy as np
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.choice_arrays import Choices
+from jvpipe.planners.joint.climb import Climb
+from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
-from jvpipe.planners.joint.local_search import LocalSearch
 from jvpipe.planners.joint.segment_table import cells
 from jvpipe.planners.joint.smallest_limit import nothing_fits
 from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, within_host_limit
@@ -109,26 +110,15 @@ def _simulated_best(
     ]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
-    linked = _link_share(problem, begin[0])
-    steps = min(PLAN.steps, PLAN.tasks // (problem.stages * problem.microbatches))
-    steps *= PLAN.slow_link_steps if linked > PLAN.slow_link else 1
-    if steps < len(begin):  # a step has too many tasks
-        return begin[0]
-    if linked > PLAN.noticed_link:
+    if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
-    effort = solutions[0].table.effort
-    climb = LocalSearch(
-        problem,
-        tuple(pricings),
-        tuple(x.table.best_prices() for x in solutions),
-        replace(effort, thorough=min(effort.thorough, 64), tolerance=1e-4),
-        layers=8 * n if n <= PLAN.hasty_layers else n // 2,
-        steps=steps,
-    )
-    if n <= PLAN.fated_layers:
-        for bounds in _plain_cuts(problem, None if others else kept):
-            begin += climb.with_best_fates(bounds)
-    return climb.top(begin)
+    limited = problem.memory_limit_bytes is not None
+    # Of many layers fates are not chosen again and again.
+    ways = [] if limited and n > PLAN.hasty_layers else [DeviceFates(x, x.swaps) for x in pricings]
+    climb = Climb(problem, ways, PLAN.tasks)
+    for bounds in _plain_cuts(problem, None if others else kept) if n <= PLAN.hasty_layers else ():
+        begin += climb.refitted(bounds)
+    return climb.top(begin) or begin[0]
 
 
 def crowded(problem: Problem) -> Problem:

@@ -1,8 +1,7 @@
 """The seconds of all segments between given cuts: lower bounds first, and the truth where a search asks for it.
 
 Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known that take its
-seconds; else its seconds are a lower bound, the least of those of its tiers (`working_tiers.py`). A path is the cuts
-from 0 to n.
+seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
 """
 
 from collections.abc import Sequence
@@ -13,15 +12,15 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.planners.joint.dominance import Cell, Lot
-from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Segment
+from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
-from jvpipe.planners.joint.working_tiers import Tier, spread_max
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
 from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
-Hints = dict[tuple[int, int], tuple[float, float]]
+Prices = tuple[float, float]
+"""Of seconds and of bytes."""
 Path = tuple[int, ...]
 
 
@@ -30,15 +29,18 @@ class Effort:
     """How hard to look.
 
     So many states stay beside each other at first (`quick`), and where that was not enough (`thorough`); `tolerance` is
-    how near is near enough, relatively. In `haste` the first choices that fit settle a cell, and the others of its
-    stage are taken to be above their bounds by as much. A search ends when `layers` layers have been chosen for.
+    how near is near enough, relatively. A search ends when `layers` layers have been chosen for.
     """
 
     quick: int = 16
     thorough: int = 2000
     tolerance: float = 1e-9
-    haste: bool = False
     layers: int = 1_000_000
+
+    @property
+    def many(self) -> bool:
+        """Whether more states are looked at where few did not do."""
+        return self.thorough > self.quick
 
 
 class StageTable:
@@ -47,27 +49,19 @@ class StageTable:
     def __init__(self, pricing: Pricing, block: Block) -> None:
         self.pricing, self.block = pricing, block
         limit = pricing.limit_bytes
-        self.least_s = np.maximum(block.compute_s, block.traffic_s)
-        self.least_working_bytes = spread_max(pricing.choices.least_working_bytes, block)
+        least_s = np.maximum(block.compute_s, block.traffic_s)
         keeps = block.inside & (self._keeping_bytes() <= limit)
-        fits = block.inside & (
-            keeps | (pricing.least_bytes(block, self.least_working_bytes) <= limit)
-        )
+        fits = block.inside & (keeps | (pricing.least_bytes(block) <= limit))
         if block.reducing_bytes.any():
             keeps, fits = (x & (block.reducing_bytes <= limit) for x in (keeps, fits))
-        there = [self.least_working_bytes <= tier.high for tier in pricing.tiers]
-        self.bounds_s = [np.where(fits & (keeps | x), self.least_s, np.inf) for x in there]
+        self.bounds_s = np.where(fits, least_s, np.inf)
         self.settled = keeps | ~fits
-        self.known_s = np.where(keeps, self.least_s, np.inf)  # of settled cells
-        self.ratios: list[float] = []  # of what choices take to their bounds
-        self.refresh()
+        self.known_s = np.where(keeps, least_s, np.inf)  # of settled cells
 
-    def refresh(self) -> None:
-        """Estimates what cells take: known, or their bounds, by as much higher as it is usual on this stage."""
-        ratio = float(np.median(self.ratios)) if self.ratios else 1.0
-        self.seconds: Matrix = np.where(
-            self.settled, self.known_s, np.minimum.reduce(self.bounds_s) * ratio
-        )
+    @property
+    def seconds(self) -> Matrix:
+        """What cells take: known, or their bounds."""
+        return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
@@ -101,7 +95,7 @@ class StageTable:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "4 cells"]:
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "6 cells"]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
         Of what takes longer than keeping everything, all is taken for recomputation.
@@ -115,37 +109,21 @@ class StageTable:
             x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
         )
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
-        return np.array([forward_s, work_s - forward_s, block.comm_s[at], traffic_s])
-
-    def price(self, tier: int, alpha: float, mu: float) -> None:
-        """Raises the bounds of a tier to what these prices prove.
-
-        Args:
-            tier: its number.
-            alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
-            mu: seconds per byte that is held.
-        """
-        pricing = self.pricing
-        bound_s = pricing.bound_s(
-            self.block, self.least_working_bytes, pricing.tiers[tier], alpha, mu
+        half_s = np.zeros_like(forward_s)  # backwards are whole where cuts are sought by a table
+        return np.array(
+            [forward_s, work_s - forward_s, half_s, half_s, block.comm_s[at], traffic_s]
         )
-        self.bounds_s[tier] = np.maximum(self.bounds_s[tier], bound_s)
-        self.refresh()
 
-    def best_tier(self, at: tuple[int, int]) -> int:
-        """Finds the tier of a cell's least bound."""
-        return int(np.argmin([bound_s[at] for bound_s in self.bounds_s]))
+    def price(self, prices: Prices) -> None:
+        """Raises the bounds to what these prices prove."""
+        self.bounds_s = np.maximum(self.bounds_s, self.pricing.bound_s(self.block, *prices))
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
         """Keeps some starts and ends."""
         at = np.ix_(rows, columns)
         self.block = self.block.at(rows, columns)
-        self.least_s, self.least_working_bytes = self.least_s[at], self.least_working_bytes[at]
-        self.bounds_s = [bound_s[at] for bound_s in self.bounds_s]
-        self.seconds, self.settled, self.known_s = (
-            self.seconds[at],
-            self.settled[at],
-            self.known_s[at],
+        self.bounds_s, self.settled, self.known_s = (
+            x[at] for x in (self.bounds_s, self.settled, self.known_s)
         )
 
 
@@ -158,36 +136,19 @@ class Table:
         cuts: Sequence[Cuts],
         effort: Effort,
         most_swapped_bytes: Sequence[float] = (),
-        first: int = 0,
-        hints: Hints | None = None,
     ) -> None:
-        """Between the cuts of bounds from that of stage `first` on; `hints` are prices for the tiers of stages."""
-        self.pricing, self.effort, self.first, self.hints = pricing, effort, first, hints or {}
-        self.cuts = list(cuts)
-        blocks = [
-            pricing.segments.block(first + s, a, b) for s, (a, b) in enumerate(pairwise(cuts))
-        ]
+        self.pricing, self.effort, self.cuts = pricing, effort, list(cuts)
+        blocks = [pricing.segments.block(s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
         self.stages = [StageTable(pricing.at(block.s), block) for block in blocks]
-        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * (first + len(blocks))
+        self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
         self.fates: dict[Cell, StageChoices] = {}
-        self.prices: dict[tuple[Cell, int], tuple[float, float]] = {}
+        self.prices: dict[Cell, Prices] = {}
         self.unproven: dict[Cell, float] = {}  # bounds of cells that may take less than is known
         self.layers = 0  # that have been looked at
-        for (s, tier), prices in self.hints.items():
-            if first <= s < first + len(blocks):
-                self.stages[s - first].price(tier, *prices)
 
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
-        return self.stages[cell[0] - self.first]
-
-    def _pricing(self, cell: Cell) -> Pricing:
-        """The choices of the layers of a cell."""
-        return self.stage(cell).pricing
-
-    def best_prices(self) -> Hints:
-        """Gives the last prices found for each stage's tiers."""
-        return {(cell[0], tier): prices for (cell, tier), prices in self.prices.items()}
+        return self.stages[cell[0]]
 
     @property
     def seconds(self) -> list[Matrix]:
@@ -197,11 +158,11 @@ class Table:
     @property
     def proven(self) -> bool:
         """Whether no cell's seconds are above what they might be."""
-        return not self.unproven and not any(stage.ratios for stage in self.stages)
+        return not self.unproven
 
     def lower_s(self, stage: StageTable) -> Matrix:
         """Gives what the cells of a stage take at least, proven."""
-        lower = np.where(stage.settled, stage.known_s, np.minimum.reduce(stage.bounds_s))
+        lower = stage.seconds
         for (s, i, j), bound_s in self.unproven.items():
             a, b = stage.place(i, j)
             if s == stage.block.s and i in stage.block.starts and j in stage.block.ends:
@@ -236,92 +197,48 @@ class Table:
             if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]
         ]
 
-    def refine(self, open_cells: Sequence[Cell], enough_s: float = -np.inf) -> None:
-        """Refines these cells: by prices, or if those have been found before, by choices of their layers.
-
-        Choices that take at most `enough_s` seconds are good enough.
-        """
-        keys = [(cell, self._tier(cell)) for cell in open_cells]
-        if new := [x for x in keys if x not in self.prices and (x[0][0], x[1]) not in self.hints]:
+    def refine(self, open_cells: Sequence[Cell]) -> None:
+        """Refines these cells: by prices, or if those have been found before, by choices of their layers."""
+        new = [cell for cell in open_cells if cell not in self.prices]
+        if new:
             self._price(new)
             return
-        for cell, tier in keys:
-            self._choose(cell, tier, enough_s)
         for cell in open_cells:
-            self.stage(cell).refresh()
+            self._choose(cell)
 
-    def _tier(self, cell: Cell) -> int:
-        stage = self.stage(cell)
-        return stage.best_tier(stage.place(*cell[1:]))
-
-    def _price(self, keys: Sequence[tuple[Cell, int]]) -> None:
+    def _price(self, open_cells: Sequence[Cell]) -> None:
         """Puts the best prices of some cells on all cells of their stages."""
-        views = [(key, view) for key in keys for view in self._pricing(key[0]).tiers[key[1]].views]
-        asked = [
-            self._segment(cell, view).relaxed(self._pricing(cell)) for (cell, _), view in views
-        ]
-        bounds = DualBounds(asked)
-        best = dict.fromkeys(keys, (-np.inf, (1.0, 0.0)))
-        for (key, _), prices, bound_s in zip(
-            views, bounds.solve(), bounds.best.tolist(), strict=True
-        ):
-            best[key] = max(best[key], (bound_s, prices))
-        for (cell, tier), (bound_s, prices) in best.items():
-            self.prices[cell, tier] = prices
+        bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
+        every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
+        for cell, prices, bound_s in every:
+            self.prices[cell] = prices
             stage = self.stage(cell)
-            if bound_s > stage.bounds_s[tier][stage.place(*cell[1:])] * (1 + self.effort.tolerance):
-                stage.price(tier, *prices)
+            if bound_s > stage.bounds_s[stage.place(*cell[1:])] * (1 + self.effort.tolerance):
+                stage.price(prices)
 
-    def _segment(self, cell: Cell, tier: Tier) -> Segment:
-        query, stage = self.query(cell), self.stage(cell)
-        one = np.array([stage.place(*cell[1:])]).T
-        block, least = stage.block.at(*one), stage.least_working_bytes[np.ix_(*one)]
-        room = float(stage.pricing.room_bytes(block, least, tier)[0, 0])
-        return Segment(*cell, tier, room, query.compute_s, query.traffic_s)
+    def _relaxed(self, cell: Cell) -> Relaxation:
+        query = self.query(cell)
+        pricing = self.stage(cell).pricing
+        return pricing.relaxed(cell, query.room_bytes, query.compute_s, query.traffic_s)
 
-    def _choose(self, cell: Cell, tier: int, enough_s: float) -> None:
-        """Looks for a cell's best choices in a tier, and settles it unless another tier may have better ones."""
+    def _choose(self, cell: Cell) -> None:
+        """Looks for a cell's best choices, and settles it with those that were found."""
         stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
-        before_s = float(stage.bounds_s[tier][at])
-        least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
-        tolerance = 1 + self.effort.tolerance
-        enough_s = max(enough_s, before_s * tolerance)
-        known = self.fates.get(cell)
-        known_s = known.seconds if known else np.inf
-        prices = self.prices.get((cell, tier)) or self.hints[cell[0], tier]
+        bound_s = float(stage.bounds_s[at])
         self.layers += cell[2] - cell[1]
-        pricing = stage.pricing
-        search = FateSearch(pricing, self.query(cell), pricing.tiers[tier], prices)
-        fates = search.least_seconds(self.effort.quick, known_s)
-        if (
-            fates.seconds > enough_s
-            and not fates.proven
-            and self.effort.thorough > self.effort.quick
-        ):
-            better = search.least_seconds(self.effort.thorough, min(fates.seconds, known_s))
-            fates = (
-                better
-                if better.choices
-                else replace(fates, bound_s=min(fates.seconds, better.bound_s))
-            )
-        if fates.seconds < known_s:
-            self.fates[cell], known_s = fates, fates.seconds
-        if self.effort.haste and np.isfinite(fates.seconds):
-            stage.ratios.append(fates.seconds / before_s)
-        if (
-            not fates.proven and fates.seconds > enough_s
-        ):  # the tier is not looked at again, but it is no bound
-            self.unproven.setdefault(cell, least_s)
-        stage.bounds_s[tier][at] = fates.seconds
-        least_s = min(float(bound_s[at]) for bound_s in stage.bounds_s)
-        if np.isinf(min(least_s, known_s)) and cell in self.unproven:
-            self.fates[cell] = fewest_bytes = self._min_bytes_choices(cell)
-            known_s = fewest_bytes.seconds
-        done = known_s <= max(enough_s, least_s * tolerance) or np.isinf(least_s)
-        if done or (self.effort.haste and np.isfinite(known_s)):
-            if not done:
-                self.unproven.setdefault(cell, least_s)
-            stage.settled[at], stage.known_s[at] = True, known_s
+        search = FateSearch(stage.pricing, self.query(cell), self.prices[cell])
+        fates = search.least_seconds(self.effort.quick)
+        enough_s = bound_s * (1 + self.effort.tolerance)
+        if not fates.proven and enough_s < fates.seconds and self.effort.many:
+            better = search.least_seconds(self.effort.thorough, fates.seconds)
+            within_s = min(fates.seconds, better.bound_s)
+            fates = better if better.choices else replace(fates, bound_s=within_s)
+        if not fates.choices and np.isfinite(fates.bound_s):
+            fates = self._min_bytes_choices(cell)
+        self.fates[cell] = fates
+        if not fates.proven and enough_s < fates.seconds:
+            self.unproven[cell] = bound_s
+        stage.settled[at], stage.known_s[at] = True, fates.seconds
 
     def query(self, cell: Cell) -> FateQuery:
         """Describes a cell as the choice of fates is asked for it."""
@@ -337,7 +254,7 @@ class Table:
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
-        query, pricing = self.query(cell), self._pricing(cell)
+        query, pricing = self.query(cell), self.stage(cell).pricing
         choices = pricing.choices
         held, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
         layers = np.arange(*cell[1:])

@@ -12,7 +12,6 @@ from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
-from jvpipe.planners.joint.working_tiers import spread_max
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
@@ -33,7 +32,7 @@ class MinBytesPlan:
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
     segments = pricing.segments
-    pricing = Pricing.of(segments, pricing.limit_bytes, pricing.swaps, LIMIT.byte_tiers)
+    pricing = replace(pricing, limit_bytes=np.inf)
     cuts = segments.windows
     if area(cuts) <= LIMIT.all_cells:
         plan = _min_bytes_plan(pricing, cuts)
@@ -64,7 +63,7 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
     """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `LIMIT.cuts`, none."""
-    pricing = Pricing.of(pricing.segments, pricing.limit_bytes, pricing.swaps, LIMIT.byte_tiers)
+    pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     places = range(1, len(pricing.segments.cuts) - 1)
     if comb(len(places), len(cuts) - 2) > LIMIT.cuts:
@@ -84,17 +83,9 @@ class Peaks:
         segments = pricing.segments
         self.pricing, self.cuts, self.exact = pricing, cuts, segments.n <= LIMIT.exact_layers
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
-        least = [
-            spread_max(pricing.at(block.s).choices.least_working_bytes, block)
-            for block in self.blocks
-        ]
-        bounds = (
-            pricing.at(block.s).least_bytes(block, x)
-            for block, x in zip(self.blocks, least, strict=True)
-        )
         self.bytes = [
-            np.where(b.inside, np.maximum(x, b.reducing_bytes), np.inf)
-            for b, x in zip(self.blocks, bounds, strict=True)
+            np.where(b.inside, np.maximum(pricing.at(b.s).least_bytes(b), b.reducing_bytes), np.inf)
+            for b in self.blocks
         ]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 

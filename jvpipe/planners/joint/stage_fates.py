@@ -25,7 +25,6 @@ from jvpipe.planners.joint.dominance import (
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
 from jvpipe.planners.joint.effort import FATE
-from jvpipe.planners.joint.working_tiers import Tier
 
 BELOW_FACTOR = 1 - 1e-12
 """A bound must be below the best known by more than rounding."""
@@ -58,7 +57,7 @@ class StageChoices:
 
 
 class FateSearch:
-    """Choices in a tier, or in none, under given prices of seconds and bytes, or the best there are.
+    """Choices under given prices of seconds and bytes, or the best there are.
 
     Where there are several moments, one of them has a price; all of them have to fit.
     """
@@ -67,18 +66,17 @@ class FateSearch:
         self,
         pricing: Pricing,
         query: FateQuery,
-        tier: Tier | None = None,
         prices: tuple[float, float] | None = None,
     ) -> None:
         self.query, self.host = query, pricing.segments.problem.host
-        self.growth = growth = Growth(pricing, query.lot, tier)
+        self.growth = growth = Growth(pricing, query.lot)
         table, at = pricing.choices, growth.at
-        there = table.allowed[at] & (table.working_bytes[at] <= growth.high)
+        there = table.allowed[at]
         extra_s = np.where(there, growth.extra_s[at], np.inf)
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
         self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
-        held, self.room = growth.priced_bytes[self.moment], query.room_bytes - base[self.moment]
+        held, self.room = growth.held[self.moment], query.room_bytes - base[self.moment]
         last = np.zeros_like(held)
         last[-1] = table.working_bytes[at[-1]]
         asked = Relaxation(
@@ -89,7 +87,7 @@ class FateSearch:
         finite_s = np.where(there, extra_s, 0.0)
         cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
         paid = (cost + self.mu * held).min(1)
-        spared = (cost + self.mu * (held - growth.left)).min(1) - self.mu * growth.given
+        spared = (cost + self.mu * (held - table.left_bytes[at])).min(1) - self.mu * growth.given
         self.cost_to_come = to_come((cost + self.mu * (held + last)).min(1))
         self.paid_to_come, self.spare_to_come = to_come(paid), growth.until_end(spared, paid)
         self.extra_to_come = to_come(extra_s.min(1))
@@ -163,7 +161,7 @@ class FateSearch:
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held, beyond = self._priced_bytes(states, done), self.mu * beyond_held(states)
+            held, beyond = self._held_bytes(states), self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
             if self.growth.fixed_rows > MOST:
                 most = self.mu * states[MOST] + self.paid_to_come[done]
@@ -181,19 +179,19 @@ class FateSearch:
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         if self.growth.fixed_rows > MOST:
             beyond = np.maximum(beyond, states[MOST])
-        over = self._priced_bytes(states, done) + held + beyond - self.query.room_bytes
+        over = self._held_bytes(states) + held + beyond - self.query.room_bytes
         compute_s = self.query.compute_s + states[EXTRA] + extra_s
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
         dear_s = FATE.overrun_price * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
-        taken = states[self.growth.fixed_rows + self.moment]
-        return np.concatenate([near, low, [np.where(may, taken + beyond, np.inf).argmin()]])
+        emptiest = np.where(may, self._held_bytes(states) + beyond, np.inf).argmin()
+        return np.concatenate([near, low, [emptiest]])
 
-    def _priced_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
+    def _held_bytes(self, states: States) -> Float[np.ndarray, "M"]:
         """Counts what states hold at the moment that has a price."""
-        return self.growth.held_bytes(states, done)[self.moment]
+        return states[self.growth.fixed_rows + self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
         return np.maximum(

@@ -56,7 +56,7 @@ def effort(layers: int) -> Effort:
         return Effort(16, 500, 1e-3, layers=15 * layers)
     if layers <= 256:
         return Effort(16, 64, 1e-3, layers=3 * layers)
-    return Effort(8, 8, 1e-3, haste=True, layers=2 * layers)
+    return Effort(8, 8, 1e-3, layers=2 * layers)
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:

@@ -41,20 +41,22 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def least_steps_s(
-    problem: Problem, stages_s: Float[np.ndarray, "stages 4 runs"]
+    problem: Problem, stages_s: Float[np.ndarray, "stages 6 runs"]
 ) -> Float[np.ndarray, " runs"]:
     """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the link
-            before it, and of its own link; infinite where a stage cannot be.
+        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the
+            halves of one, of the link before it, and of its own link; infinite where a stage cannot be.
     """
     stages, _, runs = stages_s.shape
-    forward_s, backward_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
+    forward_s, backward_s, input_s, weight_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
     loads_s = np.zeros((stages, len(PARTS), runs))
     loads_s[:, PARTS.index(Kind.F)] = forward_s
     loads_s[:, PARTS.index(Kind.B)] = backward_s
+    loads_s[:, PARTS.index(Kind.I)] = input_s
+    loads_s[:, PARTS.index(Kind.W)] = weight_s
     loads_s[:, PARTS.index(Kind.RETURN)] = comm_s / 2
     loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
     impossible = np.isinf(loads_s).any(axis=(0, 1))

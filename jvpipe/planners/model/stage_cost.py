@@ -39,9 +39,12 @@ class StageCost:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
-    def loads_s(self) -> tuple[float, float, float, float]:
-        """Its seconds as `least_steps_s` takes them: forward, backward, the link before it, its own link."""
-        return self.forward_s, self.backward_s + self.recompute_s, self.comm_s, self.link_s
+    def loads_s(self) -> tuple[float, ...]:
+        """Its seconds as `least_steps_s` takes them: of a forward, a backward, its halves, and of both links."""
+        input_s, weight_s = self.halves_s
+        again_s = self.recompute_s
+        whole_s = self.backward_s + again_s
+        return self.forward_s, whole_s, again_s + input_s, weight_s, self.comm_s, self.link_s
 
     @property
     def seconds(self) -> float:

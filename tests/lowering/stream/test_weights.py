@@ -25,7 +25,7 @@ def weights(schedule: Schedule | str, cuts: list[int] = CUTS[0]) -> StreamWeight
 
 
 def updates(of: StreamWeights) -> StreamUpdates:
-    return StreamUpdates(of, Expander(GRAPH, of, of.made), Slots(GRAPH, optimizer(1)))
+    return StreamUpdates(of, Expander(GRAPH, of, of.existing), Slots(GRAPH, optimizer(1)))
 
 
 def test_a_parameter_is_tied_where_its_readers_are_on_several_stages() -> None:
@@ -65,7 +65,7 @@ def test_gradients_are_summed_for_the_update_that_takes_them() -> None:
 def test_weights_are_predicted_once_there_is_an_update_to_go_by() -> None:
     of, back = weights("xpipe"), False
     assert list(of.shifts(MIDDLE, 3, [1], back=back)) == [], "nothing is remembered yet"
-    of.made.add(Value(ValueKind.APPLIED, 1))
+    of.existing.add(Value(ValueKind.APPLIED, 1))
     (shift,) = of.shifts(MIDDLE, 3, [1], back=back)
     assert drawn(shift) == "SHIFT1: parameter 1 version 2, applied 1 -> predicted 1 micro-batch 3"
     assert str(of.reading(1, 1, 3, back=False)) == "predicted 1 micro-batch 3"
@@ -79,7 +79,7 @@ def test_weights_are_predicted_once_there_is_an_update_to_go_by() -> None:
 
 def test_weights_are_corrected_for_the_backward() -> None:
     of = weights("pipemare")
-    of.made.add(Value(ValueKind.DELTA, 1))
+    of.existing.add(Value(ValueKind.DELTA, 1))
     (shift,) = of.shifts(MIDDLE, 3, [1], back=True)
     assert drawn(shift) == "SHIFT1: parameter 1 version 3, delta 1 -> corrected 1 micro-batch 3"
     assert str(shift.run) == "ShiftRun(updates=-1)"
@@ -107,10 +107,10 @@ def test_an_update_of_pipemare_remembers_and_one_of_the_last_stage_forgets() -> 
     ]
     alone = weights("pipemare", CUTS[1])
     remembered = {Value(ValueKind.DELTA, 1), Value(ValueKind.UPDATES, 0, 1)}
-    alone.made.update(remembered)
+    alone.existing.update(remembered)
     (update,) = updates(alone).update(1, 0).operations
     assert set(update.forgets) == remembered
-    assert not remembered & alone.made
+    assert not remembered & alone.existing
 
 
 def test_xpipe_remembers_the_last_update_alone() -> None:

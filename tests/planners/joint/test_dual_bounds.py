@@ -6,13 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 
 from jvpipe.planners.joint.dominance import Lot
-from jvpipe.planners.joint.dual_bounds import DualBounds, Segment
+from jvpipe.planners.joint.dual_bounds import DualBounds, spread_max
 from jvpipe.planners.joint.min_bytes import MinBytesSearch
 from jvpipe.planners.joint.surrogate import pricing_of
-from jvpipe.planners.joint.working_tiers import spread_max
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import stage_cost
-from tests.planners.joint.enumeration import choices
+from tests.planners.joint.enumeration import choices, tiny
 from tests.planners.small import problems
 
 
@@ -23,8 +22,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
     cuts, limit = np.arange(n + 1), problem.memory_limit_bytes or 0
     for s in range(problem.stages):
         block = pricing.segments.block(s, cuts[:-1], cuts[1:])
-        least = spread_max(pricing.choices.least_working_bytes, block)
-        least_bytes = pricing.least_bytes(block, least)
+        least_bytes = pricing.least_bytes(block)
         for i, j in pairwise(range(n + 1)) if problem.stages == n else [(0, n), (1, n), (0, 2)]:
             if i >= j:
                 continue
@@ -36,16 +34,17 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             )
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
-            bounds = []
-            for tier in pricing.tiers:
-                room = float(pricing.room_bytes(block, least, tier)[at])
-                if np.isinf(room):
-                    continue
-                segment = Segment(
-                    s, i, j, tier, room, float(block.compute_s[at]), float(block.traffic_s[at])
-                )
-                prices = DualBounds([segment.relaxed(pricing)]).solve()[0]
-                bounds.append(float(pricing.bound_s(block, least, tier, *prices)[at]))
-            if fits:
-                assert bounds
-                assert min(bounds) <= min(fits) * (1 + 1e-9)
+            taken = (x[at] for x in (block.fixed_bytes, block.compute_s, block.traffic_s))
+            fixed, compute_s, traffic_s = map(float, taken)
+            asked = pricing.relaxed((s, i, j), limit - fixed, compute_s, traffic_s)
+            prices = DualBounds([asked]).solve()[0]
+            bound_s = float(pricing.bound_s(block, *prices)[at])
+            assert bound_s <= min(fits, default=np.inf) * (1 + 1e-9)
+
+
+def test_the_largest_of_each_segment() -> None:
+    pricing = pricing_of(tiny(0))
+    cuts = np.arange(5)
+    grid = spread_max(np.array([3.0, 1.0, 4.0, 1.0]), pricing.segments.block(0, cuts, cuts))
+    assert grid[0].tolist() == [0, 3, 3, 4, 4]
+    assert grid[3].tolist() == [0, 0, 0, 0, 1]

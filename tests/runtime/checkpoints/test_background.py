@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jvpipe.runtime.checkpoints.background import Writer
+from jvpipe.runtime.state.checkpoints.background import Writer
 
 LIMIT_S = 30
 

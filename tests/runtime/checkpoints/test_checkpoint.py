@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from tests.moments import copied_at_every_operation
 
 META = {"step": 1, "extra": {}}

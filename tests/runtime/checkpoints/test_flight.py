@@ -6,10 +6,15 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.values import ValueKind
-from jvpipe.runtime.checkpoints.checkpoint import to_host
-from jvpipe.runtime.checkpoints.flight import names_of, plain_arrays, restore_in_flight, with_leaves
-from jvpipe.runtime.compiled_plan import CompiledPlan
-from jvpipe.runtime.tensors import Ledger
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.state.checkpoints.flight import (
+    names_of,
+    plain_arrays,
+    restore_in_flight,
+    with_leaves,
+)
 from tests.session.tiny import BATCH, PARAMS, begun
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jvpipe.runtime.checkpoints import generations
-from jvpipe.runtime.checkpoints.generations import DamageError, newest
+from jvpipe.runtime.state.checkpoints import generations
+from jvpipe.runtime.state.checkpoints.generations import DamageError, newest
 from tests.moments import copied_at_every_operation
 
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvpipe.runtime.checkpoints.checkpoint import (
+from jvpipe.runtime.engine.disagreement import Disagreement
+from jvpipe.runtime.engine.failures import HostLost
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.state.checkpoints.checkpoint import (
     check_checkpoint,
     checkpoint_extra,
     delete_checkpoint,
@@ -19,11 +22,8 @@ from jvpipe.runtime.checkpoints.checkpoint import (
     open_checkpoint,
     save_checkpoint,
 )
-from jvpipe.runtime.checkpoints.generations import DamageError
-from jvpipe.runtime.checkpoints.parts import open_together, save_parts
-from jvpipe.runtime.disagreement import Disagreement
-from jvpipe.runtime.failures import HostLost
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.runtime.state.checkpoints.parts import open_together, save_parts
 from tests.moments import copied_at_every_operation
 from tests.runtime.test_hosts import Store
 

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 
 import jvpipe
 from jvpipe.cli.outputs import write_safetensors
-from jvpipe.runtime.checkpoints.checkpoint import load_checkpoint
-from jvpipe.runtime.checkpoints.flight import names_of
-from jvpipe.runtime.checkpoints.parts import save_parts
-from jvpipe.runtime.checkpoints.saving import Saving
-from jvpipe.runtime.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
+from jvpipe.runtime.state.checkpoints.flight import names_of
+from jvpipe.runtime.state.checkpoints.parts import save_parts
+from jvpipe.runtime.state.checkpoints.saving import Saving
 from tests.grid import grid
 from tests.runtime.test_hosts import each
 from tests.session import tiny

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.core import FrozenDict
 
-from jvpipe.runtime.checkpoints import skeleton
+from jvpipe.runtime.state.checkpoints import skeleton
 from jvpipe.trace.leaves import abstract
 
 

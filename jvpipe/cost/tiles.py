@@ -1,0 +1,95 @@
+"""The bytes of arrays as a compiler lays them: on TPUs the last dimensions are filled up to whole tiles."""
+
+import math
+import re
+from collections.abc import Sequence
+
+_BITS = {"pred": 8, "token": 0}
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*\))*)[^}]*)?\})?")
+
+
+def laid_bytes(shape: str) -> int:
+    """Counts the bytes of an array in the words of an HLO module: type, dimensions, minor to major, tiles.
+
+    Args:
+        shape: of one array.
+
+    >>> laid_bytes("f32[100,64]{1,0}"), laid_bytes("f32[100,64]{0,1:T(8,128)}")
+    (25600, 32768)
+    >>> laid_bytes("bf16[64]{0:T(256)(128)(2,1)}"), laid_bytes("s32[]{:T(128)}")
+    (512, 512)
+    """
+    found = _SHAPE.match(shape)
+    assert found, f"{shape} is no shape of an array"
+    kind, dimensions, minor, tiles = found.groups(default="")
+    sizes, order = _numbers(dimensions), _numbers(minor)
+    if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
+        laid = [sizes[i] for i in order] or [1]
+        rest = math.prod(laid[len(tile) :])
+        ends = zip(laid, reversed(tile), strict=False)
+        sizes = [rest, *(-(-size // whole) * whole for size, whole in ends)]
+    return -(-math.prod(sizes) * _bits(kind) // 8)
+
+
+def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Counts the bytes of each argument and each result of a program.
+
+    Args:
+        header: the first line of its HLO module.
+
+    >>> line = "HloModule jit_f, entry_computation_layout={(f32[8]{0}, s32[]{:T(128)})->(f32[8]{0}, f32[2]{0})}"
+    >>> entry_bytes(line)
+    ((32, 512), (32, 8))
+    """
+    layout = header.partition("entry_computation_layout={")[2]
+    arguments, _, results = layout.partition("->")
+    sides = (arguments, _closed(results))
+    told = [tuple(laid_bytes(m.group()) for m in _SHAPE.finditer(side)) for side in sides]
+    return told[0], told[1]
+
+
+def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:
+    """Counts the bytes of an array in tiles, laid with whichever dimensions last that leave the least unused.
+
+    Args:
+        sizes: of its dimensions.
+        itemsize: bytes of an element.
+
+    >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
+    (32768, 10240, 512)
+    """
+    packed = max(1, 4 // itemsize)
+    if len(sizes) < 2:
+        (size,) = sizes or (1,)
+        tile = 128 * packed * (1 if size <= 128 * packed else 8)
+        return -(-size // tile) * tile * itemsize
+    least = 0
+    for minor in range(len(sizes)):
+        for second in (i for i in range(len(sizes)) if i != minor):
+            rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
+            rest = math.prod(x for i, x in enumerate(sizes) if i not in (minor, second))
+            laid = rest * (-(-sizes[second] // rows) * rows) * (-(-sizes[minor] // 128) * 128)
+            least = min(least or laid, laid)
+    return least * itemsize
+
+
+def _closed(results: str) -> str:
+    """The text up to the brace that ends the layout of a program."""
+    depth = 0
+    for at, letter in enumerate(results):
+        depth += (letter == "{") - (letter == "}")
+        if depth < 0:
+            return results[:at]
+    return results
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _bits(kind: str) -> int:
+    if kind in _BITS:
+        return _BITS[kind]
+    digits = re.search(r"\d+", kind)
+    assert digits, f"{kind} is no type of elements"
+    return int(digits.group())

@@ -1,0 +1,63 @@
+"""What a target's compiler says of each stage of a plan, beside what was planned without asking it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jvpipe.util.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStage:
+    """A stage's bytes as planned and as compiled: where several stages share a device, those of the device.
+
+    `row` is where the device holds the most: its program has `temporary_bytes`, where the plan counted on
+    `working_bytes` for all that the layer works with. `padding_bytes` is what buffers take beyond their elements, as
+    the target lays them; `host_bytes` are copies of values on the host.
+    """
+
+    target: str
+    planned_bytes: int
+    compiled_bytes: int
+    row: str
+    temporary_bytes: int
+    working_bytes: int
+    padding_bytes: int
+    host_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger: what to reckon with."""
+        return max(self.planned_bytes, self.compiled_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The part of a stage's JSON that a compiler has said."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "planned_bytes": self.planned_bytes,
+            "compiled_bytes": self.compiled_bytes,
+            "compiled": {
+                "target": self.target,
+                "row": self.row,
+                "temporary_bytes": self.temporary_bytes,
+                "working_bytes": self.working_bytes,
+                "padding_bytes": self.padding_bytes,
+                "host_bytes": self.host_bytes,
+            },
+        }
+
+    def __str__(self) -> str:
+        """Says what differs, and why.
+
+        >>> print(CompiledStage("h100", 2**20, 3 * 2**20, "0B3", 2**21, 2**18, 0, 0))
+        3.00 MiB by the compiler for h100, 1.00 MiB planned: at 0B3, 2.00 MiB of temporaries (256.00 KiB planned)
+        """
+        sizes = self.temporary_bytes, self.working_bytes
+        temporary, working = map(format_bytes, sizes)
+        reasons = [f"{temporary} of temporaries ({working} planned)"]
+        reasons += [f"{format_bytes(self.padding_bytes)} of padding"] if self.padding_bytes else []
+        reasons += [f"{format_bytes(self.host_bytes)} on the host"] if self.host_bytes else []
+        compiled, planned = map(format_bytes, (self.compiled_bytes, self.planned_bytes))
+        return (
+            f"{compiled} by the compiler for {self.target}, {planned} planned: "
+            f"at {self.row}, {', '.join(reasons)}"
+        )

@@ -1,0 +1,121 @@
+"""The parts of values that replicas work on: their names, their sizes, and whose examples they share."""
+
+from collections.abc import Sequence
+
+from jvpipe.ir.examples import Batching, Examples, Over, Spread
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.placement import Placement
+
+Slice = Examples | None
+"""The examples of a replica; None: it is alone and has all of them."""
+
+
+class ReplicaParts:
+    """Names the parts of values.
+
+    Args:
+        where: the replicas of each layer.
+        batching: how edges and aux lie over the examples.
+    """
+
+    def __init__(self, where: Placement, batching: Batching) -> None:
+        self.where, self.batching, self.graph = where, batching, where.graph
+
+    def named(self, value: Value, examples: Slice) -> Value:
+        """Names the part of a value that is of some examples; what is the same for all of them is whole."""
+        match value.kind:
+            case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:
+                return value
+            case ValueKind.STATE:  # replicas find the whole of it
+                return value
+            case ValueKind.TENSOR if self.batching.tensors[value.index].over is Over.NONE:
+                return value
+            case (
+                ValueKind.TENSOR
+                | ValueKind.BATCH
+                | ValueKind.COTANGENT
+                | ValueKind.RESIDUAL
+                | ValueKind.HANDED
+                | ValueKind.GRADIENT
+                | ValueKind.LOSS
+                | ValueKind.AUX
+            ):
+                return value._replace(examples=examples)
+            case _:
+                raise AssertionError(f"nobody says how replicas share {value}")
+
+    def spread(self, value: Value) -> Spread:
+        """Tells how an edge, its cotangent or a leaf of aux lies over the examples; nothing else is cut or joined."""
+        match value.kind:
+            case ValueKind.TENSOR | ValueKind.COTANGENT:
+                return self.batching.tensors[value.index]
+            case ValueKind.AUX:
+                return self.batching.aux[value.index]
+            case (
+                ValueKind.BATCH
+                | ValueKind.RESIDUAL
+                | ValueKind.HANDED
+                | ValueKind.GRADIENT
+                | ValueKind.LOSS
+                | ValueKind.PARAMETER
+                | ValueKind.CONSTANT
+                | ValueKind.SEED
+                | ValueKind.STATE
+            ):
+                return Spread(Over.MIXED)
+            case _:
+                raise AssertionError(f"nobody says how {value} lies over examples")
+
+    def part_bytes(self, value: Value, size: int, examples: Slice) -> int:
+        """Returns the bytes of a part of a value, of which the whole has `size` bytes.
+
+        Args:
+            value: the whole.
+            size: its bytes.
+            examples: of the part.
+        """
+        if examples is None or self.spread(value).over is not Over.ALONG:
+            return size
+        return size // self.graph.examples * examples.size
+
+    def is_shared(self, value: Value) -> bool:
+        """Tells whether replicas make parts of a leaf of the model state, rather than each all of it."""
+        return value.kind is ValueKind.STATE and self.batching.state[value.index] is not None
+
+    def whole(self, examples: Slice) -> Examples:
+        """Returns the examples of a slice."""
+        return examples or Examples(0, self.graph.examples)
+
+    def overlap(self, a: Slice, b: Slice) -> Slice:
+        """Returns the examples that two slices share, which there must be."""
+        x, y = self.whole(a), self.whole(b)
+        shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
+        return None if shared == self.whole(None) else shared
+
+    def meeting(self, examples: Slice, layer: int) -> list[Slice]:
+        """Finds the slices of a layer's replicas that share examples with a slice."""
+        mine = self.whole(examples)
+        meeting = []
+        for other in self.where.slices(layer):
+            theirs = self.whole(other)
+            if theirs.start < mine.stop and mine.start < theirs.stop:
+                meeting.append(other)
+        return meeting
+
+    def share(self, examples: Slice) -> float:
+        """Returns the share of a slice in all examples."""
+        return self.whole(examples).size / self.graph.examples
+
+    def source(self, value: Value, layer: int) -> int:
+        """Returns the layer from which an edge, or the sum of its cotangents so far, has come to a layer."""
+        tensor = self.graph.tensors[value.index]
+        if value.kind is ValueKind.TENSOR:
+            return tensor.producer
+        return next(reader for reader in tensor.readers if reader > layer)
+
+    def makers(self, value: Value) -> Sequence[Slice]:
+        """Returns the slices that make a loss or a leaf of aux; of what is the same for all, the first."""
+        graph = self.graph
+        writers = (layer.id for layer in graph.layers if value.index in layer.writing(value.kind))
+        slices = self.where.slices(next(writers, graph.loss_layer))
+        return slices[:1] if self.spread(value).over is Over.NONE else slices

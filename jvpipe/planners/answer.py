@@ -1,0 +1,84 @@
+"""A planner's answer to a problem, or why it has none; and which of several answers is the best."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jvpipe.ir.compiled_stage import CompiledStage
+from jvpipe.ir.plan import Plan
+from jvpipe.planners.joint.rough_plan import RoughPlan
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import Evaluation
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a planner says; without a decision, why there is none.
+
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too; `compiled` is what the
+    hardware's compiler says of each stage, if it was asked.
+    """
+
+    planner: str
+    planning_s: float
+    decision: Decision | None = None
+    evaluation: Evaluation | None = None
+    infeasible: Infeasible | None = None
+    splits: tuple[int, ...] = ()
+    plan: Plan | None = None
+    kinds: Mapping[str, RoughPlan] = field(default_factory=dict)
+    compiled: tuple[CompiledStage, ...] = ()
+
+    def fits(self, problem: Problem) -> bool:
+        """Tells whether there is a plan, and it keeps the limit."""
+        limit = problem.memory_limit_bytes
+        return self.evaluation is not None and (
+            limit is None or self.evaluation.limit_bytes <= limit
+        )
+
+
+def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
+    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
+
+    Of equals, give or take a rounding, the one that is given first comes first.
+    """
+
+    def rank(answer: Answer) -> tuple[bool, float]:
+        if answer.evaluation is None:
+            return True, math.inf
+        step_s = simulated_step_s(problem, answer.evaluation.stages)
+        return not answer.fits(problem), float(f"{step_s:.9g}")
+
+    return sorted(answers, key=rank)
+
+
+def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
+    """Says why none of the answers fits, and what would."""
+    nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
+    if nearest:
+        return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
+    first = answers[0]
+    assert first.evaluation is not None, "there is a plan, or a reason why there is none"
+    stages = first.evaluation.stages
+    over = [stage.peak_bytes + problem.less_bytes(s) for s, stage in enumerate(stages)]
+    s = over.index(max(over))
+    limit = problem.limit_of(problem.places[s])
+    return (
+        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes on stage {s}, and "
+        f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
+    )
+
+
+def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
+    """A limit that one of the answers would keep."""
+    would_do = [
+        answer.infeasible.smallest_limit_bytes
+        for answer in answers
+        if answer.infeasible is not None
+    ]
+    return min(
+        would_do
+        + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None]
+    )

@@ -1,0 +1,163 @@
+"""From plans to neighbours that the simulator finds faster: bounds move, and fates are chosen again.
+
+A neighbour has one bound at another place, or two beside each other, or one taken away and another put in, so that the
+stages between move on to the next device; its fates are chosen again in each way that there is, with and without swaps.
+Or one layer's fate is another: who chooses fates takes a link that is not full for free, the simulator sees who waits.
+
+Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
+then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
+rank, of which there are only so many, or no tasks are left to simulate.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+
+import numpy as np
+
+from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.effort import PLAN
+from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
+from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
+from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.segments import Segments
+from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
+
+Rank = tuple[float, int, int, int]
+"""Of plans that fit the simulated seconds, bytes on the fullest device, bytes on the host, fates that keep not all."""
+OVER = float("inf")
+
+
+@dataclass
+class Climb:
+    """Plans of a problem judged by the simulator, each once.
+
+    Attributes:
+        problem: whose order, links and limits count.
+        ways: that choose fates.
+        tasks: that are simulated at most; each climb ends when there are none left.
+        places: by which a bound moves at most under a limit. By one alone, and stages stay on their devices.
+        ranks: what was found.
+        costs: of stages, by their number, first layer and choices.
+    """
+
+    problem: Problem
+    ways: Sequence[DeviceFates]
+    tasks: int
+    places: int = PLAN.places
+    ranks: dict[Decision, Rank] = field(default_factory=dict)
+    costs: dict[tuple[int, int, tuple[int, ...]], StageCost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        lists = problem.schedule.tasks(problem.devices, problem.microbatches)
+        self._each = max(1, sum(map(len, lists)))
+        self._cuts = Segments(problem).cuts
+
+    def top(self, begin: Iterable[Decision]) -> Decision | None:
+        """Finds the best of what the best plans' better neighbours lead to; None if none of them fits.
+
+        Of plans with the same bounds the best is climbed from.
+        """
+        every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
+        if len(every) * self._each > self.tasks:  # a step has too many tasks
+            return every[0] if every else None
+        first: dict[tuple[int, ...], Decision] = {}
+        for one in sorted(every, key=self.rank):
+            first.setdefault(one.bounds, one)
+        starts = list(first.values())[: PLAN.starts]
+        return min(map(self.climbed, starts), key=self.rank, default=None)
+
+    def climbed(self, best: Decision) -> Decision:
+        """Goes from better to better neighbours, until none is better."""
+        before = None
+        while before is not best and self.tasks > 0:
+            before = best
+            for s in self._by_seconds(best):
+                best = self._best_of(best, self._moved(best, s))
+            if best is before:
+                best = self._best_of(best, self._others(best))
+            if best is before and self.problem.schedule.chunks > 1 and self.places > 1:
+                best = self._best_of(best, self._shifted(best))
+        return best
+
+    def rank(self, decision: Decision) -> Rank:
+        """Says what orders plans: the first is the best. Of what is over a limit, seconds are infinite."""
+        if decision not in self.ranks:
+            step_s, *rest = self._unranked(decision)
+            if step_s < OVER:
+                self.tasks -= self._each
+                step_s = simulated_step_s(self.problem, self._stages(decision))
+                step_s = float(f"{step_s:.9e}")  # equal plans are not told apart by rounding
+            self.ranks[decision] = step_s, *rest
+        return self.ranks[decision]
+
+    def _unranked(self, decision: Decision) -> Rank:
+        """The rank, but 0 for the seconds of what fits."""
+        problem, stages = self.problem, self._stages(decision)
+        peak = needed_limit_bytes(problem, device_bytes(problem, stages))
+        host = sum(x.host_bytes for x in stages)
+        memory, swapped = problem.memory_limit_bytes, problem.host_limit_bytes
+        fits = (memory is None or peak <= memory) and (swapped is None or host <= swapped)
+        changed = sum(choice != 0 for choice in decision.choices)
+        return 0.0 if fits else OVER, peak, host, changed
+
+    def _stages(self, decision: Decision) -> list[StageCost]:
+        stages = []
+        for s, (i, j) in enumerate(pairwise(decision.bounds)):
+            key = s, i, decision.choices[i:j]
+            if key not in self.costs:
+                self.costs[key] = stage_cost(self.problem, s, i, j, decision.choices)
+            stages.append(self.costs[key])
+        return stages
+
+    def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
+        """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
+        most = PLAN.clocked // self._each
+        some = [one for one in islice(neighbours, most) if one not in self.ranks]
+        if not some:
+            return best
+        loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
+        least_s = least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
+        for at in least_s.argsort(kind="stable"):
+            if self.tasks <= 0 or least_s[at] > self.rank(best)[0] * (1 + 1e-9):
+                break
+            best = min(best, some[at], key=self.rank)
+        return best
+
+    def _by_seconds(self, decision: Decision) -> list[int]:
+        """All bounds, first those beside the slowest stages."""
+        seconds = [stage.seconds for stage in self._stages(decision)]
+        return sorted(range(1, len(seconds)), key=lambda s: -max(seconds[s - 1 : s + 1]))
+
+    def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
+        """Yields the plan with bound s at other places, and the next one as far; without a limit at all places."""
+        free = self.problem.memory_limit_bytes is None
+        most = len(self._cuts) if free else self.places
+        for run in range(1, 1 + min(2, self.places)):
+            for bounds in moved_bounds(decision.bounds, self._cuts, run, most, first=s):
+                yield from self.refitted(bounds)
+
+    def _shifted(self, decision: Decision) -> Iterator[Decision]:
+        every = shifted_bounds(self.problem, decision.bounds, self._cuts)
+        for bounds in every[: PLAN.shifted]:
+            yield from self.refitted(bounds)
+
+    def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
+        """Yields plans with these bounds, fates chosen in each way; without a limit everything is kept."""
+        if self.problem.memory_limit_bytes is None:
+            yield Decision.keeping_all(bounds)
+            return
+        every = (fates.fastest(self.problem, bounds) for fates in self.ways)
+        yield from dict.fromkeys(one for one in every if one)
+
+    def _others(self, decision: Decision) -> Iterator[Decision]:
+        """Yields the plan with other fates: all of them, or of a model of few layers one at a time."""
+        yield from self.refitted(decision.bounds)
+        choices = decision.choices
+        if self.problem.memory_limit_bytes is None or len(choices) > PLAN.single_fate_layers:
+            return
+        for at, layer in enumerate(self.problem.costs.layers):
+            if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
+                for other in range(len(layer.options)):
+                    yield Decision(decision.bounds, (*choices[:at], other, *choices[at + 1 :]))

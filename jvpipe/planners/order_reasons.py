@@ -1,0 +1,71 @@
+"""What an order of tasks gives against 1F1B, and why; and what keeps one step from overlapping the next."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jvpipe.planners.joint.order_search import OrderedPlan
+from jvpipe.planners.joint.rule_search import under_rule
+from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate
+from jvpipe.schedules import find_schedule
+from jvpipe.util.sizes import format_bytes
+
+
+def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[str]) -> list[str]:
+    """Lines about the order of a plan: seconds, idle time, transfers and bytes beside those of 1F1B without a limit.
+
+    Args:
+        problem: that the plan answers; its schedule has the plan's lists.
+        decision: the plan's.
+        cross_layer: transformations of the optimizer that need a value of all layers.
+    """
+    if (
+        not problem.schedule.synchronous
+        or problem.devices == 1
+        or not any(x.forward_s for x in problem.costs.layers)
+    ):
+        return []
+    plain = replace(
+        problem,
+        stages=problem.devices,
+        schedule=find_schedule("1f1b"),
+        memory_limit_bytes=None,
+        host_limit_bytes=None,
+    )
+    ours = evaluate(problem, decision)
+    usual = evaluate(plain, under_rule(plain))
+    step_s, usual_s = simulated_step_s(problem, ours.stages), simulated_step_s(plain, usual.stages)
+    idle, usual_idle = bubble_fraction(problem, ours.stages), bubble_fraction(plain, usual.stages)
+    line = (
+        f"simulated, a step takes {1e3 * step_s:.2f} ms, {step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
+        f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
+        f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch ({1e3 * _transfer_s(usual):.2f}), "
+        f"the fullest device holds {format_bytes(ours.peak_bytes)} ({format_bytes(usual.peak_bytes)})"
+    )
+    if not cross_layer:
+        return [line]
+    busy_s = step_s * (1 - idle)
+    return [
+        line,
+        f"steps do not overlap: {', '.join(cross_layer)} needs a value of all layers, so no update begins before the "
+        f"last backward has ended. Without it a step of a long run could come down to some {1e3 * busy_s:.2f} ms",
+    ]
+
+
+def search_reasons(plan: OrderedPlan) -> str:
+    """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
+    rules = sorted(plan.others.items(), key=lambda rule: rule[1])
+    beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
+    lent = (
+        f"; idle devices lend the others {plan.lent:.0%} of their time: less work is worth more there, and "
+        f"1f1b is kept where an order gains little"
+    )
+    return (
+        f"the order comes from {plan.family}: {1e3 * plan.step_s:.2f} ms, no order is under "
+        f"{1e3 * plan.bound_s:.2f}; beside it the rules take {beside}{lent if plan.lent else ''}"
+    )
+
+
+def _transfer_s(evaluation: Evaluation) -> float:
+    return sum(stage.comm_s for stage in evaluation.stages)

@@ -1,0 +1,1 @@
+"""Runs rows: the controller, the tensor table, the processes, and what is measured meanwhile."""

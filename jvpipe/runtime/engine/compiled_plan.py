@@ -1,0 +1,409 @@
+"""A traced loss and a plan, made ready to run: programs compiled, rows bound.
+
+    traced + plan     layouts: what each layer's programs take and leave, under the plan's fates
+      lower           rows: what runs where and in which order, over numbered buffers
+      programs        a program per distinct row, each compiled once per device
+      bind            instructions that look nothing up
+
+Each arrow runs when its result is first asked for, so a plan that is only compared with others compiles nothing.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+
+from jvpipe import _jax
+from jvpipe._jax import Device
+from jvpipe.ir.buffers import Buffer, Lowered, Peak, Spot, peaks
+from jvpipe.ir.examples import Batching
+from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.layers import LayerGraph, Spec, SplitSignature
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import AskRun, OfferRun, Row, Run
+from jvpipe.ir.task import TaskLists
+from jvpipe.ir.values import VALUES, Value, ValueKind
+from jvpipe.lowering.layout import MicrobatchLayout
+from jvpipe.lowering.placement import Placement
+from jvpipe.lowering.projection import projected, telling_all
+from jvpipe.lowering.receipts import with_receipts
+from jvpipe.lowering.step import lower_evaluation, lower_step
+from jvpipe.lowering.stream.lower import StreamLowering
+from jvpipe.lowering.stream.period import Step, dropping
+from jvpipe.lowering.stream.timeline import PlanSpan
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.model import Share, layer_programs
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.engine.binding import Bound, bind
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.inner_layout import laid_graph, laid_programs
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.placing import Placing
+from jvpipe.runtime.engine.replicas import Replicas, check_replicas
+from jvpipe.runtime.engine.row_programs import RowPrograms, arrival
+from jvpipe.schedules.planned import lists_of, pipeline_length
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.trace.graph import Traced
+
+LayerLayouts = Sequence[Sequence[LayerPrograms]]
+"""The programs of all layers, for each layout that a step's micro-batches run under."""
+
+
+@dataclass(eq=False)
+class CompiledPlan:
+    """Holds everything that a step of one batch shape needs; nothing is compiled before it is asked for.
+
+    Args:
+        traced: the model.
+        plan: the cuts, places and fates of its layers.
+        schedule: the order of its tasks.
+        optimizer: its update, in pieces.
+        microbatches: of a step.
+        devices: by the places that the plan names.
+        store: compiles programs, and keeps them.
+        previous: the plan that a stream comes from, and the micro-batch of its lowering at which this one follows.
+        hosts: the processes that run the plan together, if there are several.
+        stand_in: a device of this process that stands for all devices, to ask what those of others would hold.
+    """
+
+    traced: Traced
+    plan: Plan
+    schedule: Schedule
+    optimizer: OptimizerCut
+    microbatches: int
+    devices: tuple[Device, ...]
+    store: ProgramStore
+    previous: tuple["CompiledPlan", int] | None = None
+    hosts: Hosts | None = None
+    stand_in: Device | None = None
+
+    def __post_init__(self) -> None:
+        if self.plan.keep_last and not self.schedule.synchronous:
+            raise ValueError(
+                f"checkpoint='except_last' means nothing under {self.schedule.name}: a stream has no last one"
+            )
+        self.schedule.check(pipeline_length(self.plan, self.schedule), self.microbatches)
+        # Which programs are used on which device, so that the session can drop the others.
+        self.executables: dict[tuple[Hashable, Device], Program] = {}
+        self.bound_steps: dict[int, tuple[Step, Bound]] = {}
+        self.bound_drains: dict[int, tuple[Step, Bound]] = {}
+        # The rows of all processes in words, as they were bound: all must have bound the same ones.
+        self.whole_rows: list[list[str]] = []
+        graph = self.traced.graph
+        self.persistent = Placement(graph, self.plan).lasting(self.optimizer)
+        fates = Fates.of(graph, self.plan)
+        shares: list[Share | Fates] = [fates, "all"] if self.plan.keep_last else [fates]
+        self.programs = [self._layer_programs(share) for share in shares]
+        self.replicas: Replicas | None = None
+        if self.plan.replicated:
+            check_replicas(self.plan, self.schedule, graph, self.microbatches)
+        # Under an asynchronous schedule replicas take turns in whole micro-batches: nothing is sliced.
+        if self.plan.replicated and self.schedule.synchronous:
+            whole = list(zip(shares, self.programs, strict=True))
+            self.replicas = Replicas(self.traced, self.plan, self.store, whole)
+
+    @cached_property
+    def graph(self) -> LayerGraph:
+        """The layers, with what goes between them laid over a group's devices; under replicas it is whole on each."""
+        group = self._group
+        return laid_graph(self.store, self.traced, group) if group else self.traced.graph
+
+    @property
+    def _group(self) -> Device | None:
+        """A group of devices of this process over which what layers exchange is laid, if there is one."""
+        is_laid = self.traced.loss.sharding and not self.plan.replicated
+        return next(filter(_jax.is_own, self.devices)) if is_laid else None
+
+    def _layer_programs(self, share: Share | Fates) -> tuple[LayerPrograms, ...]:
+        programs = layer_programs(self.store, self.traced, share)
+        group, sharding = self._group, self.traced.loss.sharding
+        if not (group and sharding):
+            return programs
+        return laid_programs(self.store, self.graph, programs, group, sharding)
+
+    @cached_property
+    def row_programs(self) -> RowPrograms:
+        """The programs of rows whose micro-batches run under this plan alone."""
+        schedule, microbatches = self.schedule, self.microbatches
+        return RowPrograms(
+            self.traced,
+            self.graph,
+            self.optimizer,
+            microbatches,
+            has_sums=schedule.synchronous or schedule.period(microbatches) > 1,
+            decay=schedule.decay,
+            anneal_updates=schedule.anneal_updates,
+            layouts=self.programs,
+            replicas=self.replicas,
+        )
+
+    @cached_property
+    def lists(self) -> TaskLists:
+        """The tasks of each device in a synchronous step."""
+        return lists_of(self.plan, self.schedule, self.microbatches)
+
+    @cached_property
+    def _halves(self) -> list[dict[int, SplitSignature]]:
+        """The signatures of the halves of backwards that are split, by layer; for each layout as in `programs`."""
+        splits = self.schedule.synchronous and any(
+            task.kind is Kind.I for tasks in self.lists for task in tasks
+        )
+        if not splits:
+            return [{} for _ in self.programs]
+        return [self._split_layers(programs) for programs in self.programs]
+
+    def _split_layers(self, programs: Sequence[LayerPrograms]) -> dict[int, SplitSignature]:
+        return {
+            layer: of_layer.halves.signature
+            for layer, of_layer in enumerate(programs)
+            if of_layer.halves and layer not in self.plan.unsplit
+        }
+
+    def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
+        """Returns the layout of each micro-batch of a step.
+
+        Under `checkpoint="except_last"` the last micro-batch keeps everything, so it has a layout of its own.
+
+        Args:
+            first: the number of the first layout's programs among those that the rows are bound with.
+        """
+        plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
+        usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
+        return [*[usual] * (self.microbatches - len(last)), *last]
+
+    def _layout(self, index: int, number: int, plan: Plan) -> MicrobatchLayout:
+        """Returns the layout that this plan's `index`-th programs are for; rows name it by its number."""
+        halves = self._halves[index]
+        signatures = [programs.signature for programs in self.programs[index]]
+        slices = self.replicas.layouts(index, halves) if self.replicas else {}
+        fates = Fates.of(self.graph, plan)
+        return MicrobatchLayout(number, self.graph, self.plan, fates, signatures, halves, slices)
+
+    @property
+    def batching(self) -> Batching | None:
+        """How what stages exchange lies over the examples; None unless a stage is replicated."""
+        return self.replicas.batching if self.replicas else None
+
+    @cached_property
+    def step(self) -> Bound:
+        """A synchronous step."""
+        lowered = lower_step(self.graph, self.layouts(), self.lists, self.optimizer, self.batching)
+        return self.bound(lowered)
+
+    @cached_property
+    def placing(self) -> Placing:
+        """Where the arrays lie between steps."""
+        return Placing(self.graph, self.optimizer, self.persistent, self.devices)
+
+    @property
+    def lowered(self) -> Lowered:
+        """The rows of a synchronous step."""
+        return self.step.lowered
+
+    @cached_property
+    def spans(self) -> tuple[PlanSpan, ...]:
+        """The plans of a stream, in turn: those under which it began, then this one."""
+        if self.previous is None:
+            return (PlanSpan(0, self.layouts()[0]),)
+        earlier, start = self.previous
+        return (*earlier.spans, PlanSpan(start, self.layouts(len(earlier.spans))[0]))
+
+    @property
+    def _span_programs(self) -> list[Sequence[LayerPrograms]]:
+        """The programs of all layers under each plan of a stream: layouts are numbered as the spans are."""
+        earlier = self.previous[0]._span_programs if self.previous else []
+        return [*earlier, self.programs[0]]
+
+    @cached_property
+    def stream(self) -> StreamLowering:
+        """The steps of an asynchronous stream, lowered."""
+        return StreamLowering(
+            self.graph,
+            self.spans,
+            self.schedule,
+            self.microbatches,
+            self.optimizer,
+            self._in_flight_at_switch,
+        )
+
+    @property
+    def _in_flight_at_switch(self) -> dict[int, frozenset[Spot]]:
+        """The values in flight when the stream came from one plan to the next, by step."""
+        if self.previous is None:
+            return {}
+        earlier, start = self.previous
+        in_flight = earlier._in_flight_at_switch
+        step = start // self.microbatches
+        if step == 0:
+            return in_flight
+        return in_flight | {step: frozenset(earlier.stream.steps[step - 1].after)}
+
+    def stream_step(self, steps: int) -> tuple[Step, Bound]:
+        """Returns the step of a stream after so many steps."""
+        # A stream repeats its last lowered step for ever.
+        n = min(steps, len(self.stream.steps) - 1)
+        if n not in self.bound_steps:
+            step = self.stream.steps[n]
+            if self.previous and n == self.stream.switch_step > 0:
+                # The first step of the new plan also ends what the old one has left behind.
+                step = dropping(step, self.previous[0].stream.steps[n - 1])
+            self.bound_steps[n] = step, self.bound(step.lowered, self._span_programs)
+        return self.bound_steps[n]
+
+    def drain(self, steps: int) -> tuple[Step, Bound]:
+        """Returns the rows that finish a stream after so many steps."""
+        n = min(steps, len(self.stream.steps))
+        if n not in self.bound_drains:
+            step = self.stream.drain(n)
+            # A drain begins with exactly the arrays that the step before it has left.
+            assert step.before == self.stream.steps[n - 1].after
+            self.bound_drains[n] = step, self.bound(step.lowered, self._span_programs)
+        return self.bound_drains[n]
+
+    def representative(self, steps: int) -> int:
+        """Returns the fewest steps after which a stream is as it is after so many: it repeats itself in the end."""
+        return min(steps, len(self.stream.steps)) if steps else 0
+
+    def without_previous(self, steps: int) -> tuple["CompiledPlan", int]:
+        """Drops the plans that the stream came from, once nothing of them is in flight.
+
+        Args:
+            steps: of the stream so far.
+
+        Returns:
+            The plan without them, and the steps after which its own stream is where this one is.
+        """
+        if self.previous is None or steps < len(self.stream.steps):
+            return self, steps
+        # Once the old plans' micro-batches have passed, both streams repeat the same step, each after a count of
+        # its own: the state fits either.
+        alone = replace(self, previous=None)
+        assert alone.stream.steps[-1].after == self.stream.steps[-1].after
+        return alone, len(alone.stream.steps)
+
+    @cached_property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, in any step."""
+        return self.peaks_of(*self.bounds)
+
+    @property
+    def bounds(self) -> list[Bound]:
+        """All that training runs: the step, or those of a stream and what ends it after each of them."""
+        if self.schedule.synchronous:
+            return [self.step]
+        # A stream may be drained after any step, and the drain may hold more than the step that it replaces.
+        numbers = range(self.stream.switch_step, len(self.stream.steps))
+        steps = [self.stream_step(n)[1] for n in numbers]
+        drains = [self.drain(n + 1)[1] for n in numbers]
+        return [*steps, *drains]
+
+    def peaks_of(self, *bounds: Bound) -> tuple[Peak, ...]:
+        """Returns the most bytes on each device, and last on the host, while one of these runs."""
+        places = len(self.devices)
+        by_bound = [peaks(bound.laid, places, bound.temporary_bytes) for bound in bounds]
+        by_place = zip(*by_bound, strict=True)
+        return tuple(max(of_place, key=lambda peak: peak.bytes) for of_place in by_place)
+
+    @cached_property
+    def evaluation_peaks(self) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host, in an evaluation."""
+        return self.peaks_of(self.evaluation)
+
+    @cached_property
+    def evaluation(self) -> Bound:
+        """The forward alone."""
+        lowered = lower_evaluation(
+            self.graph, self.plan, self.optimizer, self.microbatches, self.batching
+        )
+        return self.bound(lowered)
+
+    def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
+        """Compiles what rows run, and binds them to it.
+
+        Over several processes all of them lower the same rows; each binds those of its own places, and its half of
+        each copy between processes.
+
+        Args:
+            lowered: the rows.
+            layouts: the programs that the rows name by number, if they are not this plan's.
+        """
+        rows = replace(self.row_programs, layouts=layouts or self.programs)
+        devices = (self.stand_in,) * len(self.devices) if self.stand_in else self.devices
+        crossing_of = _no_crossing
+        if self.hosts is not None:
+            processes = [device.process_index for device in self.devices]
+            lowered = whole = with_receipts(telling_all(lowered, processes), processes)
+            if self.stand_in is None:
+                self.whole_rows.append([_in_words(row) for row in whole.rows])
+                lowered = projected(whole, processes, self.hosts.process)
+                crossing_of = partial(self._crossing, whole, rows)
+        # Rows that differ only in the micro-batch share an executable.
+        tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
+        programs = [(rows.laid(lowered, row), devices[row.place]) for row in tasks.values()]
+        with phase("compiling, or loading what was compiled"):
+            executables = dict(zip(tasks, self.store.compile(programs), strict=True))
+        self.executables |= {(program.key, device): program for program, device in programs}
+        by_task = zip(tasks, programs, strict=True)
+        can_fail = {task for task, (program, _) in by_task if program.calls_host}
+        return bind(
+            lowered,
+            devices,
+            executable_of=lambda row: executables[_task(row)],
+            calls_host=lambda row: _task(row) in can_fail,
+            mark_of=self._mark,
+            crossing_of=crossing_of,
+            spec_of=self.spec,
+        )
+
+    def _crossing(self, whole: Lowered, rows: RowPrograms, row: Row) -> Callable[..., Any] | None:
+        """Returns what runs this process's half of a copy between processes; None for other rows."""
+        assert self.hosts is not None
+        if isinstance(row.run, OfferRun):
+            return self.hosts.offering(row.run)
+        if not isinstance(row.run, AskRun):
+            return None
+        # Rows between processes are numbered alike in all of them: the number finds the whole copy.
+        copy = whole.rows[row.run.number]
+        copied = copy.reads[0]
+        array = rows.crossing_array(whole, copied)
+        spec = self.spec(whole.buffers[copied].value)
+        return self.hosts.asking(row.run, copy, _jax.placed(array, self.devices[row.place], spec))
+
+    def _mark(self, moved: Buffer) -> Callable[[], Any] | None:
+        """Returns what compiles the program that tells when an array has arrived.
+
+        None for what nothing overwrites: such an array can be waited on itself.
+        """
+        kind = moved.value.kind
+        is_overwritten = VALUES[kind].alone or kind is ValueKind.PARAMETER
+        if not is_overwritten:
+            return None
+        array = self.row_programs.shape(moved.value)
+        program = arrival([array]).laid([self.spec(moved.value)], ())
+        return lambda: self.store.compile([(program, self.devices[moved.memory])])[0]
+
+    def spec(self, value: Value) -> Spec:
+        """Returns how a value lies over the devices of a group."""
+        return self.row_programs.spec(value)
+
+    def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape, type and place of an array that lies on the devices between steps."""
+        return self.row_programs.placed(value, self.devices[place])
+
+
+def _in_words(row: Row) -> str:
+    """Returns a row with its place and buffers, as processes compare it."""
+    return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"
+
+
+def _task(row: Row) -> tuple[Kind, int, Run, int, int, int]:
+    """Returns the key of a row's executable: rows that differ only in the micro-batch share one."""
+    return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
+
+
+def _no_crossing(row: Row) -> None:
+    """Stands for the copies to other processes where there is only one."""

@@ -1,0 +1,61 @@
+"""The link between processes: copies of two sizes that go from the first one to the second and back, timed."""
+
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe.cost.effort import MEASURING
+from jvpipe.cost.hardware import Link
+from jvpipe.cost.links import link_through
+from jvpipe.runtime.engine.hosts import Hosts
+
+_SIZES = (2**12, 2**24)
+"""The bytes of the copies: the small ones show the latency, the large ones the bandwidth."""
+
+
+def link_between(hosts: Hosts) -> Link:
+    """Returns the link between two processes, taken to be that between the first two.
+
+    It is measured once, and all processes get what the first one measured.
+    """
+    if hosts.link is None:
+        seconds = [_seconds(hosts, size) for size in _SIZES]
+        (of_first, *_) = hosts.exchange("link", json.dumps(seconds).encode())
+        hosts.link = link_through(_SIZES, json.loads(of_first))
+    return hosts.link
+
+
+def _seconds(hosts: Hosts, size: int) -> float:
+    """Returns the median seconds of a copy from the first process to the second, as the first one measures them.
+
+    In other processes the number means nothing. A copy goes there and back, since only one clock is read.
+
+    Args:
+        hosts: the processes.
+        size: bytes.
+    """
+    transport = hosts.connected
+    transport.begin()
+    if hosts.process > 1:  # it takes no part, but has begun the same run of rows as the others
+        return 0.0
+    (device, *_) = jax.local_devices()
+    other = 1 - hosts.process
+    like = _jax.placed(jax.ShapeDtypeStruct((size,), np.uint8), device)
+    contents = (np.full(size, i, np.uint8) for i in range(MEASURING.host_copies))
+    arrays = [jax.device_put(content, device, may_alias=False) for content in contents]
+    jax.block_until_ready(arrays)
+    seconds = []
+    for i, array in enumerate(arrays):
+        start_s = time.perf_counter()
+        outward, back = 2 * i, 2 * i + 1
+        if hosts.process == 0:
+            transport.offer(other, outward, array)
+            transport.ask(other, back, like).block_until_ready()
+        else:
+            transport.offer(other, back, transport.ask(other, outward, like))
+        seconds.append((time.perf_counter() - start_s) / 2)
+    return statistics.median(seconds[1:])

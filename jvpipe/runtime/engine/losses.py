@@ -1,0 +1,126 @@
+"""Losses that are not finite: noticed as early as possible without holding the pipeline up.
+
+An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then training goes on, with
+one warning until the loss is finite again. From parameters that are NaN it cannot go on.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jvpipe import _jax
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.engine.controller import Controller
+from jvpipe.trace.loss import path_name
+
+Tree = Any
+_log = logging.getLogger("jvpipe")
+
+
+class Losses(NamedTuple):
+    """The losses of a step under a plan.
+
+    `values` has one for each micro-batch if they are known `apart`, else one for all of them.
+    """
+
+    step: int
+    plan: Plan
+    values: Sequence[jax.Array]
+    apart: bool
+
+
+class LossWatch:
+    """Checks the losses of a run once they have come, step by step.
+
+    Args:
+        controller: runs the steps; it knows what to raise for a loss that failed on its way.
+        microbatches: of a step.
+    """
+
+    def __init__(self, controller: Controller, microbatches: int) -> None:
+        self._controller = controller
+        self._microbatches = microbatches
+        self._steps: deque[Losses] = deque()  # those that have not been checked yet
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Forgets the run before: another one begins."""
+        self._steps.clear()
+        self._has_warned = False
+
+    def add(self, losses: Losses) -> None:
+        """Adds those of a step that has been dispatched."""
+        self._steps.append(losses)
+
+    def check(self, params: Callable[[], Tree], *, wait: bool = False, last: bool = True) -> None:
+        """Warns of losses that are not finite, or raises if training cannot go on from them.
+
+        Args:
+            params: returns the newest parameters; called only if a loss is not finite.
+            wait: for losses that have not come yet.
+            last: check those of the last step too.
+
+        Raises:
+            ValueError: a loss is not finite, and a parameter is NaN.
+        """
+        nan_parameter = cache(lambda: next(nan_leaves(params()), None))
+        while len(self._steps) > (0 if last else 1):
+            losses = self._steps[0]
+            have_come = all(map(_jax.is_ready, losses.values))
+            # Steps are checked in order: a later one may depend on parameters of this one.
+            if not (wait or have_come):
+                return
+            self._steps.popleft()
+            for i, value in enumerate(map(self._value, losses.values)):
+                if np.isfinite(value):
+                    self._has_warned = False
+                else:
+                    self._warn(self._described(losses, i, value), nan_parameter())
+
+    def _warn(self, loss: str, nan_parameter: str | None) -> None:
+        """Warns of a loss, unless the one before was like it; raises if a parameter is NaN."""
+        if nan_parameter is not None:
+            raise ValueError(
+                f"{loss}, and parameter '{nan_parameter}' is NaN. States since then are not worth "
+                "saving; the last checkpoint is whole. Check the batch and the initial parameters; a lower learning "
+                "rate may help, or a schedule with less staleness"
+            )
+        if not self._has_warned:
+            _log.warning("%s; no parameter is NaN, so training goes on", loss)
+        self._has_warned = True
+
+    def _described(self, losses: Losses, i: int, value: float) -> str:
+        stages = losses.plan.stages
+        last = len(stages) - 1
+        number = self._controller.first_step + losses.step
+        if not losses.apart:
+            return f"the loss of step {number} is {value} at stage {last}"
+        m = losses.step * self._microbatches + i
+        versions = self._controller.ledger.versions
+        read = [versions[stage.layers[0], m].forward for stage in stages]
+        return (
+            f"the loss of micro-batch {m} (step {number}) is {value} at stage {last}, read with versions {read} of "
+            "the stages' weights"
+        )
+
+    def _value(self, loss: jax.Array) -> float:
+        try:
+            return float(loss)
+        except Exception as error:
+            raise self._controller.failure(error) from error
+
+
+def nan_leaves(tree: Tree) -> Iterator[str]:
+    """Yields the names of the leaves that hold a NaN.
+
+    >>> list(nan_leaves({"a": np.zeros(2), "b": np.array([1, np.nan])}))
+    ['b']
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jax.numpy.issubdtype(leaf.dtype, np.inexact) and np.isnan(leaf).any():
+            yield path_name(path)

@@ -1,0 +1,21 @@
+"""The phases before the first step: the log says how long each took."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_log = logging.getLogger("jvpipe")
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Logs at level DEBUG that a phase begins, and at level INFO how long it took; both records have its `phase`.
+
+    Args:
+        name: what is done, such as "tracing the loss".
+    """
+    _log.debug("%s", name, extra={"phase": name})
+    start_s = time.perf_counter()
+    yield
+    _log.info("%s took %.2f s", name, time.perf_counter() - start_s, extra={"phase": name})

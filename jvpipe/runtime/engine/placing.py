@@ -1,0 +1,307 @@
+"""The places of a run's arrays between steps: how each gets there, and what that takes.
+
+Arrays come in the order of the buffer table. Each is put or made by its leaf; what the optimizer remembers has no leaf
+at first, and is made of the parameters, by the pieces that the optimizer was cut into, where these lie.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, assert_never
+
+import jax
+
+from jvpipe import _jax
+from jvpipe._jax import Device
+from jvpipe.ir.buffers import HOST, Buffer, Peak, Spot
+from jvpipe.ir.layers import LayerGraph, Spec
+from jvpipe.ir.values import NONE, Owner, Value, ValueKind
+from jvpipe.programs.model import piece_program
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Piece, Slot, SlotKind
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.tensors import Ledger
+from jvpipe.runtime.engine.training_state import Leaf, Name
+from jvpipe.runtime.engine.value_shapes import value_spec
+
+Key = Spot | Slot
+"""An array while a state is made: where it lies or, of a small value, the slot that it is for."""
+_LASTING = (Owner.PARAMETER, Owner.OPTIMIZER, Owner.STATE, Owner.CONSTANT)
+
+
+def name_of(buffer: Buffer) -> Name:
+    """Returns the name of a persistent array, wherever it lies."""
+    return buffer.value.kind, buffer.value.index
+
+
+def key_of(buffer: Buffer) -> Spot:
+    """Returns the key of a persistent array while a state is made, whether it will lie on its device or on the host."""
+    return Spot(buffer.value, buffer.place)
+
+
+@dataclass(frozen=True)
+class _PieceKeys:
+    """The device of an initialising piece, and the keys of what it reads and writes there."""
+
+    device: int
+    reads: list[Key]
+    writes: list[Key]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Puts a run's arrays where the buffer table says, and finds them again.
+
+    Args:
+        graph: the model's layers.
+        optimizer: makes its own state, in pieces.
+        buffers: that outlive a step.
+        devices: by place.
+    """
+
+    graph: LayerGraph
+    optimizer: OptimizerCut
+    buffers: tuple[Buffer, ...]
+    devices: tuple[Device, ...]
+
+    def compile(self, leaves: Mapping[Name, Leaf], store: ProgramStore) -> None:
+        """Compiles what makes arrays, side by side; else each would be compiled when it is needed.
+
+        Args:
+            leaves: put or make the arrays, by name.
+            store: where programs are compiled.
+        """
+        programs = []
+        for buffer in filter(self._is_own, self.buffers):
+            leaf = leaves.get(name_of(buffer))
+            if leaf and leaf.program:
+                program = leaf.program.laid((), [self._spec(buffer.value)])
+                programs.append((program, self.devices[buffer.place]))
+        if programs:
+            with phase("compiling, or loading what was compiled"):
+                store.compile(programs)
+
+    def peaks(self, leaves: Mapping[Name, Leaf]) -> tuple[Peak, ...]:
+        """Returns the most bytes on each device, and last on the host, while the arrays are placed in their order."""
+        memories = (*range(len(self.devices)), HOST)
+        live, peak = [0] * len(memories), [0] * len(memories)
+        for buffer in self.buffers:
+            d, leaf = buffer.place, leaves.get(name_of(buffer))
+            live[buffer.memory] += buffer.bytes
+            needs = 0
+            if leaf and self._is_own(buffer):
+                needs = leaf.needs(self.devices[d], self._spec(buffer.value))
+            peak[d] = max(peak[d], live[d] + needs)
+        # Last comes what the optimizer's pieces make: one layer's at a time, before it goes to the host.
+        for d, passing in enumerate(self._passing_bytes):
+            peak[d] = max(peak[d], live[d] + passing)
+        peak[HOST] = live[HOST]
+        return tuple(Peak(peak[d], None, self._holders(d)) for d in memories)
+
+    def _holders(self, memory: int) -> tuple[tuple[Owner, int], ...]:
+        """Returns the bytes of each owner in a memory."""
+        sizes = Counter[Owner]()
+        for buffer in self.buffers:
+            if buffer.memory == memory:
+                sizes[buffer.owner] += buffer.bytes
+        return tuple((owner, sizes[owner]) for owner in _LASTING)
+
+    def place(
+        self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
+    ) -> tuple[jax.Array, ...]:
+        """Makes every persistent array of this process; optimizer state without leaves is initialised.
+
+        Args:
+            ledger: counts them.
+            leaves: put or make the arrays, by name.
+            store: where programs are compiled.
+        """
+        table: dict[Key, jax.Array] = {}
+        here = list(filter(self._is_own, self.buffers))
+        first: dict[Name, Key] = {}  # the first array of each name
+        for buffer in here:
+            name, key = name_of(buffer), key_of(buffer)
+            if name in leaves:
+                device, spec = self.devices[buffer.place], self._spec(buffer.value)
+                ledger.hold(buffer.memory, buffer.bytes)
+                ledger.hold(buffer.place, 0, leaves[name].needs(device, spec))
+                # A parameter is made once, and copied to the other places that read it.
+                if buffer.owner is Owner.PARAMETER and name in first:
+                    table[key] = self.put(table[first[name]], buffer)
+                else:
+                    array = leaves[name].make(device, spec)
+                    table[key] = self._resting(array, buffer)
+                first.setdefault(name, key)
+        # What is left is the optimizer's state: constants, parameters and model state always have leaves.
+        lacking = [buffer for buffer in here if key_of(buffer) not in table]
+        for buffer in lacking:
+            ledger.hold(buffer.memory, buffer.bytes)
+        for d, passing in enumerate(self._passing_bytes):
+            ledger.hold(d, 0, passing)
+        if lacking:
+            self.initialise_optimizer(table, store)
+        return tuple(table.get(key_of(buffer)) for buffer in self.buffers)  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def _passing_bytes(self) -> list[int]:
+        """By device, the most bytes of one layer that are made there before they go to the host to rest."""
+        passing = Counter[tuple[int, int]]()
+        for buffer in self.buffers:
+            if buffer.copy.on_host:
+                passing[buffer.place, buffer.value.layer] += buffer.bytes
+        largest = [0] * len(self.devices)
+        for (place, _), size in passing.items():
+            largest[place] = max(largest[place], size)
+        return largest
+
+    def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
+        """Returns an array that was made on a device where it lies between steps; waits if that is the host."""
+        if not buffer.copy.on_host:
+            return array
+        away = _jax.swapper(self.devices[buffer.place], "pinned_host")(array).block_until_ready()
+        array.delete()
+        return away
+
+    def put(self, value: Any, buffer: Buffer, *, may_alias: bool | None = None) -> jax.Array:
+        """Puts an array where a buffer lies.
+
+        Args:
+            value: the array.
+            buffer: of the table.
+            may_alias: whether the two may share memory; unless given, as JAX decides.
+        """
+        sharding = _jax.sharding_on(self.devices[buffer.place], self._spec(buffer.value))
+        return self._resting(jax.device_put(value, sharding, may_alias=may_alias), buffer)
+
+    def _spec(self, value: Value) -> Spec:
+        return value_spec(self.graph, self.optimizer, value)
+
+    def _is_own(self, buffer: Buffer) -> bool:
+        return _jax.is_own(self.devices[buffer.place])
+
+    def values(self, arrays: Sequence[jax.Array | None]) -> dict[Name, jax.Array]:
+        """Returns one array for each name of which this process has any."""
+        values: dict[Name, jax.Array] = {}
+        for buffer, array in zip(self.buffers, arrays, strict=True):
+            if array is not None:
+                values.setdefault(name_of(buffer), array)
+        return values
+
+    def initialise_optimizer(self, table: dict[Key, jax.Array], store: ProgramStore) -> None:
+        """Makes the optimizer's state that the table lacks, each piece of it where its layer lies.
+
+        Args:
+            table: has the parameters; gets the state, and small values that go between the pieces.
+            store: where the pieces are compiled.
+        """
+        pieces, lacking = self._initialising(table)
+        # What rests on the host is made on the device first, and goes there piece by piece.
+        away: dict[Key, Buffer] = {key_of(b): b for b in self.buffers if b.copy.on_host}
+        keys = [self._piece_keys(piece) for piece in pieces]
+        programs = [
+            (self.initial_program(piece), self.devices[of_piece.device])
+            for piece, of_piece in zip(pieces, keys, strict=True)
+        ]
+        for of_piece, executable in zip(keys, store.compile(programs), strict=True):
+            device = self.devices[of_piece.device]
+            arguments = [
+                jax.device_put(table[key], _jax.sharding_on(device, self._key_spec(key)))
+                for key in of_piece.reads
+            ]
+            results = zip(of_piece.writes, executable(*arguments), strict=False)  # a marker follows
+            for key, array in results:
+                if key in lacking:
+                    table[key] = self._resting(array, away[key]) if key in away else array
+
+    def initial_program(self, piece: Piece) -> Program:
+        """Returns a piece of what makes the optimizer's state, as something to compile."""
+        keys = self._piece_keys(piece)
+        takes = [self._key_spec(key) for key in keys.reads]
+        gives = [self._key_spec(key) for key in keys.writes]
+        return piece_program(piece).laid(takes, gives)
+
+    def _key_spec(self, key: Key) -> Spec:
+        return self._spec(key.value) if isinstance(key, Spot) else ()
+
+    def spare_bytes(self, table: Collection[Key]) -> list[int]:
+        """Returns, by device, the most bytes that `initialise_optimizer` makes at once of what the table has already.
+
+        A piece yields all of its state, also where only some of it is missing.
+        """
+        pieces, lacking = self._initialising(table)
+        # Small values between pieces are not counted.
+        size: dict[Key, int] = {key_of(buffer): buffer.bytes for buffer in self.buffers}
+        largest = [0] * len(self.devices)
+        for piece in pieces:
+            keys = self._piece_keys(piece)
+            spare = sum(size.get(key, 0) for key in keys.writes if key not in lacking)
+            largest[keys.device] = max(largest[keys.device], spare)
+        return largest
+
+    def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
+        """Returns the pieces that make what the table lacks, in order, and the keys of what they are to make.
+
+        From the last piece back to the first: whatever a needed piece reads, an earlier one has to make.
+        """
+        owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
+        lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
+        making = []
+        for piece in reversed(self.optimizer.init):
+            keys = self._piece_keys(piece)
+            if lacking.isdisjoint(keys.writes):
+                continue
+            making.append(piece)
+            reads = zip(piece.reads, keys.reads, strict=True)
+            lacking |= {key for slot, key in reads if slot.kind is not SlotKind.PARAMETER}
+        return making[::-1], lacking
+
+    def _piece_keys(self, piece: Piece) -> _PieceKeys:
+        layer = NONE if piece.layer is None else piece.layer
+        # A piece of a layer without state makes only small values: any device will do.
+        device = self._places.get(layer, self._home)
+        return _PieceKeys(
+            device,
+            [_key_of_slot(self.graph, slot, layer, device) for slot in piece.reads],
+            [_key_of_slot(self.graph, slot, layer, device) for slot in piece.writes],
+        )
+
+    @cached_property
+    def _home(self) -> int:
+        """The first place of this process."""
+        return next(i for i, device in enumerate(self.devices) if _jax.is_own(device))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """The place of the optimizer's state of each layer."""
+        return {b.value.layer: b.place for b in self.buffers if b.owner is Owner.OPTIMIZER}
+
+
+def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
+    """Returns the key of what an initialising piece reads or writes.
+
+    Small values lie nowhere in particular: their slot is their key, and they are fetched from wherever they were made.
+
+    Args:
+        graph: the model's.
+        slot: of the piece.
+        layer: the piece's.
+        place: where the piece runs.
+    """
+    match slot.kind:
+        case SlotKind.PARAMETER:
+            return Spot(graph.parameter(slot.index, version=0), place)
+        case SlotKind.STATE:
+            return Spot(Value(ValueKind.OPTIMIZER, slot.index, layer), place)
+        case (
+            SlotKind.PARTIAL
+            | SlotKind.GLOBAL
+            | SlotKind.KEPT
+            | SlotKind.GRADIENT
+            | SlotKind.WEIGHT
+            | SlotKind.GRAD_NORM
+        ):
+            return slot
+        case _:
+            assert_never(slot.kind)

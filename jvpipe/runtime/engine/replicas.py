@@ -1,0 +1,320 @@
+"""The programs of replicated stages: each layer on the slices of its replicas, and what goes between these.
+
+    stage 0, two replicas    F(0:2)  F(2:4)                   each on its part of the micro-batch's examples
+    stage 1, one device              CONCAT  F  B  SLICE      whole again, and cut again on the way back
+    stage 0                                         B(0:2)  B(2:4)  REDUCE  U
+
+The programs on a slice must take and leave what those on the whole micro-batch do, in other sizes: then all that is
+decided about a layer, such as the fates of its residuals, holds for each of its replicas.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+
+from jvpipe.ir.examples import Batching, Examples, Over, Spread
+from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph, Signature, SplitSignature
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.rows import AddRun, ConcatRun, JoinRun, Row, SliceRun, StateRun
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.lowering.layout import SliceLayout
+from jvpipe.lowering.placement import Placement, written_state
+from jvpipe.lowering.slicing import REDUCED
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.loss import Parts
+from jvpipe.programs.model import Share, programs_of
+from jvpipe.programs.slices import (
+    cut_program,
+    join_program,
+    reduce_program,
+    state_program,
+    weighted_program,
+)
+from jvpipe.programs.store import Program, ProgramStore
+from jvpipe.runtime.engine.value_shapes import shape
+from jvpipe.schedules.auto import AUTO, GivenLists
+from jvpipe.schedules.round_robin import check_turns
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.reductions import Beside
+from jvpipe.trace.slices import Apart, sliced, taken_apart
+
+_Key = tuple[int, Examples, int]
+
+
+@dataclass
+class Replicas:
+    """Finds what a plan with replicated stages runs beside programs on whole micro-batches.
+
+    Args:
+        traced: the layers on a whole micro-batch.
+        plan: the replicas of each stage.
+        store: where programs are made.
+        whole: for each layout what its layers keep, and their programs on a whole micro-batch.
+    """
+
+    traced: Traced
+    plan: Plan
+    store: ProgramStore
+    whole: Sequence[tuple[Share | Fates, Sequence[LayerPrograms]]]
+    _slices: dict[Examples, Traced] = field(default_factory=dict)
+    _programs: dict[_Key, LayerPrograms] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._check_edges()
+
+    @cached_property
+    def where(self) -> Placement:
+        """The places of layers, and their slices."""
+        return Placement(self.traced.graph, self.plan)
+
+    @cached_property
+    def apart(self) -> Apart:
+        """The loss with its examples taken apart, and how its values lie over them."""
+        sizes = []
+        for stage in self.plan.stages:
+            slices = self.where.slices(stage.layers[0])
+            sizes += [examples.size for examples in slices if examples]
+        return taken_apart(self.traced, sizes)
+
+    @property
+    def batching(self) -> Batching:
+        """How edges, aux and the loss lie over the examples."""
+        return self.apart.batching
+
+    def sliced(self, examples: Examples) -> Traced:
+        """Returns the layers on some of the examples."""
+        if examples not in self._slices:
+            self._slices[examples] = sliced(self.traced, examples, self.apart)
+        return self._slices[examples]
+
+    def programs(self, layout: int, examples: Examples, layer: int) -> LayerPrograms:
+        """Returns a layer's programs on some of the examples, under the fates of a layout.
+
+        Args:
+            layout: by its number.
+            examples: of a micro-batch.
+            layer: by its number.
+
+        Raises:
+            ValueError: they leave other values for the backward than those of the whole micro-batch.
+        """
+        key = layout, examples, layer
+        if key not in self._programs:
+            # The fates of a layout name candidates, which the layer on a slice has, too.
+            share, whole = self.whole[layout]
+            programs = programs_of(self.store, self.sliced(examples), layer, share)
+            if _interface(programs.signature) != _interface(whole[layer].signature):
+                name = self.traced.graph.label(self.traced.graph.layers[layer])
+                raise ValueError(
+                    f"layer {name} leaves other values for its backward on {examples.size} examples than on "
+                    f"{self.traced.graph.examples}: give its stage one device, or use larger micro-batches"
+                )
+            self._programs[key] = programs
+        return self._programs[key]
+
+    def layouts(
+        self, layout: int, split: Mapping[int, SplitSignature]
+    ) -> dict[Examples, SliceLayout]:
+        """Returns what the programs of layers take and give on each slice.
+
+        Args:
+            layout: by its number.
+            split: of the layers whose backwards run in halves, what these take and give on a whole micro-batch.
+        """
+        layers: dict[Examples, list[int]] = {}
+        for stage in self.plan.stages:
+            for examples in self.where.slices(stage.layers[0]):
+                if examples is not None:
+                    layers.setdefault(examples, []).extend(stage.layers)
+        return {
+            examples: self._slice_layout(layout, examples, members, split)
+            for examples, members in layers.items()
+        }
+
+    def _slice_layout(
+        self,
+        layout: int,
+        examples: Examples,
+        layers: Sequence[int],
+        split: Mapping[int, SplitSignature],
+    ) -> SliceLayout:
+        programs = {i: self.programs(layout, examples, i) for i in layers}
+        halves = {i: p.halves.signature for i, p in programs.items() if i in split and p.halves}
+        for i in split.keys() & set(layers):
+            assert _interfaces(halves[i]) == _interfaces(split[i]), "it splits as the whole does"
+        signatures = {i: of_layer.signature for i, of_layer in programs.items()}
+        return SliceLayout(signatures, halves)
+
+    def program(self, row: Row, reads: Sequence[Value]) -> Program:
+        """Returns what a row between replicas runs.
+
+        Args:
+            row: it slices, joins or adds up.
+            reads: the values that it reads.
+        """
+        shapes = [self.shape(value) for value in reads]
+        match row.kind:
+            case Kind.SLICE:
+                assert isinstance(row.run, SliceRun)
+                return cut_program(shapes[0], row.run)
+            case Kind.CONCAT:
+                assert isinstance(row.run, ConcatRun)
+                return join_program(shapes, row.run.axis)
+            case Kind.REDUCE if isinstance(row.run, StateRun):
+                leaves = dict.fromkeys(value.index for value in reads)
+                return state_program(shapes, self._state_parts(row.layer, leaves))
+            case Kind.REDUCE if isinstance(row.run, JoinRun) and row.run.weights:
+                return weighted_program(shapes[0], row.run.weights)
+            case Kind.REDUCE:
+                # Each result is read from all replicas, one after another: one shape stands for all of them.
+                replicas = len(row.reads) // len(row.writes)
+                in_place = isinstance(row.run, AddRun)
+                return reduce_program(shapes[::replicas], replicas, in_place=in_place)
+            case _:
+                raise AssertionError(f"{row} is none between replicas")
+
+    def shape(self, value: Value) -> jax.ShapeDtypeStruct:
+        """Returns the shape and type of what goes between replicas, or of a replica's part of it."""
+        graph, batching, i = self.traced.graph, self.batching, value.index
+        match value.kind:
+            case ValueKind.TENSOR | ValueKind.COTANGENT:
+                whole = shape(graph.tensors[i].array)
+                return self._part(whole, batching.tensors[i], value.examples)
+            case ValueKind.AUX:
+                return self._part(shape(graph.aux[i]), batching.aux[i], value.examples)
+            case ValueKind.GRADIENT:
+                return shape(graph.parameters[i].array)
+            case ValueKind.STATE:
+                return shape(graph.state[i])
+            case _:
+                raise AssertionError(f"{value} does not go between replicas")
+
+    def _part(
+        self, whole: jax.ShapeDtypeStruct, spread: Spread, examples: Examples | None
+    ) -> jax.ShapeDtypeStruct:
+        if examples is None or spread.over is not Over.ALONG:
+            return whole
+        # The axis may hold several rows per example, such as examples times tokens.
+        sizes = list(whole.shape)
+        rows_per_example = sizes[spread.axis] // self.traced.graph.examples
+        sizes[spread.axis] = rows_per_example * examples.size
+        return jax.ShapeDtypeStruct(tuple(sizes), whole.dtype)
+
+    def loss_parts(self) -> list[Parts | None]:
+        """Returns the parts in which each loss and leaf of aux of a micro-batch is made; None for a whole one."""
+        graph = self.traced.graph
+        of_loss = self._made_in(graph.loss_layer, self.batching.loss)
+        parts = [of_loss] * (1 + graph.weighted)
+        # Each leaf of aux comes in the parts of the layer that makes it.
+        for i, spread in enumerate(self.batching.aux):
+            maker = next(layer.id for layer in graph.layers if i in layer.writing(ValueKind.AUX))
+            parts.append(self._made_in(maker, spread))
+        return parts
+
+    def _state_parts(self, layer: int, leaves: Iterable[int]) -> list[Parts]:
+        """Returns the parts of some leaves of the model state that a layer's replicas have made.
+
+        Args:
+            layer: that makes them.
+            leaves: by their numbers.
+        """
+        slices = self._slices_of(layer)
+        spreads = [self.batching.state[k] for k in leaves]
+        return [Parts(slices, spread) for spread in spreads if spread is not None]
+
+    def _made_in(self, layer: int, spread: Spread) -> Parts | None:
+        """Returns the parts in which a layer makes a value; None if it has one device."""
+        slices = self._slices_of(layer)
+        if not slices:
+            return None
+        # What depends on no example is the same at every replica: that of the first one is taken.
+        return Parts(slices[:1] if spread.over is Over.NONE else slices, spread)
+
+    def _slices_of(self, layer: int) -> tuple[Examples, ...]:
+        return tuple(examples for examples in self.where.slices(layer) if examples is not None)
+
+    def _check_edges(self) -> None:
+        """Checks that whatever goes between stages of different widths can be cut, or shared out.
+
+        Raises:
+            ValueError: a tensor has no axis of examples, and is no sum or mean over them.
+        """
+        graph, widths = self.traced.graph, self.plan.replicas
+        # A count and what is divided by it must be of the same slice: then nothing is shared out.
+        divides = {Beside.DIVISOR, Beside.GUARD} & set(self.apart.amended.values())
+        for tensor, spread in zip(graph.tensors, self.batching.tensors, strict=True):
+            layers = (tensor.producer, *tensor.readers)
+            stages = sorted({self.where.stage[layer] for layer in layers})
+            replicas = [widths[s] for s in stages]
+            if len(set(replicas)) == 1 or spread.over in (Over.ALONG, Over.NONE):
+                continue
+            is_number = jnp.issubdtype(tensor.array.dtype, jnp.inexact)
+            can_be_shared = spread.over in REDUCED and is_number and not divides
+            if not can_be_shared:
+                raise ValueError(
+                    f"tensor '{tensor.array.name}' goes from stage to stage without an axis of examples, and stages "
+                    f"{stages} have {replicas} replicas: give them as many as each other, or move "
+                    "the cut"
+                )
+
+
+def _interface(signature: Signature) -> object:
+    """Returns a signature without the sizes of what is left for the backward."""
+    return replace(signature, residuals=()), tuple(array.name for array in signature.residuals)
+
+
+def _interfaces(halves: SplitSignature) -> object:
+    return _interface(halves.input), _interface(halves.weight)
+
+
+def check_replicable(schedule: Schedule, *, has_order: bool = False) -> None:
+    """Checks that replicated stages can run under a schedule.
+
+    Args:
+        schedule: its rule.
+        has_order: the plan brings an order of its own.
+
+    Raises:
+        ValueError: a planner chooses the order, which does not know of replicas.
+    """
+    if has_order or schedule == AUTO or isinstance(schedule.lists, GivenLists):
+        raise ValueError(
+            "replicated stages cannot run under an order that a planner has chosen, yet: use '1f1b', 'zb-h1' or "
+            "another rule, or one device for each stage"
+        )
+
+
+def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatches: int) -> None:
+    """Checks that replicated stages can run under a plan.
+
+    Args:
+        plan: that has such stages.
+        schedule: in which order they run.
+        graph: of a micro-batch.
+        microbatches: of a step.
+
+    Raises:
+        ValueError: a schedule without a flush meets model state that goes from micro-batch to micro-batch, or a
+            replica has no example.
+    """
+    check_replicable(schedule, has_order=bool(plan.tasks))
+    if not schedule.synchronous:
+        check_turns(schedule, plan, microbatches)
+        if written := sorted(graph.state[k].name for k in written_state(graph)):
+            raise ValueError(
+                f"model state '{written[0]}' goes from micro-batch to micro-batch, and under {schedule.name} the "
+                "devices of a stage take turns in these: use a synchronous schedule, or one device for each stage"
+            )
+        return
+    widest = max(plan.replicas)
+    if widest > graph.examples:
+        raise ValueError(
+            f"stage {plan.replicas.index(widest)} has {widest} replicas, and a micro-batch {graph.examples} examples: "
+            "each replica needs one at least. Use fewer replicas, fewer micro-batches or larger batches"
+        )

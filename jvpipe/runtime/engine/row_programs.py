@@ -1,0 +1,236 @@
+"""The program that each row of a lowered step runs, and how its arrays lie over the devices of its place.
+
+A row names only its kind, its layer and its buffers. What it runs follows from these and from the layout that its
+micro-batch runs under, so a program can be found, and compiled, before any array exists.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar, assert_never
+
+import jax
+
+from jvpipe import _jax
+from jvpipe._jax import Device
+from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.layers import LayerGraph, Spec
+from jvpipe.ir.rows import AddRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.values import Value, ValueKind
+from jvpipe.programs import weights
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.loss import loss_program, zeros_program
+from jvpipe.programs.model import (
+    backward_program,
+    evaluation_program,
+    forward_program,
+    input_program,
+    piece_program,
+    single_backward_program,
+    weight_program,
+)
+from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.slices import reduce_program
+from jvpipe.programs.store import Program
+from jvpipe.runtime.engine.replicas import Replicas
+from jvpipe.runtime.engine.value_shapes import shape, value_shape, value_spec
+from jvpipe.trace.graph import Traced
+
+R = TypeVar("R")
+
+_EDGES = (ValueKind.TENSOR, ValueKind.COTANGENT, ValueKind.AUX)
+"""Kinds of values of which a replica may have a part."""
+
+
+@dataclass(frozen=True)
+class RowPrograms:
+    """Finds the programs of rows.
+
+    Args:
+        traced: the model.
+        graph: its layers; what they exchange lies as its arrays say.
+        optimizer: its update, in pieces.
+        microbatches: of a step.
+        has_sums: an update takes several micro-batches, so backwards add their gradients to sums.
+        decay: of PipeMare's running mean of updates; None under all other schedules.
+        anneal_updates: PipeMare's: it scales so many first updates down.
+        layouts: the programs of all layers, for each layout that rows name by its number.
+        replicas: the programs on slices of a micro-batch, if a stage is replicated.
+    """
+
+    traced: Traced
+    graph: LayerGraph
+    optimizer: OptimizerCut
+    microbatches: int
+    has_sums: bool
+    decay: float | None
+    anneal_updates: int
+    layouts: Sequence[Sequence[LayerPrograms]]
+    replicas: Replicas | None
+
+    def laid(self, lowered: Lowered, row: Row) -> Program:
+        """Returns the program of a row, compiled for arrays that lie over the devices of a place as theirs do."""
+        # An evaluation leaves nothing for a backward, so only other rows need the layer's own residuals.
+        is_training = isinstance(row.run, LayerRun) and row.kind is not Kind.E
+        programs = self._layer(row) if is_training else None
+        buffers = lowered.buffers
+        takes = [self.spec(buffers[b].value, programs) for b in row.reads]
+        gives = [self.spec(buffers[b].value, programs) for b in row.writes]
+        return self.program(lowered, row).laid(takes, gives)
+
+    def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
+        """Returns how a value lies over the devices of a group.
+
+        Args:
+            value: of a step.
+            programs: those of its layer, if not the first layout's.
+        """
+        # Residuals are laid by the compiler of the forward that leaves them, all else by the graph.
+        if value.kind is ValueKind.RESIDUAL:
+            of_layer = programs or self.layouts[0][value.layer]
+            return of_layer.signature.residuals[value.index].spec
+        return value_spec(self.graph, self.optimizer, value)
+
+    def program(self, lowered: Lowered, row: Row) -> Program:
+        """Returns the program that a row runs; it asserts that the row runs one."""
+        read = [lowered.buffers[b].value for b in row.reads]
+        written = [lowered.buffers[b].value for b in row.writes]
+        match row.kind:
+            case Kind.F | Kind.R:
+                return forward_program(self._layer(row), recompute=row.kind is Kind.R)
+            case Kind.B:
+                return self.backward_program(self._layer(row))
+            case Kind.I:
+                return input_program(self._layer(row))
+            case Kind.W:
+                return weight_program(self._layer(row))
+            case Kind.E:
+                return evaluation_program(self._examples_of(row).bodies[row.layer])
+            case Kind.ZERO:
+                return zeros_program(self._shapes(written))
+            case Kind.SHIFT:
+                updates = _operand(row, ShiftRun).updates
+                return weights.shifted(self._shapes(written), updates)
+            case Kind.SETTLE:
+                return self._settle_program(row, written)
+            case Kind.WEIGHT:
+                return weights.total(self.traced.loss_shapes[1], _operand(row, SumRun).count)
+            case Kind.LOSS:
+                return self._loss_program(read)
+            case Kind.REDUCE if self.replicas is None:
+                # Replicas that take turns: each value is read twice, from one of them and from the next.
+                in_place = isinstance(row.run, AddRun)
+                return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
+            case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
+                assert self.replicas, "only replicas cut micro-batches"
+                return self.replicas.program(row, read)
+            case Kind.U:
+                run = _operand(row, PieceRun)
+                return piece_program(self.optimizer.update[run.piece], keeps=run.keeps)
+            case Kind.ARRIVE:
+                return arrival(self._shapes(read))
+            case (
+                Kind.FEED
+                | Kind.SEND
+                | Kind.RETURN
+                | Kind.MOVE
+                | Kind.OUT
+                | Kind.FREE
+                | Kind.IN
+                | Kind.DROP
+                | Kind.RECEIPT
+            ):
+                raise AssertionError(f"{row} runs no program")
+            case _:
+                assert_never(row.kind)
+
+    def _layer(self, row: Row) -> LayerPrograms:
+        """Returns the programs of a row's layer, on the examples that the row is for."""
+        run = _operand(row, LayerRun)
+        if run.examples is None:
+            return self.layouts[run.layout][row.layer]
+        assert self.replicas
+        return self.replicas.programs(run.layout, run.examples, row.layer)
+
+    def _examples_of(self, row: Row) -> Traced:
+        """Returns the model on the examples that a row is for."""
+        if not isinstance(row.run, LayerRun) or row.run.examples is None:
+            return self.traced
+        assert self.replicas
+        return self.replicas.sliced(row.run.examples)
+
+    def backward_program(self, programs: LayerPrograms) -> Program:
+        """Returns a layer's backward; it adds to sums unless every micro-batch is an update of its own."""
+        return backward_program(programs) if self.has_sums else single_backward_program(programs)
+
+    def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
+        """Returns what notes an update: XPipe's last difference, or PipeMare's running mean."""
+        # A SETTLE may also write new weights and a count: their shapes follow from these.
+        remembered = [v for v in written if v.kind in (ValueKind.DELTA, ValueKind.APPLIED)]
+        shapes = self._shapes(remembered)
+        if self.decay is None:
+            return weights.difference(shapes)
+        tau = _operand(row, SettleRun).tau
+        return weights.settled(shapes, tau, self.decay, self.anneal_updates)
+
+    def _loss_program(self, read: Sequence[Value]) -> Program:
+        """Returns what sums the losses and aux of a step's micro-batches, in ascending order of these."""
+        graph = self.traced.graph
+        if self.replicas:
+            of_part = self.replicas.shape
+            shapes = [self.shape(v) if v.kind is ValueKind.LOSS else of_part(v) for v in read]
+            return loss_program(graph, shapes, self.microbatches, self.replicas.loss_parts())
+        of_one = [*self.traced.loss_shapes, *map(shape, graph.aux)]
+        of_all = [array for array in of_one for _ in range(self.microbatches)]
+        return loss_program(graph, of_all, self.microbatches)
+
+    def crossing_array(self, whole: Lowered, b: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape and type of an array that another process makes.
+
+        Args:
+            whole: the rows of all processes.
+            b: the number of its buffer.
+        """
+        array = self.known_shape(whole.buffers[b].value)
+        if array is not None:
+            return array
+        # Only its program knows: it is traced abstractly, from the row that runs it elsewhere.
+        maker = next(row for row in whole.rows if b in row.writes)
+        program = self.program(whole, maker)
+        results = jax.eval_shape(program.fn, *program.inputs)
+        return results[maker.writes.index(b)]
+
+    def known_shape(self, value: Value) -> jax.ShapeDtypeStruct | None:
+        """Returns the shape and type of a value, or of a replica's part of it.
+
+        Returns:
+            None where only the program that makes it knows.
+        """
+        if self.replicas and value.kind in _EDGES:
+            return self.replicas.shape(value)
+        return value_shape(self.traced, self.optimizer, value)
+
+    def shape(self, value: Value) -> jax.ShapeDtypeStruct:
+        """Returns the shape and type of a value; it asserts that these are known before it is made."""
+        array = self.known_shape(value)
+        assert array is not None, f"the shape of {value} is unknown"
+        return array
+
+    def _shapes(self, values: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
+        return [self.shape(value) for value in values]
+
+    def placed(self, value: Value, device: Device) -> jax.ShapeDtypeStruct:
+        """Returns the shape, type and place of a value on a device, or over a group of these."""
+        return _jax.placed(self.shape(value), device, self.spec(value))
+
+
+def arrival(arrays: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """Returns a program that yields a mark once arrays have come; it takes none of them."""
+    key = "arrival", *((array.shape, str(array.dtype)) for array in arrays)
+    return Program(key, lambda *xs: [jax.numpy.int32(0)], tuple(arrays))
+
+
+def _operand(row: Row, kind: type[R]) -> R:
+    """Returns the operand of a row, which is of this kind."""
+    assert isinstance(row.run, kind), row
+    return row.run

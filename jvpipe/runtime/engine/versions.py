@@ -1,0 +1,190 @@
+"""The ledger of versions: which weights every forward and backward of every layer read, and what each update made.
+
+A run that follows it, on one device and in any order that it allows, is bitwise identical: `jvpipe.replay`. A steady
+stream repeats one step, so the ledger keeps that step's uses once, and for each repetition only the numbers of the
+micro-batch and the version from which they count.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.use import Use
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The versions of a layer's weights that a micro-batch met; None where that has not happened yet.
+
+    Attributes:
+        forward: read by the forward.
+        backward: read by the backward.
+        update: made when the micro-batch's gradients were applied.
+    """
+
+    forward: int
+    backward: int | None
+    update: int | None
+
+    @property
+    def staleness(self) -> int | None:
+        """The updates between what the forward read and what was updated."""
+        return None if self.update is None else self.update - 1 - self.forward
+
+
+_Run = tuple[Sequence[Use], int, int]
+"""The uses of a step, and the micro-batch and the version from which they count."""
+
+
+@dataclass
+class VersionLedger:
+    """The reads and updates of a run, in the order in which they were dispatched.
+
+    Attributes:
+        complete: it goes back to the start of the run. That of a run which was resumed in flight knows only of the
+            micro-batches that were in flight, and of what came later.
+    """
+
+    _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
+    complete: bool = True
+
+    def record(self, uses: Sequence[Use], microbatch: int, version: int) -> None:
+        """Adds the uses of a step.
+
+        Args:
+            uses: numbered from the step's own start.
+            microbatch: the number of the run's micro-batch from which they count.
+            version: the version from which they count.
+        """
+        self._runs.append((uses, microbatch, version))
+
+    def drained(self) -> None:
+        """Notes that nothing is in flight any more: staleness begins anew."""
+        self._runs.append(None)
+
+    def uses(self) -> Iterator[Use]:
+        """Yields everything that happened, numbered from the start of the run."""
+        for run in self._runs:
+            yield from _numbered(run)
+
+    def microbatches(self) -> Iterator[tuple[list[Use], bool]]:
+        """Yields the uses of each micro-batch, in their order; and whether nothing was in flight after it."""
+        uses_of: dict[int, list[Use]] = {}
+        drained = set()
+        for run in self._runs:
+            if run is None:
+                drained.add(max(uses_of))
+            for use in _numbered(run):
+                uses_of.setdefault(use.microbatch, []).append(use)
+        yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
+
+    def __getitem__(self, at: tuple[int, int]) -> Reads:
+        """Returns the reads of a layer and a micro-batch; raises KeyError if it has not passed there."""
+        table = self.table()
+        if at not in table:
+            raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")
+        return table[at]
+
+    def table(self) -> dict[tuple[int, int], Reads]:
+        """Returns the reads by layer and micro-batch."""
+        read: dict[Kind, dict[tuple[int, int], int]] = {Kind.F: {}, Kind.B: {}}
+        # By layer, its updates: after which micro-batch, and which version each made.
+        updates: dict[int, list[tuple[int, int]]] = {}
+        for use in self.uses():
+            if use.kind is Kind.U:
+                updates.setdefault(use.layer, []).append((use.microbatch, use.version))
+            else:
+                read[use.kind][use.layer, use.microbatch] = use.version
+        reads = {}
+        for (layer, m), version in read[Kind.F].items():
+            of_layer = updates.get(layer, [])
+            # A micro-batch's gradients are applied by the first update after it or at it.
+            at = bisect_left(of_layer, (m, 0))
+            update = of_layer[at][1] if at < len(of_layer) else None
+            reads[layer, m] = Reads(version, read[Kind.B].get((layer, m)), update)
+        return reads
+
+    def staleness(self, layers: int) -> tuple[int, ...]:
+        """Returns the staleness of each layer's last update; 0 before there was one.
+
+        It is asked for at every step, so it goes back no further than it must.
+        """
+        # By layer, the last update: its micro-batch, and the version that it began from.
+        updated: dict[int, tuple[int, int]] = {}
+        stale: dict[int, int] = {}
+        # Backwards, so that an update comes before the forward whose gradients it has applied.
+        for run in reversed(self._runs):
+            uses, microbatch, version = run or ((), 0, 0)
+            for use in reversed(uses):
+                m, v = use.microbatch + microbatch, use.version + version
+                if use.kind is Kind.U:
+                    updated.setdefault(use.layer, (m, v - 1))
+                elif use.kind is Kind.F and use.layer in updated:
+                    last, before = updated[use.layer]
+                    if m == last:
+                        stale.setdefault(use.layer, before - v)
+            if len(stale) == layers:
+                break
+        return tuple(stale.get(layer, 0) for layer in range(layers))
+
+    def to_json(self) -> Any:
+        """Returns for a checkpoint what happened to the micro-batches in flight, and to those of the last updates."""
+        since = self._since()
+        runs: list[list[Any] | None] = []
+        for run in self._runs[since:]:
+            if run is None:
+                runs.append(None)
+                continue
+            uses, microbatch, version = run
+            fields = [[u.kind, u.layer, u.microbatch, u.version, u.tied, u.shift] for u in uses]
+            runs.append([fields, microbatch, version])
+        return {"complete": self.complete and since == 0, "runs": runs}
+
+    def _since(self) -> int:
+        """Returns the run that has the oldest forward of the micro-batches of the last updates.
+
+        All that is in flight is newer, for micro-batches pass in order.
+        """
+        # Few steps are different from each other, however many there were.
+        different = {id(run[0]): run[0] for run in self._runs if run is not None}.values()
+        updated = {use.layer for uses in different for use in uses if use.kind is Kind.U}
+        last: dict[int, int] = {}  # by layer, the micro-batch of its last update
+        passed: set[int] = set()  # the layers whose forward of that micro-batch was met
+        for i, run in reversed(list(enumerate(self._runs))):
+            uses, microbatch, _ = run or ((), 0, 0)
+            for use in reversed(uses):
+                m = use.microbatch + microbatch
+                if use.kind is Kind.U:
+                    last.setdefault(use.layer, m)
+                elif use.kind is Kind.F and m <= last.get(use.layer, -1):
+                    passed.add(use.layer)
+            if updated and passed == updated:
+                return i
+        return 0
+
+    @staticmethod
+    def from_json(saved: Any) -> "VersionLedger":
+        """Returns the ledger that a checkpoint has; the checkpoints of old list all runs."""
+        if isinstance(saved, list):
+            saved = {"complete": True, "runs": saved}
+        runs: list[_Run | None] = []
+        for run in saved["runs"]:
+            if run is None:
+                runs.append(None)
+                continue
+            fields, microbatch, version = run
+            runs.append((tuple(map(_use, fields)), microbatch, version))
+        return VersionLedger(runs, saved["complete"])
+
+
+def _numbered(run: _Run | None) -> Iterator[Use]:
+    """Yields the uses of a step, numbered from the start of the run."""
+    uses, microbatch, version = run or ((), 0, 0)
+    return (use.moved(microbatch, version) for use in uses)
+
+
+def _use(fields: Sequence[Any]) -> Use:
+    kind, layer, m, version, tied, shift = fields
+    return Use(Kind(kind), layer, m, version, tuple((p, v) for p, v in tied), shift)

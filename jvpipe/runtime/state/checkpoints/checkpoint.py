@@ -1,0 +1,221 @@
+"""Checkpoints: arrays by parameter path, so that a run saved under one cut can be restored under any other.
+
+A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are KIND/PATH. Several
+processes write a part each instead, and `meta.json` says which part has what.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jvpipe.runtime.state.checkpoints import array_file, generations
+from jvpipe.runtime.state.checkpoints.array_file import Arrays
+from jvpipe.runtime.state.checkpoints.generations import damage_of, read_json
+from jvpipe.runtime.state.checkpoints.meta import check_arrays, check_state
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_path
+from jvpipe.util.pattern import anything, compare
+
+ARRAYS, META = "arrays.safetensors", "meta.json"
+
+
+def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+    """Writes a checkpoint; whenever the process dies, the folder holds either the one before or this one, whole.
+
+    Args:
+        path: a folder, which may hold an older checkpoint that this one replaces.
+        arrays: host arrays by kind (parameters, optimizer, state) and path.
+        meta: what JSON can hold.
+
+    Raises:
+        ValueError: the path is that of a file.
+        OSError: it cannot be written there; the older checkpoint is as it was.
+    """
+    folder = checkpoint_folder(path)
+    packed = array_file.pack(arrays)
+    with generations.draft(folder) as draft:
+        draft.mkdir()
+        content = {**meta, "kinds": list(arrays), "keys": packed.keys, "raw": packed.raw}
+        (draft / META).write_text(json.dumps(content))
+        array_file.write(draft / ARRAYS, packed, folder)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """Returns the folder for a checkpoint; raises ValueError if there is a file of that name."""
+    folder = Path(path).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is a file, and a checkpoint is a folder: save under another name"
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk; its arrays are read when they are asked for.
+
+    Attributes:
+        folder: the checkpoint's.
+        generation: the folder of its newest generation.
+        meta: the content of `meta.json`.
+    """
+
+    folder: Path
+    generation: Path
+    meta: dict[str, Any]
+
+    def check(self, process: int = 0, count: int = 1) -> None:
+        """Compares the files of arrays with their digests; several processes share the files out.
+
+        Args:
+            process: this one.
+            count: of processes.
+
+        Raises:
+            DamageError: a file is not what was saved.
+        """
+        files = sorted(self.meta.get("parts", [ARRAYS]))
+        generations.check(self.generation, files[process::count])
+
+    def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
+        """Reads arrays, and no more of any file than these; all others are in the result too, as None.
+
+        Args:
+            names: kind and path of each; all unless given.
+
+        Raises:
+            DamageError: the files do not have what `meta.json` says.
+        """
+        with damage_of(self.folder):
+            arrays = self._read(names)
+            array_file.unpack(arrays, self.meta.get("keys", ()), self.meta.get("raw", ()))
+        return arrays
+
+    def check_state(self) -> None:
+        """Raises DamageError unless this is the checkpoint of a state, with all that a state is made of."""
+        with damage_of(self.folder):
+            check_state(self.meta)
+
+    def _read(self, names: Collection[tuple[str, str]] | None) -> Arrays:
+        arrays: Arrays = {kind: {} for kind in self.meta["kinds"]}
+        for file, in_file in self._contents().items():
+            keys = {name: _kind_and_path(name) for name in in_file}
+            # A process opens only the files that have something it asks for.
+            needed = [name for name, key in keys.items() if names is None or key in names]
+            values = array_file.read(self.generation / file, needed) if needed else {}
+            for name, (kind, path) in keys.items():
+                if kind not in arrays or path in arrays[kind]:
+                    raise ValueError(f"{file}: {brief(name)} is of no kind of {META}, or twice")
+                arrays[kind][path] = values.get(name)
+        return arrays
+
+    def _contents(self) -> Mapping[str, Sequence[str]]:
+        """Returns the names of the arrays in each file."""
+        if "parts" in self.meta:
+            return self.meta["parts"]
+        return {ARRAYS: array_file.names_in(self.generation / ARRAYS)}
+
+
+def _kind_and_path(name: str) -> tuple[str, str]:
+    """Splits the name of an array in a file; a path may have slashes, a kind has none."""
+    kind, _, path = name.partition("/")
+    return kind, path
+
+
+def open_checkpoint(path: str | Path) -> Saved:
+    """Finds a checkpoint, and reads its `meta.json`.
+
+    Raises:
+        ValueError: there is no checkpoint.
+        DamageError: its `meta.json` is not as it was saved.
+    """
+    folder = checked_path(path).absolute()
+    generation = generations.newest(folder)
+    if generation is None:
+        raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
+    generations.check(generation, [META])
+    # The arrays' own digests are compared later, where several processes can share the work.
+    with damage_of(folder):
+        meta = read_json(generation, META)
+        compare(f"{META}:", meta, {str: anything})
+        check_arrays(meta)
+    return Saved(folder, generation, meta)
+
+
+def load_checkpoint(path: str | Path) -> tuple[Arrays, dict[str, Any]]:
+    """Reads a whole checkpoint: its arrays, and its `meta.json`.
+
+    Raises:
+        ValueError: there is no checkpoint.
+        DamageError: it is not as it was saved.
+    """
+    saved = open_checkpoint(path)
+    saved.check()
+    return saved.read(), saved.meta
+
+
+def checkpoint_extra(path: str | Path) -> dict[str, Any]:
+    """Reads what `Pipeline.save` was given as `extra`."""
+    saved = open_checkpoint(path)
+    with damage_of(saved.folder):
+        compare(META, saved.meta.get("extra"), {str: anything})
+    return saved.meta["extra"]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tells whether a folder holds a checkpoint that was written to its end."""
+    return generations.newest(path) is not None
+
+
+def check_checkpoint(path: Path) -> None:
+    """Compares the files of a checkpoint with their digests, if there is one; raises DamageError if they differ."""
+    if generation := generations.newest(path):
+        generations.check(generation)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Deletes a checkpoint, whole or not, or warns that it cannot; what else lies in its folder stays."""
+    generations.delete(path)
+
+
+WORDS = {
+    "parameter": ("model", "parameter"),
+    "optimizer": ("optimizer", "array of the optimizer's state"),
+    "state": ("model", "leaf of the model state"),
+}
+"""For each kind of arrays: what differs if they do not fit, a model or an optimizer, and what one of them is."""
+
+
+def check_paths(
+    kind: str,
+    saved: Mapping[str, Any],
+    expected: Mapping[str, tuple[tuple[int, ...], str]],
+    where: str,
+) -> None:
+    """Checks that saved arrays have the expected names, and those that were read the expected shapes and types.
+
+    Args:
+        kind: of the arrays, as in `WORDS`.
+        saved: arrays by path, None for one that was not read.
+        expected: shapes and types by path.
+        where: the checkpoint, for the message.
+
+    Raises:
+        ValueError: they differ; the message names the first.
+    """
+    whole, part = WORDS[kind]
+    other = f"{where} is of another {whole}: "
+    for path, (shape, dtype) in expected.items():
+        if path not in saved:
+            raise ValueError(f"{other}it has no {part} '{path}'")
+        array = saved[path]
+        if array is None:
+            continue
+        theirs, ours = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+        if theirs != ours:
+            raise ValueError(f"{other}its {part} '{path}' is {theirs}, this {whole}'s is {ours}")
+    extra = sorted(set(saved) - set(expected))
+    if extra:
+        raise ValueError(f"{other}this one has no {part} '{extra[0]}'")

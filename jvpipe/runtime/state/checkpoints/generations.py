@@ -1,0 +1,206 @@
+"""Generations: the content of a folder, replaced whole, with a digest of every file.
+
+    generation-000004/         the newest: whole, with digests.json
+    generation-000005.draft/   being written, and forced to the disk; renaming it makes it the newest
+
+Only then is the older one deleted. A rename is atomic, so whenever a process dies, the newest generation is whole. What
+cannot be deleted gives a warning, and is tried again with the next one. Anything else in the folder is somebody else's,
+and left alone.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jvpipe.util.pattern import compare
+
+_log = logging.getLogger("jvpipe")
+
+_DIGESTS = "digests.json"
+_PREFIX, _DRAFT = "generation-", ".draft"
+_NAME = re.compile(_PREFIX + r"\d{6,}")
+_OURS = re.compile(_PREFIX + r"\d{6,}(\..*)?")  # also drafts and what is being deleted
+
+
+class DamageError(ValueError):
+    """A file is not what was saved."""
+
+
+def newest(folder: Path) -> Path | None:
+    """Returns the newest generation in a folder; None if there is none."""
+    generations = _all(folder) if folder.is_dir() else []
+    return generations[-1] if generations else None
+
+
+@contextmanager
+def draft(folder: Path) -> Iterator[Path]:
+    """Yields a path that becomes the next generation of a folder when the block ends without an error."""
+    drafted = begin_draft(folder)
+    try:
+        yield drafted
+        finish_draft(drafted)
+    except Exception:
+        drop_draft(drafted)
+        raise
+
+
+def begin_draft(folder: Path) -> Path:
+    """Returns a path for the next generation of a folder; deletes the drafts of processes that were killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder, newest(folder))
+    # What could not be deleted keeps its number: no two folders ever have the same name.
+    numbers = map(_number, filter(_is_ours, folder.iterdir()))
+    return folder / f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_DRAFT}"
+
+
+def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Makes a draft the newest generation.
+
+    Args:
+        drafted: all files are written.
+        digests: of some of them, by name, if these were taken before.
+    """
+    generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
+    # Contents, then the name, each forced to the disk: after a crash the name never stands for less.
+    _seal(drafted, digests or {})
+    drafted.rename(generation)
+    sync(generation.parent)
+    _sweep(generation.parent, generation)
+
+
+def drop_draft(drafted: Path) -> None:
+    """Deletes a draft that has not become a generation."""
+    _sweep(drafted.parent, newest(drafted.parent))
+
+
+def check(generation: Path, names: Collection[str] | None = None) -> None:
+    """Compares files of a generation with their digests: those named, or all.
+
+    Raises:
+        DamageError: a file is gone or another one.
+    """
+    with damage_of(generation.parent):
+        digests = read_json(generation, _DIGESTS)
+        compare(_DIGESTS, digests, {str: str})
+    folder = generation.parent
+    for name in digests if names is None else names:
+        path = generation / name
+        is_whole = path.is_file() and digest_of(path) == digests.get(name)
+        if not is_whole:
+            damage = "is not what was saved" if path.exists() else "is gone"
+            raise DamageError(f"{folder} is damaged: {path.relative_to(folder)} {damage}")
+
+
+def delete(folder: Path) -> None:
+    """Deletes all generations of a folder, and the folder if nothing else was in it.
+
+    What lies behind a link was put there by somebody else, and stays.
+    """
+    with telling(folder):
+        if folder.is_symlink():
+            raise OSError("it is a link")
+        if not any(map(_is_ours, folder.iterdir())):
+            return
+        # A generation that is half deleted must not be taken for one.
+        for generation in _all(folder):
+            generation.rename(generation.with_name(generation.name + ".deleted"))
+        _sweep(folder, None)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """Wraps the deletion of a path: a failure is no error, but a warning, the first time."""
+    try:
+        yield
+    except OSError as problem:
+        _warn(path, problem.strerror or str(problem))
+
+
+@cache
+def _warn(path: Path, reason: str) -> None:
+    _log.warning(
+        "%s cannot be deleted (%s): that is tried again at the next checkpoint",
+        path,
+        reason,
+    )
+
+
+@contextmanager
+def damage_of(folder: Path) -> Iterator[None]:
+    """Wraps the reading of a folder's files: raises a DamageError that names it for what is wrong with them."""
+    try:
+        yield
+    except DamageError:
+        raise
+    except (OSError, ValueError) as problem:
+        raise DamageError(f"{folder} is damaged: {problem}") from problem
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """Reads a JSON file of a folder; raises ValueError if it is gone, is not JSON, or is nested too deeply."""
+    try:
+        return json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise ValueError(f"{name}: {reason}") from problem
+
+
+def digest_of(path: Path) -> str:
+    """Returns the digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _all(folder: Path) -> list[Path]:
+    """Returns the generations of a folder, the newest last."""
+    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_number)
+
+
+def _number(generation: Path) -> int:
+    return int(generation.name.removeprefix(_PREFIX).partition(".")[0])
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and _OURS.fullmatch(path.name) is not None
+
+
+def _sweep(folder: Path, kept: Path | None) -> None:
+    """Deletes the older generations, and what killed processes left of others."""
+    for path in sorted(folder.iterdir()):
+        if path != kept and _is_ours(path):
+            with telling(path):
+                shutil.rmtree(path)
+
+
+def _seal(folder: Path, digests: Mapping[str, str]) -> None:
+    """Adds the digests of all files, and forces everything to the disk.
+
+    Args:
+        folder: a draft.
+        digests: of some of its files, by name.
+    """
+    paths = sorted(folder.rglob("*"))
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    of_all = {name: digests.get(name) or digest_of(path) for name, path in files.items()}
+    (folder / _DIGESTS).write_text(json.dumps(of_all, indent=1))
+    for path in (*paths, folder / _DIGESTS, folder):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

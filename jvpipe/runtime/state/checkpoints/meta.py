@@ -1,0 +1,111 @@
+"""The entries of a checkpoint's `meta.json`, and what each of them must be.
+
+A checkpoint is data from outside: before anything is made of it, everything is checked against these patterns
+(`jvpipe.util.pattern`), so that an error names the entry instead of failing somewhere below.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from jvpipe.ir.kinds import Kind
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.state.checkpoints import skeleton
+from jvpipe.trace.keys import IMPLEMENTATIONS
+from jvpipe.util.pattern import MOST, anything, compare, either, maybe, one_of, whole
+
+_WHERE = "meta.json"
+_COUNT = whole(0, 2**31 - 1)
+_ANY = whole(-MOST)
+"""Numbers of a use are counted from where its step begins: they may be below 0."""
+_USE = (one_of((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
+_VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
+_ARRAYS = {
+    "kinds": [str],
+    "keys": [(str, str, one_of(IMPLEMENTATIONS))],
+    "raw": [(str, str, skeleton.dtype, [whole()])],
+    "parts": {str: [str]},
+}
+
+
+def _plan(where: str, data: Any) -> None:
+    try:
+        Plan.from_json(data)
+    except ValueError as problem:
+        raise ValueError(f"{where}: {problem}") from problem
+
+
+def _binding(where: str, data: Any) -> None:
+    compare(where, data, [anything])
+    compare(where, data[:5], ({str: anything}, [_COUNT], [_COUNT], [{str: str}], _COUNT))
+    compare(f"{where}[0]", {"name": data[0].get("name")}, {"name": str})
+
+
+_FLIGHT = {
+    "steps": whole(1, 2**31 - 1),
+    "bound_to": _binding,
+    "legs": [(_COUNT, _plan)],
+    "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),
+}
+_STATE = {
+    "step": _COUNT,
+    "updates": _COUNT,
+    "words": maybe([whole(0, 2**32 - 1)]),
+    "key": maybe(([whole()], maybe(one_of(IMPLEMENTATIONS)))),
+    "schedule?": str,
+    "shapes": {name: maybe(skeleton.tree) for name in ("params", "batch", "model_state")},
+    "extra": {str: anything},
+    "flight?": _FLIGHT,
+    "kinds": [one_of(("parameter", "optimizer", "state", "flight"))],
+    **{f"{name}?": anything for name in ("keys", "raw", "parts")},
+}
+
+
+def check_arrays(meta: Mapping[str, Any]) -> None:
+    """Checks the entries that say which arrays there are; raises ValueError for what is wrong with them."""
+    if "kinds" not in meta:
+        raise ValueError(f"{_WHERE} lacks kinds")
+    for name in _ARRAYS.keys() & meta.keys():
+        compare(f"{_WHERE}: {name}", meta[name], _ARRAYS[name])
+    for file in meta.get("parts", ()):
+        if not file or "/" in file or "\0" in file or file in (".", ".."):
+            raise ValueError(f"{_WHERE}: parts names a file that is none of it, {file!r}")
+
+
+def check_state(meta: Mapping[str, Any]) -> None:
+    """Checks the entries of a state; raises ValueError unless they are all there, and no others."""
+    compare(_WHERE, dict(meta), _STATE)
+    words, key = meta["words"], meta["key"]
+    # A run without a key has neither; else the words fill the shape of the key.
+    if (words is None) != (key is None) or (key is not None and len(words) != prod(key[0])):
+        raise ValueError(f"{_WHERE}: the words {words} are none of a key of {key}")
+    flight, has_arrays = meta.get("flight"), "flight" in meta.get("kinds", ())
+    if (flight is not None) != has_arrays:
+        raise ValueError(f"{_WHERE}: flight {'is missing' if has_arrays else 'has no arrays'}")
+    if flight is not None:
+        _check_flight(flight, meta["step"])
+
+
+def _check_flight(flight: Mapping[str, Any], step: int) -> None:
+    """Checks that what a state says of its micro-batches in flight agrees with itself.
+
+    Args:
+        flight: that entry.
+        step: of the state.
+    """
+    steps, legs = flight["steps"], flight["legs"]
+    if steps > step or not legs:
+        raise ValueError(
+            f"{_WHERE}: {steps} steps under {len(legs)} plans are in flight at step {step}"
+        )
+    # All plans of a stream have the same layers.
+    layers = sum(Plan.from_json(legs[-1][1]).cuts)
+    versions = flight["versions"]
+    runs = versions if isinstance(versions, list) else versions["runs"]
+    used = (layer for run in runs if run for _, layer, *_ in run[0])
+    beyond = next((layer for layer in used if layer >= layers), None)
+    if beyond is not None:
+        raise ValueError(f"{_WHERE}: flight.versions tell of layer {beyond}, the plan has {layers}")
+    starts = [start for start, _ in legs]
+    if starts != sorted(set(starts)):
+        raise ValueError(f"{_WHERE}: flight.legs begin at micro-batches {starts}, not in turn")

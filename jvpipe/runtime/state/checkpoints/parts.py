@@ -1,0 +1,158 @@
+"""Checkpoints of several processes: each writes a part, and the first one makes them a generation.
+
+    process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
+    process 1          |  part-0001.safetensors  |                                                  |
+
+No process passes a bar before all have come to it. If one fails, all raise, and the older generation stays.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.state.checkpoints import array_file, generations
+from jvpipe.runtime.state.checkpoints.array_file import Arrays
+from jvpipe.runtime.state.checkpoints.checkpoint import (
+    META,
+    Saved,
+    checkpoint_folder,
+    open_checkpoint,
+)
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part, as the process that wrote it describes it to the others."""
+
+    file: str
+    bytes: int
+    digest: str
+    keys: list[list[Any]]
+    raw: list[list[Any]]
+
+
+def save_parts(hosts: Hosts, path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+    """Writes a checkpoint together with all other processes, whole or not at all.
+
+    Args:
+        hosts: the processes, which all call it.
+        path: a folder that all see.
+        arrays: host arrays of this process alone, by kind and path.
+        meta: what JSON can hold; that of the first process is written.
+
+    Raises:
+        ValueError: the path is that of a file, or of another folder in some process.
+        OSError: this process cannot write there.
+        Disagreement: another process has failed.
+    """
+    folder = Path(path).absolute()
+    draft = folder / hosts.decided("draft", partial(_begin, folder))
+    try:
+        part = hosts.together("part", partial(_write, draft, hosts.process, arrays))
+        words = hosts.exchange("parts", json.dumps(asdict(part)).encode())
+        parts = [_Part(**json.loads(word)) for word in words]
+        of_all = {**meta, "kinds": list(arrays)}
+        hosts.first("checkpoint", partial(_finish, draft, parts, of_all))
+    except Exception:
+        if not hosts.process:
+            generations.drop_draft(draft)
+        raise
+
+
+def _begin(folder: Path) -> str:
+    draft = generations.begin_draft(checkpoint_folder(folder))
+    draft.mkdir()
+    return draft.name
+
+
+def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
+    """Writes this process's part, and forces it to the disk."""
+    if not draft.is_dir():
+        raise ValueError(_elsewhere(draft.parent, process))
+    file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
+    array_file.write(file, packed, draft.parent)
+    generations.sync(file)
+    size, digest = file.stat().st_size, generations.digest_of(file)
+    return _Part(file.name, size, digest, packed.keys, packed.raw)
+
+
+def _finish(draft: Path, parts: Sequence[_Part], meta: Mapping[str, Any]) -> None:
+    """Makes the parts of all processes the newest generation."""
+    # The first process sees all parts only if the folder is the same one everywhere.
+    for process, part in enumerate(parts):
+        file = draft / part.file
+        if not file.is_file() or file.stat().st_size != part.bytes:
+            raise ValueError(_elsewhere(draft.parent, process))
+    content = {
+        **meta,
+        "keys": [key for part in parts for key in part.keys],
+        "raw": [raw for part in parts for raw in part.raw],
+        "parts": {part.file: array_file.names_in(draft / part.file) for part in parts},
+    }
+    (draft / META).write_text(json.dumps(content))
+    # Each process has taken the digest of its part while it was in the cache: none is read again.
+    generations.finish_draft(draft, {part.file: part.digest for part in parts})
+
+
+def _elsewhere(folder: Path, process: int) -> str:
+    return (
+        f"{folder} is another folder in process {process} than in the first one: a checkpoint of several processes "
+        "needs a folder that all see"
+    )
+
+
+def open_together(hosts: Hosts | None, path: str | Path) -> Saved:
+    """Opens a checkpoint in all processes, and checks its files, each of them in one process.
+
+    Args:
+        hosts: the processes, if there are several.
+        path: a folder that all see.
+
+    Raises:
+        ValueError: there is no checkpoint, or another one in another process.
+        DamageError: it is not as it was saved.
+    """
+    saved = read_together(hosts, partial(open_checkpoint, path))
+    if hosts is not None:
+        content = [("folder", saved.folder.name), ("meta.json", json.dumps(saved.meta))]
+        hosts.agree("the checkpoints", content)
+    share = (hosts.process, hosts.count) if hosts is not None else (0, 1)
+    read_together(hosts, partial(saved.check, *share))
+    return saved
+
+
+def read_together(hosts: Hosts | None, act: Callable[[], T]) -> T:
+    """Reads something of a checkpoint; if it is damaged in one process, all raise the same error.
+
+    Args:
+        hosts: the processes, if there are several.
+        act: reads it.
+
+    Raises:
+        DamageError: it is damaged.
+        Disagreement: another process has failed otherwise.
+    """
+    if hosts is None:
+        return act()
+
+    # As a value, not as a failure: those would be told to the others as a Disagreement.
+    def read() -> T | DamageError:
+        try:
+            return act()
+        except DamageError as damage:
+            return damage
+
+    value = hosts.together("checkpoint", read)
+    damage = str(value) if isinstance(value, DamageError) else ""
+    for word in hosts.exchange("damage", damage.encode()):
+        if word:
+            raise DamageError(word.decode())
+    assert not isinstance(value, DamageError)
+    return value

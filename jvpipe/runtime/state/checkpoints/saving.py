@@ -1,0 +1,235 @@
+"""States as checkpoints: a plain one fits any cut, one in flight only the same schedule, cuts and fates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jvpipe._jax import is_own
+from jvpipe.ir.plan import Plan
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
+from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.runtime.state.checkpoints import skeleton
+from jvpipe.runtime.state.checkpoints.array_file import Arrays
+from jvpipe.runtime.state.checkpoints.checkpoint import check_paths, open_checkpoint
+from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of
+from jvpipe.runtime.state.checkpoints.generations import DamageError
+from jvpipe.schedules.schedule import Schedule
+from jvpipe.trace.loss import KeyKind
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Translates between the states of a compiled plan and what is in a checkpoint.
+
+    Args:
+        compiled: that the states belong to.
+        schedule: as the user chose it.
+        microbatches: of a step.
+    """
+
+    compiled: CompiledPlan
+    schedule: Schedule
+    microbatches: int
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """The names of the arrays of each kind in a checkpoint."""
+        graph = self.compiled.traced.graph
+        return {
+            "parameter": [p.array.name for p in graph.parameters],
+            "optimizer": [leaf.array.name for leaf in self.compiled.optimizer.state],
+            "state": [array.name for array in graph.state],
+        }
+
+    def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
+        """Returns the arrays of a state on the host, as far as this process holds them.
+
+        Of an array that lies at several places, the process with the first copy saves it.
+
+        Args:
+            of_state: its arrays, None for what another process holds.
+            stream_steps: the steps of its stream, 0 at rest.
+        """
+        newest = newest_of(self.compiled, stream_steps)
+        arrays: Arrays = {}
+        for kind, names in self.names.items():
+            named = ((name, of_state[newest[kind, i]]) for i, name in enumerate(names))
+            arrays[kind] = {name: to_host(x) for name, x in named if x is not None}
+        # What is in flight is saved beside the plain state.
+        if stream_steps:
+            spots = zip(names_of(self.compiled, stream_steps), of_state, strict=True)
+            arrays["flight"] = {str(spot): to_host(x) for spot, x in spots if x is not None}
+        return arrays
+
+    def own(self, stream_steps: int) -> set[tuple[str, str]]:
+        """Returns the arrays of a checkpoint that this process has to hold, by kind and name.
+
+        Args:
+            stream_steps: the steps of the stream that was saved, 0 at rest.
+        """
+        # In flight every buffer is saved by its own name; at rest copies share the name of their leaf.
+        devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
+        here = [spot for spot in spots if is_own(devices[spot.place])]
+        if stream_steps:
+            return {("flight", str(spot)) for spot in here}
+        names = self.names
+        leaves = {(str(spot.value.kind), spot.value.index) for spot in here}
+        return {(kind, names[kind][i]) for kind, i in leaves if kind in names}
+
+    def meta(
+        self,
+        state: State,
+        rng: jax.Array | None,
+        shapes: Mapping[str, Any],
+        versions: VersionLedger,
+        extra: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Returns what a checkpoint says of a state beside its arrays.
+
+        Args:
+            state: at rest, or in flight.
+            rng: the key of the run.
+            shapes: the trees that the model was traced with.
+            versions: the ledger of the run, of which a state in flight needs the end.
+            extra: from the caller; what JSON can hold.
+        """
+        key = None if rng is None else KeyKind.of(rng)
+        meta = {
+            "step": state.step,
+            "updates": state.updates,
+            "words": None if state.words is None else state.words.tolist(),
+            "key": None if key is None else [list(key.shape), key.impl],
+            "schedule": self.schedule.name,
+            "shapes": {name: skeleton.dump(tree) for name, tree in shapes.items()},
+            "extra": extra,
+        }
+        if state.stream_steps:
+            meta["flight"] = {
+                "steps": state.stream_steps,
+                "bound_to": self._binding,
+                "legs": [[span.start, span.layout.plan.to_json()] for span in self.compiled.spans],
+                "versions": versions.to_json(),
+            }
+        return meta
+
+    def leaves(self, path: str | Path, arrays: Arrays) -> dict[Name, Leaf]:
+        """Returns the saved arrays by name, those that were read.
+
+        Args:
+            path: the checkpoint's, for the message.
+            arrays: by kind and path; None for what another process reads.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        leaves: dict[Name, Leaf] = {}
+        for kind, names in self.names.items():
+            saved = arrays.get(kind, {})
+            shapes = dict(zip(names, self._shapes_of(kind), strict=True))
+            check_paths(kind, saved, shapes, str(path))
+            for i, name in enumerate(names):
+                if saved[name] is not None:
+                    (leaves[kind, i],) = given_leaves([saved[name]])
+        return leaves
+
+    def check_in_flight(self, path: str | Path, in_flight: Mapping[str, Any]) -> None:
+        """Checks that what was in flight can go on under this plan.
+
+        Args:
+            path: the checkpoint's, for the message.
+            in_flight: what it says of that.
+
+        Raises:
+            ValueError: it belongs to another schedule, other cuts, fates or devices.
+        """
+        plan = Plan.from_json(in_flight["legs"][-1][1])
+        then = [stage.devices for stage in plan.stages]
+        now = [stage.devices for stage in self.compiled.plan.stages]
+        if in_flight["bound_to"] != self._binding or then != now:
+            saved, cuts, _, _, micro, *_ = in_flight["bound_to"]
+            raise ValueError(
+                f"{path} was saved in flight under {saved['name']} with cuts {cuts} on devices {then} and {micro} "
+                "micro-batches: only the same schedule, cuts, devices, fates and micro-batches can go on. Use these "
+                "(its plan is jvpipe.checkpoint_plan(path)), or save a state that pipe.drain returned"
+            )
+
+    @property
+    def _binding(self) -> list[Any]:
+        """What a state in flight is bound to, as JSON: it can go on only under the same."""
+        plan = self.compiled.plan
+        fates = [dict(stage.fates) for stage in plan.stages]
+        options, cuts, splits = self.schedule.options, list(plan.cuts), list(plan.splits)
+        binding = [options, cuts, splits, fates, self.microbatches]
+        # What is told only where it applies leaves the checkpoints of all other plans as they were.
+        if plan.replicated:
+            binding.append(list(plan.replicas))
+        states = [dict(stage.state_fates) for stage in plan.stages]
+        if any(states):
+            binding.append(states)
+        return binding
+
+    def _shapes_of(self, kind: str) -> list[tuple[tuple[int, ...], str]]:
+        graph, optimizer = self.compiled.traced.graph, self.compiled.optimizer
+        arrays = {
+            "parameter": [p.array for p in graph.parameters],
+            "optimizer": [leaf.array for leaf in optimizer.state],
+            "state": graph.state,
+        }
+        return [(tuple(a.shape), str(a.dtype)) for a in arrays[kind]]
+
+
+def checkpoint_plan(path: str | Path) -> Plan | None:
+    """Returns the plan under which a state saved in flight goes on, as `Pipeline(stages=plan)`; None if any will do."""
+    saved = open_checkpoint(path)
+    saved.check_state()
+    in_flight = saved.meta.get("flight")
+    return Plan.from_json(in_flight["legs"][-1][1]) if in_flight else None
+
+
+def saved_words(meta: Mapping[str, Any]) -> np.ndarray | None:
+    """Returns the words of a saved run's key."""
+    return None if meta["words"] is None else np.asarray(meta["words"], np.uint32)
+
+
+def saved_inputs(
+    path: str | Path, meta: Mapping[str, Any]
+) -> tuple[Any, Any, jax.Array | None, Any]:
+    """Returns the shapes of parameters and batch, the key, and the shapes of the model state that were saved.
+
+    Args:
+        path: the checkpoint's, for the message.
+        meta: its `meta.json`.
+
+    Raises:
+        ValueError: it does not know the containers of one of them.
+    """
+    shapes = meta["shapes"]
+    unknown = [name for name, shape in shapes.items() if shape is None]
+    if unknown:
+        raise ValueError(
+            f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
+        )
+    try:
+        trees = {name: skeleton.load(shape) for name, shape in shapes.items()}
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}, or call init") from problem
+    rng = None if meta["key"] is None else _saved_key(path, meta)
+    return trees["params"], trees["batch"], rng, trees["model_state"]
+
+
+def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
+    (shape, impl), words = meta["key"], np.asarray(meta["words"], np.uint32)
+    key = jax.numpy.asarray(words.reshape(shape))
+    if impl is None:  # a raw key, which is its words
+        return key
+    try:
+        return jax.random.wrap_key_data(key, impl=impl)
+    except TypeError as problem:
+        damage = f"{len(words)} words of shape {shape} are no key of {impl}"
+        raise DamageError(f"{path} is damaged: meta.json: {damage}") from problem

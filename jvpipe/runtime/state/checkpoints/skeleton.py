@@ -1,0 +1,164 @@
+"""The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
+
+A container that is neither dict, list nor tuple is written as the name of its class and what its flattening keeps
+beside the children (keys, static fields), if that is plain data. Reading imports nothing, so that no checkpoint can run
+code: the class must have been imported before.
+"""
+
+import sys
+from operator import attrgetter
+from typing import Any
+
+import jax
+from jax.tree_util import PyTreeDef, default_registry
+
+from jvpipe.trace.keys import dtype_of
+from jvpipe.util.brief import brief
+from jvpipe.util.pattern import anything, compare, whole
+
+Tree = Any
+
+
+def dump(tree: Tree) -> Any:
+    """Returns a tree as JSON, its leaves as shapes and types; None if a container of it cannot be written.
+
+    >>> import numpy as np
+    >>> dump({"a": (np.zeros(2, "float32"),)})
+    {'dict': {'a': {'tuple': [{'leaf': [[2], 'float32']}]}}}
+    """
+    try:
+        return _dump(tree)
+    except TypeError:
+        return None
+
+
+def tree(where: str, dumped: Any) -> None:
+    """Raises ValueError unless data are what `dump` writes: a pattern, as in `jvpipe.util.pattern`."""
+    compare(where, dumped, {str: anything})
+    if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
+        raise ValueError(f"{where} must be one of {', '.join(_INSIDE)}, not {brief(dumped)}")
+    inside = dumped[kind]
+    if kind == "leaf" and isinstance(inside, list) and inside[2:] == ["weak"]:
+        inside = inside[:2]
+    compare(f"{where}.{kind}", inside, _INSIDE[kind])
+
+
+def dtype(where: str, name: Any) -> None:
+    """Raises ValueError unless a name is that of a type: likewise a pattern."""
+    compare(where, name, str)
+    try:
+        dtype_of(name)
+    except (TypeError, ValueError, StopIteration) as problem:
+        raise ValueError(f"{where} must be a type, not {brief(name)}") from problem
+
+
+_INSIDE = {
+    "dict": {str: tree},
+    "list": [tree],
+    "tuple": [tree],
+    "none": anything,
+    "node": (str, anything, [tree]),
+    "leaf": ([whole()], dtype),
+}
+"""The pattern of what may be in each kind of container."""
+
+
+def load(dumped: Any) -> Tree:
+    """Returns the tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
+
+    Args:
+        dumped: a `tree`, as a pattern says.
+
+    Raises:
+        ValueError: the class of a container is not there, or does not take what is in it.
+    """
+    ((kind, inside),) = dumped.items()
+    match kind:
+        case "dict":
+            return {k: load(v) for k, v in inside.items()}
+        case "list":
+            return [load(v) for v in inside]
+        case "tuple":
+            return tuple(load(v) for v in inside)
+        case "none":
+            return None
+        case "node":
+            return _container(*inside)
+        case _:
+            shape, dtype, *weak = inside
+            return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), weak_type=bool(weak))
+
+
+def _container(name: str, kept: Any, children: list[Any]) -> Tree:
+    """Returns a container of a user's class.
+
+    Args:
+        name: of the class.
+        kept: what its flattening keeps beside the children.
+        children: as `dump` writes them.
+    """
+    container, trees = _class(name), list(map(load, children))
+    try:
+        leaves = [jax.tree.structure(0)] * len(children)
+        node_data = container, _plain(kept)
+        node = PyTreeDef.from_node_data_and_children(default_registry, node_data, leaves)
+        return jax.tree.unflatten(node, trees)
+    except Exception as problem:  # of any kind: the class is a user's
+        parts = f"{brief(kept)} and {len(children)} parts"
+        raise ValueError(f"the container {name} cannot be made of {parts}") from problem
+
+
+def _dump(tree: Tree) -> Any:
+    kind = type(tree)
+    if tree is None:
+        return {"none": 0}
+    if kind is dict and all(isinstance(k, str) for k in tree):
+        return {"dict": {k: _dump(v) for k, v in tree.items()}}
+    if kind in (list, tuple):
+        return {kind.__name__: [_dump(v) for v in tree]}
+    # One level: the children of a container are leaves to it, and a leaf has no node data.
+    children, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    node_data = structure.node_data()
+    if node_data is not None:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return {"node": [name, _as_json(node_data[1]), [_dump(x) for x in children]]}
+    if not hasattr(tree, "dtype"):
+        raise TypeError(kind)
+    weak = ["weak"] if getattr(tree, "weak_type", False) else []
+    return {"leaf": [list(tree.shape), str(tree.dtype), *weak]}
+
+
+def _as_json(kept: Any) -> Any:
+    """Returns the data that flattening kept as JSON, which has no tuples; raises TypeError for what is not plain."""
+    if isinstance(kept, tuple):
+        return {"tuple": [_as_json(x) for x in kept]}
+    if isinstance(kept, list):
+        return [_as_json(x) for x in kept]
+    if kept is None or type(kept) in (bool, int, float, str):
+        return kept
+    raise TypeError(type(kept))
+
+
+def _plain(dumped: Any) -> Any:
+    """Returns the data that `_as_json` wrote."""
+    match dumped:
+        case {"tuple": inside}:
+            return tuple(map(_plain, inside))
+        case list():
+            return [_plain(x) for x in dumped]
+        case _:
+            return dumped
+
+
+def _class(name: str) -> type:
+    """Returns the class of a name, which must have been imported: a checkpoint makes nothing be imported."""
+    module, _, inside = name.partition(":")
+    try:
+        container = attrgetter(inside)(sys.modules[module])
+    except (KeyError, AttributeError) as problem:
+        raise ValueError(
+            f"the containers are of class {inside} of {module}: import that before restore"
+        ) from problem
+    if not isinstance(container, type):
+        raise ValueError(f"{brief(name)} is no class of containers")
+    return container

@@ -1,0 +1,385 @@
+"""A model that changes while it is trained: what both models have stays, what leaves is parked, the rest is made.
+
+Where each array comes from is decided before anything happens (`origins.py`). On the way either both models lie beside
+each other, or what leaves goes to the host first; until all has come, the old model can be restored.
+
+Each of several processes parks what leaves its own devices. What another process needs goes there from device to
+device, and nothing leaves before all of it has come everywhere.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+
+from jvpipe import _jax
+from jvpipe.ir.buffers import HOST, Peak, Spot
+from jvpipe.ir.values import Owner
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.failures import HostLost, StageError
+from jvpipe.runtime.engine.hosts import Carried
+from jvpipe.runtime.engine.placing import key_of, name_of
+from jvpipe.runtime.engine.tensors import (
+    Away,
+    Identity,
+    Ledger,
+    Limits,
+    MemoryLimitExceeded,
+    parked_bytes,
+)
+from jvpipe.runtime.engine.transport import to_host
+from jvpipe.runtime.state.origins import Arrival, Origins, Parked
+
+_CLOSING_S = 1.0
+"""How long it may take until the connection to a process that is gone has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChange:
+    """A model that took another one's place before a step: the paths of its parameters by where they came from.
+
+    Attributes:
+        step: before which it did.
+        kept: of the model before.
+        returned: from the host, where they had been parked.
+        new: made.
+        parked: of the model before, which this one lacks.
+        moved_bytes: of arrays that changed devices.
+        how: "beside" each other, or "by host": what leaves or moves goes to the host before anything arrives, since a
+            device cannot hold both at once.
+    """
+
+    step: int
+    kept: tuple[str, ...]
+    returned: tuple[str, ...]
+    new: tuple[str, ...]
+    parked: tuple[str, ...]
+    moved_bytes: int
+    how: str
+
+    def __str__(self) -> str:
+        names = ("kept", "returned", "new", "parked")
+        counts = ", ".join(f"{len(getattr(self, name))} {name}" for name in names)
+        return f"step {self.step}: another model; parameters: {counts}; {self.moved_bytes:,} bytes moved {self.how}"
+
+
+def plan_model_switch(
+    old: CompiledPlan,
+    new: CompiledPlan,
+    values: Mapping[str, Sequence[Any]],
+    parked: Parked,
+    limits: Limits,
+) -> "ModelSwitch":
+    """Checks that one model can take over from another, and how; nothing moves yet.
+
+    Args:
+        old: the compiled plan that a state belongs to.
+        new: the one that takes it over.
+        values: leaves of the "parameter" and "state" of the new model, for those that are new.
+        parked: what lies on the host.
+        limits: kept at every instant.
+
+    Raises:
+        ValueError: an array has the path of one of the old model and another shape or type, or lacks its values.
+        MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within it.
+    """
+    origins = Origins(old, new, values, parked)
+    switch = ModelSwitch(origins, by_host=False)
+    way = "while one model takes over from another"
+
+    def check_after() -> None:
+        replace(limits, parked=origins.parked_after).check(new.peaks, new.devices)
+
+    hosts = origins.hosts
+    hosts.together("new model", origins.check)
+    hosts.together("limits", check_after)
+    if new.hosts is not None:
+        # What went through the host would be lost with a process that fails meanwhile: there is no other way.
+        hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
+        return switch
+    try:
+        replace(limits, host_bytes=None).check(switch.peaks, new.devices)
+    except MemoryLimitExceeded:
+        switch = replace(switch, by_host=True)
+    limits.check(switch.peaks, new.devices, way)
+    return switch
+
+
+@dataclass(frozen=True)
+class ModelSwitch:
+    """Turns one compiled plan's arrays into another's.
+
+    Args:
+        origins: where each array comes from; what is `parked` changes once the new model has taken over.
+        by_host: what leaves has to go before anything arrives.
+    """
+
+    origins: Origins
+    by_host: bool
+
+    @property
+    def _old(self) -> CompiledPlan:
+        return self.origins.old
+
+    @property
+    def _new(self) -> CompiledPlan:
+        return self.origins.new
+
+    def change(self, step: int) -> ModelChange:
+        """Returns the entry of the history for this switch, made before a step."""
+        # A parameter may be read at several places: each path is told once, in the order of the model.
+        paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
+        for arrival in self.origins.arrivals:
+            kind, array = arrival.identity
+            how = arrival.source.how
+            if kind == "parameter":
+                paths[how if how in paths else "kept"][array.name] = None
+        kept, returned, new = map(tuple, paths.values())
+        parked = tuple(array.name for kind, array in self.origins.parks if kind == "parameter")
+        copied = (one.buffer for one in self.origins.arrivals if one.source.how == "copy")
+        moved_bytes = sum(buffer.bytes for buffer in copied)
+        how = "by host" if self.by_host else "beside"
+        return ModelChange(step, kept, returned, new, parked, moved_bytes, how)
+
+    @cached_property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most bytes on each device, and last on the host beside what is parked, on the way."""
+        devices = range(len(self._new.devices))
+        before, gone, arriving = ([0] * (len(devices) + 1) for _ in range(3))  # last the host's
+        for i, buffer in enumerate(self._old.persistent):
+            before[buffer.memory] += buffer.bytes
+            if self.by_host and i in self.origins.leaving:
+                gone[buffer.memory] += buffer.bytes
+        ready: set[Any] = set()  # what need not be initialised
+        for arrival in self.origins.arrivals:
+            buffer, how = arrival.buffer, arrival.source.how
+            if how != "stay":
+                arriving[buffer.memory] += buffer.bytes
+            passed = self.origins.home(arrival)
+            if passed is not None:
+                arriving[passed] += buffer.bytes
+            if how != "make" or buffer.owner is not Owner.OPTIMIZER:
+                ready.add(key_of(buffer))
+        # Pieces of the optimizer may make more than what is missing.
+        spare = self._new.placing.spare_bytes(ready)
+        staying = [before[d] - gone[d] for d in devices]
+        peak_bytes = [max(before[d], staying[d] + arriving[d] + spare[d]) for d in devices]
+        holders = [
+            (("the model before", staying[d]), ("what arrives", arriving[d])) for d in devices
+        ]
+        return (*map(_peak, peak_bytes, holders), self._host_peak)
+
+    @property
+    def _host_peak(self) -> Peak:
+        """The bytes on the host beside what is parked already."""
+        origins = self.origins
+        waiting = 0
+        if self.by_host:
+            waiting = sum(self._old.persistent[i].bytes for i in origins.copied)
+        parks = parked_bytes({it: i for it, i in origins.parks.items() if origins.had(i)})
+        return _peak(parks + waiting, (("what is to be parked", parks), ("what moves", waiting)))
+
+    def run(self, arrays: Sequence[jax.Array], ledger: Ledger) -> tuple[jax.Array, ...]:
+        """Returns the new model's arrays; what has left is added to `parked`, what has come back is taken from it.
+
+        Args:
+            arrays: the old model's; they are consumed.
+            ledger: counts.
+
+        Raises:
+            StageError: something failed; its `table` are the old model's arrays, whole.
+        """
+        origins, live = self.origins, list(ledger.live)
+        placed: dict[Any, jax.Array] = {}
+        leaves: Parked = {
+            identity: to_host(arrays[i]) if origins.had(i) else Away(origins.process_of(i))
+            for identity, i in origins.parks.items()
+        }
+        # By host, what moves is copied away before its place on the device is needed.
+        on_host = {i: to_host(arrays[i]) for i in origins.copied if self.by_host}
+        ledger.hold(HOST, self.peaks[HOST].bytes)
+        try:
+            if self.by_host:
+                self._leave(arrays, ledger)
+            before = {**dict(enumerate(arrays)), **on_host}
+            sent = self._arrive(before, placed, ledger)
+        except HostLost:
+            raise
+        except BaseException as error:
+            is_alone = origins.hosts.count == 1
+            if gone := "" if is_alone else origins.hosts.gone(wait_s=_CLOSING_S):
+                raise HostLost(
+                    f"{gone}, go on from the last checkpoint: the model was being changed"
+                ) from error
+            if self.by_host:
+                left = leaves | {origins.before[i]: x for i, x in on_host.items()}
+                arrays = self._restored(arrays, placed.values(), left)
+            ledger.live[:] = live
+            if not isinstance(error, Exception):
+                raise
+            failure = StageError(f"the model could not be changed: {error}")
+            failure.table = arrays
+            raise failure from error
+        # All has come: from here on nothing can fail.
+        for place, array in sent:
+            ledger.drop(place, array.nbytes)
+        if not self.by_host:
+            self._leave(arrays, ledger)
+        self._park(leaves, ledger)
+        return tuple(placed.get(key_of(buffer)) for buffer in self._new.persistent)  # pyright: ignore[reportReturnType]
+
+    def _park(self, leaves: Parked, ledger: Ledger) -> None:
+        """Adds what has left to what is parked, and takes away what has come back."""
+        now_parked = parked_bytes(self.origins.parked_after) - parked_bytes(self.origins.parked)
+        ledger.drop(HOST, self.peaks[HOST].bytes - now_parked)
+        for identity in self.origins.parked.keys() - self.origins.parked_after.keys():
+            del self.origins.parked[identity]
+        self.origins.parked.update(leaves)
+
+    def _arrive(
+        self, before: Mapping[int, Any], placed: dict[Any, jax.Array], ledger: Ledger
+    ) -> list[tuple[int, jax.Array]]:
+        """Puts every array of the new model in its place.
+
+        Args:
+            before: the old model's values, by buffer.
+            placed: gets the arrays, by their spots.
+            ledger: counts them.
+
+        Returns:
+            What has been held meanwhile at places of this process, for others.
+        """
+        hosts, sent = self.origins.hosts, list[tuple[int, jax.Array]]()
+        put = partial(self._put, before, placed, sent, ledger)
+        crossing = hosts.together("arrays of the new model", put)
+        if crossing:
+            copies = [one.copy for one in crossing]
+            arrived = hosts.carry(copies, [one.array for one in crossing])
+            pairs = zip(crossing, arrived, strict=True)
+            placed |= {one.spot: array for one, array in pairs if array is not None}
+
+        def initialise() -> None:
+            self._new.placing.initialise_optimizer(placed, self._new.store)
+            jax.block_until_ready(list(placed.values()))
+
+        hosts.together("optimizer's state of the new model", initialise)
+        return sent
+
+    def _put(
+        self,
+        before: Mapping[int, Any],
+        placed: dict[Any, jax.Array],
+        sent: list[tuple[int, jax.Array]],
+        ledger: Ledger,
+    ) -> list["_Crossing"]:
+        """Puts every array that this process has, and is to have, in its place.
+
+        Args:
+            before: the old model's values, by buffer.
+            placed: gets the arrays, by their spots.
+            sent: gets those that are put on a device only to go to another process, and their places.
+            ledger: counts them.
+
+        Returns:
+            What goes between processes; all processes list the same copies.
+        """
+        crossing = []
+        for arrival in self.origins.arrivals:
+            buffer, how = arrival.buffer, arrival.source.how
+            device = self._new.devices[buffer.place]
+            is_own = _jax.is_own(device)
+            process, value = self._value(arrival, before)
+            if is_own and how != "stay":
+                ledger.hold(buffer.memory, buffer.bytes)
+            if process != device.process_index:
+                home = self.origins.home(arrival)
+                if home is not None and process == self.origins.hosts.process:
+                    ledger.hold(home, buffer.bytes)
+                    sharding = self._new.lying(buffer.value, home).sharding
+                    value = jax.device_put(value, sharding, may_alias=False)
+                    sent.append((home, value))
+                like = self._new.lying(buffer.value, buffer.place)
+                copy = Carried(process, device.process_index, like)
+                crossing.append(_Crossing(key_of(buffer), copy, value))
+            elif is_own and how == "stay":
+                placed[key_of(buffer)] = value
+            elif is_own and value is not None:
+                placed[key_of(buffer)] = self._new.placing.put(value, buffer, may_alias=False)
+        return crossing
+
+    def _value(self, arrival: Arrival, before: Mapping[int, Any]) -> tuple[int, Any]:
+        """Returns the process that has an array of the new model, and the array.
+
+        None stands for an array of another process, and for one that the optimizer has yet to make.
+
+        Args:
+            arrival: of the array.
+            before: the old model's values, by buffer.
+        """
+        identity, source = arrival.identity, arrival.source
+        here, kind = self._new.devices[arrival.buffer.place].process_index, identity[0]
+        match source.how:
+            case "stay" | "copy":
+                return self.origins.process_of(source.index), before[source.index]
+            case "return":
+                value = self.origins.parked[identity]
+                if isinstance(value, Away):
+                    return value.process, None
+                return self.origins.hosts.process, value
+            case "make" if kind == "optimizer":
+                return here, None
+            case "make":
+                values = {**self.origins.values, "constant": self._new.traced.loss.constants}
+                _, leaf = name_of(arrival.buffer)
+                return here, values[kind][leaf]
+
+    def _restored(
+        self, arrays: Sequence[jax.Array], placed: Iterable[jax.Array], left: Mapping[Identity, Any]
+    ) -> tuple[jax.Array, ...]:
+        """Returns the old model's arrays again, once what was made for the new one is gone.
+
+        Args:
+            arrays: the old model's; some have been deleted.
+            placed: the new model's, as far as it came; those that stay are among them.
+            left: the values on the host of those that were deleted.
+        """
+        # What stays is the same array in both models: it must not be deleted with the new one's.
+        staying = {id(x) for x in arrays}
+        for x in placed:
+            if id(x) not in staying:
+                x.delete()
+        pairs = zip(self.origins.before, arrays, strict=True)
+        values: dict[Identity, Any] = {it: x for it, x in pairs if not x.is_deleted()}
+        values.update(left)
+        constants = self._old.traced.loss.constants
+        restored = []
+        for x, identity, buffer in zip(
+            arrays, self.origins.before, self._old.persistent, strict=True
+        ):
+            if not x.is_deleted():
+                restored.append(x)
+                continue
+            kind, index = name_of(buffer)
+            value = constants[index] if kind == "constant" else values[identity]
+            restored.append(self._old.placing.put(value, buffer, may_alias=False))
+        return tuple(restored)
+
+    def _leave(self, arrays: Sequence[jax.Array], ledger: Ledger) -> None:
+        for i in filter(self.origins.had, self.origins.leaving):
+            buffer = self._old.persistent[i]
+            arrays[i].delete()
+            ledger.drop(buffer.memory, buffer.bytes)
+
+
+class _Crossing(NamedTuple):
+    """An array that goes between processes; None for it where another process has it."""
+
+    spot: Spot
+    copy: Carried
+    array: jax.Array | None
+
+
+def _peak(size: int, holders: tuple[tuple[Any, int], ...]) -> Peak:
+    return Peak(size, None, holders)

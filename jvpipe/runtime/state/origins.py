@@ -1,0 +1,208 @@
+"""The origins of a new model's arrays, where one model takes another one's place while it is trained.
+
+An array is the same in both models if its kind, path, shape and type are. The optimizer's state of a parameter goes
+where the parameter goes; state that belongs to no parameter (a step count) always stays.
+
+    old model    A  B  C         A stays where it is; B is copied, since its device changes
+                 |  |  |         C is parked on the host, with its optimizer's state
+    new model    A  B     D      D returns from the host if it was parked once, else it is made
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jvpipe import _jax
+from jvpipe.ir.buffers import Buffer
+from jvpipe.ir.layers import Array
+from jvpipe.ir.values import Owner
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.placing import name_of
+from jvpipe.runtime.engine.tensors import Away, Identity
+
+Parked = dict[Identity, Any]
+"""Arrays on the host that the present model lacks; for those of other processes, which process has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The origin of an array of the new model; `index` is the old model's buffer if that stays or is copied."""
+
+    how: Literal["stay", "copy", "return", "make"]
+    index: int = -1
+
+
+class Arrival(NamedTuple):
+    """A persistent buffer of the new model: what it is, where it lies, and where it comes from."""
+
+    identity: Identity
+    buffer: Buffer
+    source: Source
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Decides where each array of a new model comes from, and what becomes of the old model's.
+
+    Args:
+        old: the compiled plan before.
+        new: the compiled plan after.
+        values: leaves of the "parameter" and "state" of the new model, for those that are new.
+        parked: what lies on the host.
+    """
+
+    old: CompiledPlan
+    new: CompiledPlan
+    values: Mapping[str, Sequence[Any]]
+    parked: Parked
+
+    def check(self) -> None:
+        """Checks that the arrays of both models fit together.
+
+        Raises:
+            ValueError: an array has another shape or type than before, or one that is new has no value.
+        """
+        # By path: an array of the same path must be the same, or it would silently begin anew.
+        before = {(kind, array.name): array for kind, array in self.before}
+        for kind, array in dict.fromkeys(self.after):
+            old = before.get((kind, array.name), array)
+            if kind in ("parameter", "state") and old != array:
+                raise ValueError(
+                    f"{kind} '{array.name}' is {array.dtype}{list(array.shape)} in the new model, "
+                    f"{old.dtype}{list(old.shape)} in the present one: give it another path, for instance a name that "
+                    "tells its shape, so that each keeps its own values"
+                )
+        for arrival in self.arrivals:
+            kind, array = arrival.identity
+            if kind not in self.values or arrival.source.how != "make":
+                continue
+            _, leaf = name_of(arrival.buffer)
+            if isinstance(self.values[kind][leaf], jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"{kind} '{array.name}' is new: its values must be given, not their shape alone"
+                )
+
+    @property
+    def hosts(self) -> Hosts:
+        """The processes that change the model together, or this one alone."""
+        return self.new.hosts or ALONE
+
+    @cached_property
+    def before(self) -> tuple[Identity, ...]:
+        """What each persistent buffer of the old model is."""
+        return _identities(self.old)
+
+    @cached_property
+    def after(self) -> tuple[Identity, ...]:
+        """What each persistent buffer of the new model is."""
+        return _identities(self.new)
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The origin of each persistent buffer of the new model."""
+        owners, before = _parameters_of_state(self.new), frozenset(self.before)
+        # The old buffers of each array that may stay, by place and memory: each can stay only once.
+        staying: dict[tuple[Identity, int, int], list[int]] = {}
+        anywhere: dict[Identity, int] = {}
+        for i, (identity, buffer) in enumerate(zip(self.before, self.old.persistent, strict=True)):
+            staying.setdefault((identity, buffer.place, buffer.memory), []).append(i)
+            anywhere.setdefault(identity, i)
+
+        def source(identity: Identity, buffer: Buffer) -> Source:
+            if identity[0] == "constant":
+                return Source("make")
+            # What the optimizer remembers of a parameter is of use only beside the values of that parameter.
+            is_state = buffer.owner is Owner.OPTIMIZER
+            owner = owners.get(buffer.value.index) if is_state else None
+            # At its place and in its memory an array stays, even if it has copies elsewhere.
+            if identity in before and (owner is None or owner in before):
+                here = staying.get((identity, buffer.place, buffer.memory))
+                return Source("stay", here.pop(0)) if here else Source("copy", anywhere[identity])
+            owner_returns = owner is None or (owner in self.parked and owner not in before)
+            return Source("return" if identity in self.parked and owner_returns else "make")
+
+        return tuple(map(source, self.after, self.new.persistent))
+
+    @cached_property
+    def arrivals(self) -> tuple[Arrival, ...]:
+        """The new model's buffers, with what each is and where it comes from."""
+        return tuple(map(Arrival, self.after, self.new.persistent, self.sources))
+
+    @cached_property
+    def leaving(self) -> tuple[int, ...]:
+        """The old model's buffers that are not the new one's."""
+        stays = {source.index for source in self.sources if source.how == "stay"}
+        return tuple(i for i in range(len(self.old.persistent)) if i not in stays)
+
+    @cached_property
+    def parks(self) -> dict[Identity, int]:
+        """The arrays that are kept on the host from here on, and the buffer that holds each."""
+        after, parks = frozenset(self.after), dict[Identity, int]()
+        for i in self.leaving:
+            identity = self.before[i]
+            if identity[0] != "constant" and identity not in after:
+                parks.setdefault(identity, i)
+        return parks
+
+    @cached_property
+    def parked_after(self) -> Parked:
+        """The arrays on the host once the new model has taken over; for those that leave now, only their buffers."""
+        returned = {one.identity for one in self.arrivals if one.source.how == "return"}
+        parks: Parked = {
+            identity: i if self.had(i) else Away(self.process_of(i))
+            for identity, i in self.parks.items()
+        }
+        parked = (self.parked | parks).items()
+        return {identity: value for identity, value in parked if identity not in returned}
+
+    def had(self, index: int) -> bool:
+        """Tells whether a buffer of the old model lies with this process."""
+        return _jax.is_own(self.old.devices[self.old.persistent[index].place])
+
+    def process_of(self, index: int) -> int:
+        """Returns the process that holds a buffer of the old model."""
+        return self.old.devices[self.old.persistent[index].place].process_index
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """The old model's buffers that the new one has elsewhere."""
+        return frozenset(source.index for source in self.sources if source.how == "copy")
+
+    def home(self, arrival: Arrival) -> int | None:
+        """Returns the place over which what a process has parked goes to another one: the first there.
+
+        None for what takes no such way.
+        """
+        parked, devices = self.parked.get(arrival.identity), self.new.devices
+        process = parked.process if isinstance(parked, Away) else self.hosts.process
+        target = devices[arrival.buffer.place].process_index
+        if arrival.source.how != "return" or target == process:
+            return None
+        return next(d for d, device in enumerate(devices) if device.process_index == process)
+
+
+def _identities(compiled: CompiledPlan) -> tuple[Identity, ...]:
+    """Returns what each persistent buffer is."""
+    graph, optimizer = compiled.traced.graph, compiled.optimizer
+    arrays: dict[str, Callable[[int], Array]] = {
+        "parameter": lambda i: graph.parameters[i].array,
+        "optimizer": lambda i: optimizer.state[i].array,
+        "state": lambda i: graph.state[i],
+        "constant": lambda i: graph.constants[i],
+    }
+    names = map(name_of, compiled.persistent)
+    return tuple((kind, arrays[kind](index)) for kind, index in names)
+
+
+def _parameters_of_state(compiled: CompiledPlan) -> dict[Any, Identity]:
+    """Returns the parameter that a leaf of the optimizer's state belongs to, by the leaf's index."""
+    parameters = [parameter.array for parameter in compiled.traced.graph.parameters]
+    owners: dict[Any, Identity] = {}
+    for j, leaf in enumerate(compiled.optimizer.state):
+        if leaf.parameter is not None:
+            owners[j] = "parameter", parameters[leaf.parameter]
+    return owners

@@ -1,0 +1,326 @@
+"""A run again on one device, one micro-batch after the other, by nothing but what the ledger of versions says.
+
+It calls the layers' own programs, since only these compute bitwise identical results, and shares nothing with the
+controller: no lists, no lowering, no buffers. A forward reads the version that the ledger names, so does a backward,
+and an update makes the next version. Each micro-batch is run whole before the next one begins: all versions that it may
+read are kept.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvpipe._jax import first_of
+from jvpipe.ir.fates import Fates
+from jvpipe.ir.kinds import KINDS, Kind
+from jvpipe.ir.layers import Layer, Ref, Source
+from jvpipe.ir.use import Use
+from jvpipe.ir.values import ValueKind
+from jvpipe.programs import weights
+from jvpipe.programs.layer import LayerPrograms
+from jvpipe.programs.model import forward_program, piece_program
+from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.store import Program
+from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+
+
+class Replay:
+    """A sequential run of a model: parameters by version, everything else by micro-batch.
+
+    Args:
+        compiled: the plan whose layers and fates it follows.
+        parameters: the leaves at the start, as the layers see them.
+        state: the leaves of the optimizer's state at the start, by index and layer.
+        model_state: the leaves of the model state at the start.
+        constants: what the trace closed over.
+        version: what the first updates start from.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledPlan,
+        parameters: Sequence[Any],
+        state: dict[tuple[int, int], Any],
+        model_state: Sequence[Any],
+        constants: Sequence[Any],
+        version: int = 0,
+    ) -> None:
+        self._graph = compiled.traced.graph
+        self._first = version
+        self._enter(compiled)
+        self._versions = {(p, version): x for p, x in enumerate(parameters)}
+        self._optimizer = dict(state)
+        self._model_state = list(model_state)
+        self._constants = constants
+        # By parameter and version, what is remembered of updates: PipeMare's mean, or XPipe's last update.
+        self._memory: dict[tuple[int, int], Any] = {}
+        self._count: dict[int, Any] = {}  # by layer, the updates that its mean has seen
+        self._weights: list[Any] = []  # of the micro-batches since the last update
+        # Gradients of the update to come, by parameter and reader; where devices take turns, those of each.
+        self._sums: dict[tuple[int, int], list[Any]] = {}
+        self._done: dict[int, int] = {}  # by layer, the backwards since the last update
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The newest version of each."""
+        newest = dict(sorted(self._versions))
+        return [self._versions[p, newest[p]] for p in range(len(self._graph.parameters))]
+
+    def microbatch(
+        self, compiled: CompiledPlan, uses: Iterable[Use], batch: Sequence[Any], seed: Any
+    ) -> float:
+        """Runs forward, backward and updates of one micro-batch; returns its loss.
+
+        Args:
+            compiled: has the backwards and the optimizer; those of a stream's synchronous beginning are others.
+            uses: which versions were read and made.
+            batch: the leaves of the micro-batch.
+            seed: the words of its key.
+        """
+        self._enter(compiled)
+        self._at = {(use.kind, use.layer): use for use in uses}
+        self._values: dict[Ref, Any] = {Ref(ValueKind.SEED, 0): seed}
+        self._values |= _by_ref(ValueKind.BATCH, batch)
+        self._values |= _by_ref(ValueKind.CONSTANT, self._constants)
+        self._values |= _by_ref(ValueKind.STATE, self._model_state)
+        self._residuals: dict[int, Sequence[Any]] = {}
+        self._again: dict[int, list[Any]] = {}
+        inputs = {layer.id: self._forward(layer) for layer in self._graph.layers}
+        if self._graph.weighted:
+            self._weights.append(self._values[Ref(ValueKind.LOSS, 1)])
+        cotangents: dict[int, Any] = {}
+        for layer in reversed(self._graph.layers):
+            if (Kind.B, layer.id) in self._at:  # else it was still in flight when the run ended
+                self._backward(layer, inputs[layer.id], cotangents)
+        if any(kind is Kind.U for kind, _ in self._at):
+            self._update()
+        return float(self._values[Ref(ValueKind.LOSS, 0)])
+
+    def _enter(self, compiled: CompiledPlan) -> None:
+        """Follows a plan from here on: a run's plan may change at any micro-batch."""
+        self._compiled = compiled
+        self._fates = Fates.of(self._graph, compiled.plan)
+        stages = enumerate(compiled.plan.stages)
+        self._stage = {layer: s for s, stage in stages for layer in stage.layers}
+
+    def forget(self) -> None:
+        """Forgets what is remembered of updates: the run was drained."""
+        self._memory, self._count = {}, {}
+
+    def _programs(self, layer: Layer) -> LayerPrograms:
+        return self._compiled.programs[0][layer.id]
+
+    def _run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+        device = first_of(self._compiled.devices[0])
+        (executable,) = self._compiled.store.compile([(program, device)])
+        arrays = [jax.device_put(x, device) for x in arguments]
+        # A donated array would be overwritten, and all versions are kept.
+        for i in program.donated:
+            arrays[i] = jnp.copy(arrays[i])
+        return list(executable(*arrays))
+
+    def _forward(self, layer: Layer) -> list[Any]:
+        """Runs a layer's forward; returns what it read."""
+        reads = [self._read(layer, ref, Kind.F) for ref in layer.reads]
+        out = self._run(forward_program(self._programs(layer)), reads)
+        self._values |= dict(zip(layer.writes, out, strict=False))
+        self._residuals[layer.id] = out[len(layer.writes) :]
+        for k in layer.writing(ValueKind.STATE):
+            self._model_state[k] = self._values[Ref(ValueKind.STATE, k)]
+        return reads
+
+    def _read(self, layer: Layer, ref: Ref, kind: Kind) -> Any:
+        """Returns what a layer's forward or backward reads, of parameters the version that the ledger names."""
+        if ref.kind != ValueKind.PARAMETER:
+            return self._values[ref]
+        use, p = self._at[kind, layer.id], ref.index
+        tied = dict(use.tied)
+        if p in tied:
+            return self._versions[p, tied[p]]
+        if self._graph.parameters[p].frozen:
+            return self._versions[p, self._first]
+        plain = self._versions[p, use.version]
+        if not use.shift:
+            return plain
+        # A forward's weights are predicted some updates ahead, a backward's are corrected some updates back.
+        updates = -use.shift if KINDS[kind].back else use.shift
+        shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
+        remembered = self._memory[p, use.version]
+        (shifted, *_) = self._run(weights.shifted([shape], updates), [plain, remembered])
+        return shifted
+
+    def _run_again(self, layer: Layer) -> list[Any]:
+        """Runs a layer's forward again, with the backward's weights; returns what it wrote, and new residuals."""
+        if layer.id not in self._again:
+            reads = [self._back(layer, ref) for ref in layer.reads]
+            out = self._run(forward_program(self._programs(layer), recompute=True), reads)
+            self._again[layer.id] = out
+            self._residuals[layer.id] = out[len(layer.writes) :]
+        return self._again[layer.id]
+
+    def _back(self, layer: Layer, ref: Ref) -> Any:
+        """Returns for a backward what its forward read: recomputed, if the stage has dropped it."""
+        edge = self._stage[layer.id], ref.index
+        if ref.kind == ValueKind.TENSOR and edge in self._fates.dropped:
+            producer = self._graph.layers[self._graph.tensors[ref.index].producer]
+            return self._run_again(producer)[producer.writes.index(ref)]
+        return self._read(layer, ref, Kind.B)
+
+    def _backward(self, layer: Layer, inputs: Sequence[Any], cotangents: dict[int, Any]) -> None:
+        """Runs a layer's backward: adds its gradients to the sums, and its cotangents to those of its inputs.
+
+        Args:
+            layer: whose.
+            inputs: what its forward read.
+            cotangents: by tensor, the sums of later readers.
+        """
+        signature = self._programs(layer).signature
+        if signature.is_idle:
+            return
+        # What runs again comes first, in the order of a run: it renews residuals that the sources below name.
+        for kind, i in signature.sources:
+            if kind == "input":
+                self._back(layer, layer.reads[i])
+        if layer.id in self._fates.recomputed:
+            self._run_again(layer)
+        arguments = [self._source(layer, source, inputs) for source in signature.sources]
+        arguments += [cotangents[layer.writes[i].index] for i in signature.cotangents]
+        arguments += [cotangents[layer.reads[i].index] for i in signature.partial]
+        parameters = [layer.reads[i].index for i in signature.gradients]
+        turn, turns = self._turn(layer)
+        sums = [self._sums.setdefault((p, layer.id), [self._zero(p)] * turns) for p in parameters]
+        program = self._compiled.row_programs.backward_program(self._programs(layer))
+        if len(program.inputs) > len(
+            arguments
+        ):  # else every micro-batch is an update, without sums
+            arguments += [of_turns[turn] for of_turns in sums]
+        out = self._run(program, arguments)
+        for of_turns, x in zip(sums, out, strict=False):
+            of_turns[turn] = x
+        returned = zip(signature.returned, out[len(parameters) :], strict=False)
+        cotangents |= {layer.reads[i].index: x for i, x in returned}
+
+    def _source(self, layer: Layer, source: Source, inputs: Sequence[Any]) -> Any:
+        """Returns a value that a backward takes from where its signature says."""
+        kind, i = source
+        if kind == "residual":
+            return self._residuals[layer.id][i]
+        if kind == "output":
+            return self._back(layer, layer.writes[i])
+        if layer.reads[i].kind in (ValueKind.PARAMETER, ValueKind.TENSOR):
+            return self._back(layer, layer.reads[i])
+        return inputs[i]
+
+    def _turn(self, layer: Layer) -> tuple[int, int]:
+        """Counts a backward of a layer; returns which of its stage's devices ran it, and how many take turns."""
+        turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
+        done = self._done.get(layer.id, 0)
+        self._done[layer.id] = done + 1
+        return done % turns, turns
+
+    def _zero(self, p: int) -> np.ndarray:
+        array = self._graph.parameters[p].array
+        return np.zeros(array.shape, array.dtype)
+
+    def _update(self) -> None:
+        """Runs every layer's update, from the gradients that were added up since the last one."""
+        total: list[Any] = []
+        if self._graph.weighted:
+            program = weights.total(self._compiled.traced.loss_shapes[1], len(self._weights))
+            total = self._run(program, self._weights)
+        before: dict[int, dict[int, int]] = {}  # by layer, the versions that the update starts from
+        values: dict[Slot, Any] = {}
+        for piece in self._compiled.optimizer.update:
+            layer = piece.layer
+            if layer is None or (Kind.U, layer) not in self._at:
+                continue
+            if layer not in before:
+                trained = self._graph.trained(self._graph.owned(layer))
+                before[layer] = {p: self._newest(p) for p in trained}
+            reads = [self._slot(slot, layer, before[layer], total, values) for slot in piece.reads]
+            out = self._run(piece_program(piece), reads)
+            for slot, x in zip(piece.writes, out, strict=False):
+                if slot.kind is SlotKind.PARAMETER:
+                    self._versions[slot.index, self._at[Kind.U, layer].version] = x
+                elif slot.kind is SlotKind.STATE:
+                    self._optimizer[slot.index, layer] = x
+                else:
+                    values[slot] = x
+        for layer, versions in before.items():
+            self._remember(layer, versions)
+        self._sums, self._done, self._weights = {}, {}, []
+
+    def _newest(self, p: int) -> int:
+        return max(version for q, version in self._versions if q == p)
+
+    def _slot(
+        self,
+        slot: Slot,
+        layer: int,
+        before: dict[int, int],
+        total: list[Any],
+        values: dict[Slot, Any],
+    ) -> Any:
+        """Returns what a piece of the optimizer reads.
+
+        Args:
+            slot: of the piece.
+            layer: that runs it.
+            before: by parameter, the version that the update starts from.
+            total: the sum of weights, if the loss is weighted.
+            values: what earlier pieces have passed on.
+        """
+        match slot.kind:
+            case SlotKind.GRADIENT:
+                reader = self._graph.parameters[slot.index].readers[slot.source]
+                first, *others = self._sums.get((slot.index, reader), [self._zero(slot.index)])
+                return reduce(operator.add, map(jnp.asarray, others), first)
+            case SlotKind.WEIGHT:
+                return total[0]
+            case SlotKind.PARAMETER:
+                return self._versions[slot.index, before.get(slot.index, self._first)]
+            case SlotKind.STATE:
+                return self._optimizer[slot.index, layer]
+            case SlotKind.KEPT | SlotKind.PARTIAL | SlotKind.GLOBAL | SlotKind.GRAD_NORM:
+                return values[slot]
+            case _:
+                assert_never(slot.kind)
+
+    def _remember(self, layer: int, before: dict[int, int]) -> None:
+        """Notes an update as its schedule does: PipeMare's mean of updates and its scaling, XPipe's last update.
+
+        Args:
+            layer: whose.
+            before: by parameter, the version that the update started from.
+        """
+        schedule = self._compiled.schedule
+        tau = len(self._compiled.plan.stages) - 1 - self._stage[layer]
+        remembers = schedule.predicts or schedule.decay is not None
+        if not (before and tau and remembers):
+            self._count.pop(layer, None)
+            return
+        now = self._at[Kind.U, layer].version
+        old = [self._versions[p, version] for p, version in before.items()]
+        new = [self._versions[p, now] for p in before]
+        memory = [self._memory.get((p, version), self._zero(p)) for p, version in before.items()]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
+        if schedule.decay is None:
+            memory = self._run(weights.difference(shapes), [*old, *new, *memory])
+        else:
+            program = weights.settled(shapes, tau, schedule.decay, schedule.anneal_updates)
+            count = self._count.get(layer, np.int32(0))
+            out = self._run(program, [*old, *new, *memory, count])
+            # PipeMare also scales the update itself, so the new version is another one.
+            self._versions |= {(p, now): x for p, x in zip(before, out, strict=False)}
+            memory = out[len(before) :]
+            self._count[layer] = out[2 * len(before)]
+        self._memory |= {(p, now): x for p, x in zip(before, memory, strict=False)}
+
+
+def _by_ref(kind: ValueKind, values: Sequence[Any]) -> dict[Ref, Any]:
+    return {Ref(kind, i): x for i, x in enumerate(values)}

@@ -1,0 +1,32 @@
+"""Packages that not everybody needs: where one is missing, the extra that brings it is named."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class MissingExtraError(ImportError, ValueError):
+    """A package of an extra is not installed; the message says how to install it."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Around imports that need an extra of jvpipe.
+
+    Args:
+        name: of the extra, such as `cli`.
+
+    Raises:
+        MissingExtraError: a package cannot be imported.
+
+    >>> with extra("figures"):
+    ...     import no_such_package
+    Traceback (most recent call last):
+    ...
+    jvpipe.util.extras.MissingExtraError: no_such_package is not installed: pip install 'jvpipe[figures]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            f"{missing.name} is not installed: pip install 'jvpipe[{name}]'"
+        ) from missing

@@ -1,0 +1,90 @@
+"""Sizes in bytes, as people write them."""
+
+import re
+from collections.abc import Sequence
+
+from jvpipe.util.brief import brief
+
+_BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+_DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+_UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
+MOST_BYTES = 2**52
+"""More than anything holds, and still counted one by one by floats."""
+
+
+def parse_bytes(size: int | str | None) -> int | None:
+    """Bytes from a number or a text such as "16GiB".
+
+    >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
+    (1610612736, 1000, None)
+    """
+    if size is None or (
+        isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES
+    ):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(
+            f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
+        )
+    size_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    if size_bytes > MOST_BYTES:
+        raise ValueError(
+            f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: leave it out"
+        )
+    return int(size_bytes)
+
+
+def parse_limits(
+    sizes: int | str | Sequence[int | str | None] | None,
+) -> int | tuple[int, ...] | None:
+    """One limit for all devices, or one for each: of a sequence, or a text with commas.
+
+    >>> parse_limits("24GiB,11GiB"), parse_limits([1000, "2kB"]), parse_limits("16GiB"), parse_limits(None)
+    ((25769803776, 11811160064), (1000, 2000), 17179869184, None)
+    """
+    if isinstance(sizes, str) and "," in sizes:
+        sizes = sizes.split(",")
+    if sizes is None or isinstance(sizes, int | str) or not isinstance(sizes, Sequence):
+        return parse_bytes(sizes)
+    limits = [parse_bytes(size) for size in sizes]
+    if not limits or None in limits:
+        raise ValueError(
+            f"memory limits {brief(sizes)}: give one size for all devices, or one for each"
+        )
+    return tuple(limit for limit in limits if limit is not None)
+
+
+def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
+    """The limit of each of so many devices; none if there is no limit.
+
+    Raises:
+        ValueError: there are more or fewer limits than devices.
+
+    >>> limits_of_each(24, 3), limits_of_each((24, 11), 2), limits_of_each(None, 2)
+    ((24, 24, 24), (24, 11), ())
+    """
+    if limits is None:
+        return ()
+    each = (limits,) * devices if isinstance(limits, int) else limits
+    if len(each) != devices:
+        told = ", ".join(map(format_bytes, each))
+        raise ValueError(
+            f"{len(each)} memory limits ({told}) for {devices} devices: give one for each device, in their order, or "
+            "a single one for all"
+        )
+    return each
+
+
+def format_bytes(size: int) -> str:
+    """Bytes for people to read.
+
+    >>> format_bytes(1610612736)
+    '1.50 GiB'
+    """
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

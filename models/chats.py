@@ -1,0 +1,236 @@
+"""Conversations as training data: written out by a model's chat template, and the assistant's words are learned.
+
+A template is a program in Jinja that comes with a tokenizer. It makes one text of a list of messages:
+
+    <|user|>What is 2+3?<|end|><|assistant|>5<|end|>
+                                            ~~~~~~~~  weight 1: what the assistant said, and the mark of its end
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from jvpipe.models.text_files import MESSAGES
+from jvpipe.models.workload import Batch
+from jvpipe.util.extras import extra
+
+Message = Mapping[str, Any]
+FILES = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+"""Beside a tokenizer, where its template is, and the tokens that the template names."""
+_OPEN, _CLOSE = "\ue000", "\ue001"
+"""Around what the assistant says, while a conversation is written out; of a range that no script uses."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a text, and from where to where the assistant speaks in it."""
+
+    text: str
+    spoken: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template's source, and the special tokens that it may name, such as `eos_token`."""
+
+    source: str
+    tokens: Mapping[str, str]
+
+    def rendered(self, messages: Sequence[Message]) -> Rendered:
+        """Writes a conversation out.
+
+        Args:
+            messages: each with a `role` ("system", "user", "assistant", ...) and a text as `content`.
+
+        Raises:
+            ValueError: the template refuses them, or leaves out or changes what the assistant said.
+
+        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+        >>> found = template.rendered([{"role": "assistant", "content": "a"}])
+        >>> found.text, found.spoken
+        ('<assistant>a', ((11, 12),))
+        """
+        _check(messages)
+        text = self._text(messages)
+        marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
+        spans, plain = [], ""
+        for i, piece in enumerate(marked.split(_OPEN)):
+            said, closed, after = piece.partition(_CLOSE)
+            if bool(closed) != bool(i) or _CLOSE in after:
+                break
+            if i:
+                spans.append((len(plain), len(plain) + len(said)))
+            plain += said + after
+        if plain != text or len(spans) != sum(m["role"] == "assistant" for m in messages):
+            raise ValueError("the chat template leaves out or changes what the assistant said")
+        return Rendered(text, tuple(spans))
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        program = self._program
+        from jinja2 import TemplateError
+
+        try:
+            return program.render(messages=messages, add_generation_prompt=False, **self.tokens)
+        except TemplateError as problem:
+            raise ValueError(f"the chat template refuses it: {problem}") from problem
+
+    @cached_property
+    def _program(self) -> Any:
+        """The template as those of transformers run: in a sandbox, with the functions that they may call.
+
+        `strftime_now` is none of them: a record is not to depend on the day, and templates have a date without it.
+        """
+        with extra("hf"):
+            from jinja2 import TemplateSyntaxError, nodes
+            from jinja2.exceptions import TemplateError
+            from jinja2.ext import Extension, loopcontrols
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """`{% generation %}`, with which some templates say what is learned: what is in it stays."""
+
+            tags = {"generation"}  # noqa: RUF012 - as Jinja has it
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.Scope(body, lineno=line)
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        environment.globals["raise_exception"] = refuse
+        try:
+            return environment.from_string(self.source)
+        except TemplateSyntaxError as problem:
+            raise ValueError(
+                f"the chat template is none: line {problem.lineno}: {problem.message}"
+            ) from problem
+
+
+def read_template(folder: Path) -> ChatTemplate | None:
+    """Reads the template of a folder with a tokenizer; None if there is none.
+
+    Raises:
+        ValueError: a file of it cannot be read.
+    """
+    known: dict[str, Any] = {}
+    for name in (FILES[2], FILES[1]):
+        if (folder / name).exists():
+            try:
+                known |= json.loads((folder / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError, TypeError) as problem:
+                raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
+    source = known.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {each["name"]: each["template"] for each in source}.get("default")
+    if (folder / FILES[0]).exists():
+        source = (folder / FILES[0]).read_text(encoding="utf-8")
+    if source is None:
+        return None
+    tokens = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in known.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+    return ChatTemplate(source, tokens)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """A record for each conversation: ids, and under each whether it is learned; cut, or filled with 0.
+
+    Learned are the tokens of what the assistant says, and the special one that ends it. Where that is all cut off,
+    there is no record.
+    """
+
+    template: ChatTemplate
+    field = MESSAGES
+
+    @property
+    def name(self) -> str:
+        """Of the template."""
+        said = json.dumps([self.template.source, *sorted(self.template.tokens.items())])
+        return f"chats-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+
+    def records(
+        self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
+    ) -> Int32[np.ndarray, "N 2 T"]:
+        """Those of conversations in JSON.
+
+        Raises:
+            ValueError: what `ChatTemplate.rendered` raises, of which conversation.
+        """
+        rows = [self._record(document, tokenizer, tokens) for document in documents]
+        return np.array([row for row in rows if row[1].any()], np.int32).reshape(-1, 2, tokens)
+
+    def streamed(
+        self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
+    ) -> grain.IterDataset:
+        """Likewise, of conversations that come one by one."""
+        rows = documents.map(lambda document: self._record(document, tokenizer, tokens))
+        return rows.filter(lambda row: bool(row[1].any()))
+
+    def _record(self, document: str, tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "2 T"]:
+        try:
+            found = self.template.rendered(json.loads(document))
+        except ValueError as problem:
+            raise ValueError(f"of the conversation {document[:80]}...: {problem}") from problem
+        encoding = tokenizer.encode(found.text, add_special_tokens=False)
+        special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        record = np.zeros((2, tokens), np.int32)
+        ids = encoding.ids[:tokens]
+        record[0, : len(ids)] = ids
+        spoken = False
+        for i, (begin, end) in enumerate(encoding.offsets[: len(ids)]):
+            ends = spoken and ids[i] in special
+            spoken = any(begin < last and first < end for first, last in found.spoken)
+            record[1, i] = spoken or ends
+        return record
+
+
+def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Generator) -> Batch:
+    """`tokens`, the `targets` that follow them, and `weights`: 1 where a target is learned.
+
+    >>> example = learned_tokens(np.array([[1, 7, 8], [0, 0, 1]], np.int32), np.random.default_rng(0))
+    >>> example["tokens"].tolist(), example["targets"].tolist(), example["weights"].tolist()
+    ([1, 7], [7, 8], [0.0, 1.0])
+    """
+    ids, learned = record
+    return {"tokens": ids[:-1], "targets": ids[1:], "weights": learned[1:].astype(np.float32)}
+
+
+def _check(messages: Sequence[Message]) -> None:
+    for message in messages:
+        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not known or not isinstance(message.get("content"), str):
+            raise ValueError(
+                "each of 'messages' should have a 'role' and a text as 'content', "
+                f"not {str(message)[:80]}"
+            )
+        if {_OPEN, _CLOSE} & set(message["content"]):
+            raise ValueError("U+E000 and U+E001 stand for no character: take them out")
+
+
+def _marked(message: Message) -> Message:
+    """A message whose text has marks around it, within the white space that a template may take off."""
+    content = message["content"]
+    core = content.strip()
+    begin = content.find(core)
+    around = content[:begin] + _OPEN + core + _CLOSE + content[begin + len(core) :]
+    return {**message, "content": around}

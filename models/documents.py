@@ -1,0 +1,139 @@
+"""Documents to train on: texts or conversations, at hand in files or streamed from a hub, and which are held out."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from jvpipe.models.corpus import Corpus, files_under, open_corpus
+from jvpipe.models.hub import data_set, is_name
+from jvpipe.models.streams import PackedTexts, Rows, read_head
+from jvpipe.models.text_files import (
+    MESSAGES,
+    TEXT,
+    conversations_in,
+    holds_conversations,
+    lacks,
+)
+from jvpipe.models.tokens import pack
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents as texts; a conversation is one in JSON.
+
+    `first` are all that are trained on, or where there is a `stream`, the first of them; `held_out` are others, and
+    `digest` is the SHA-256 of both.
+    """
+
+    first: Sequence[str]
+    held_out: Sequence[str]
+    digest: str
+    stream: grain.IterDataset | None = None
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How documents become records, arrays whose last axis counts tokens."""
+
+    @property
+    def field(self) -> str:
+        """Where a row or a line has its document."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What records are kept under, for other forms make others of the same documents."""
+        ...
+
+    def records(self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> np.ndarray:
+        """Records of documents at hand, the first axis counts them."""
+        ...
+
+    def streamed(
+        self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
+    ) -> grain.IterDataset:
+        """Records of a stream of documents."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One text after another, cut where a record is full."""
+
+    field = TEXT
+    name = "packed"
+
+    def records(
+        self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
+    ) -> Int32[np.ndarray, "N T"]:
+        """As `tokens.pack`."""
+        return pack(documents, tokenizer, tokens)
+
+    def streamed(
+        self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
+    ) -> grain.IterDataset:
+        """Likewise, of texts that come one by one."""
+        return PackedTexts(documents, tokenizer, tokens)
+
+
+PACKED = Packed()
+"""What texts become unless they are conversations."""
+
+
+def open_documents(path: Path | None, field: str = TEXT) -> Documents:
+    """Opens the texts or conversations under a path, or of a hub; if None, the prose that Python carries.
+
+    Args:
+        path: a file, a folder, or where there is none of this name, `owner/name` of a hub, which is streamed.
+        field: `text`, or `messages` for conversations.
+
+    Raises:
+        ValueError: what `open_corpus` and `data_set` raise.
+    """
+    if path is not None and is_name(path):
+        return _streamed(path, field)
+    corpus = open_corpus(path) if field == TEXT or path is None else _conversations(path)
+    documents, held_out = corpus.split()
+    return Documents(documents, held_out, corpus.digest)
+
+
+def are_conversations(path: Path | None) -> bool:
+    """Tells data with `messages` from data with a `text`."""
+    if path is None:
+        return False
+    if is_name(path):
+        first = next(iter(data_set(path)()), {})
+        return MESSAGES in first and TEXT not in first
+    return path.exists() and holds_conversations(files_under(path)[0])
+
+
+def _conversations(path: Path) -> Corpus:
+    told = [each for file in files_under(path) for each in conversations_in(file)]
+    if len(told) < 2:
+        raise ValueError(
+            f"'{path}' has {len(told)} conversations: give two at least, some are held out"
+        )
+    return Corpus(tuple(map(json.dumps, told)))
+
+
+def _streamed(name: Path, field: str) -> Documents:
+    def document(row: Any) -> str:
+        value = row.get(field)
+        if field == TEXT and isinstance(value, str):
+            return value
+        if field == MESSAGES and isinstance(value, list):
+            return json.dumps(value)
+        raise ValueError(f"'{name}' {lacks(field, list(row))}")
+
+    rows = data_set(name)
+    head = read_head(rows, str(name))
+    held_out, first = ([*map(document, part)] for part in (head.held_out, head.first))
+    stream = Rows(rows, len(held_out)).map(document)
+    return Documents(first, held_out, head.digest, stream)

@@ -1,0 +1,110 @@
+"""Names of a hub, `owner/name`: folders of models that are fetched, and data sets that are streamed."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jvpipe.util.extras import extra
+
+_NAME = re.compile(
+    r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<config>[\w.-]+))?$"
+)
+_FILES = (
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What of a model is fetched: weights in one format, settings, and all that belongs to its tokenizer."""
+
+
+def is_name(given: str | Path) -> bool:
+    """Tells a name of a hub, `owner/name`, `@REVISION` and `:CONFIG` after it, from paths of files that are there.
+
+    >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
+    (True, True)
+    >>> is_name("a/b/c"), is_name("/base"), is_name("texts.jsonl")
+    (False, False, False)
+    """
+    return _NAME.match(str(given)) is not None and not Path(given).exists()
+
+
+def model_folder(given: str | Path) -> Path:
+    """Gives the folder of a model: the one that is there, or the one that a hub has by this name.
+
+    What was fetched before is found in the hub's cache, without a network too.
+
+    Args:
+        given: a path, or `owner/name[@REVISION]`.
+
+    Raises:
+        ValueError: it is a name, and there is no such model, or the hub is out of reach.
+        MissingExtraError: it is a name, and huggingface-hub is not installed.
+    """
+    if not is_name(given):
+        return Path(given)
+    with extra("hf"):
+        import huggingface_hub
+    name, revision, _ = _parts(given)
+    cure = f"where there is a network, hf download {name} --local-dir DIR gives a folder for it"
+    with _telling(f"there is no folder {given}, and the hub gives none of this name", cure):
+        patterns: list[str] = [*_FILES]
+        there: Any = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns
+        )
+        return Path(there)
+
+
+def pinned(given: str, folder: Path) -> str:
+    """Adds to a model's name the revision that was fetched, so that a run that is resumed has the same.
+
+    >>> pinned("owner/name", Path("snapshots/0a1b")), pinned("base", Path("base"))
+    ('owner/name@0a1b', 'base')
+    """
+    if not is_name(given):
+        return given
+    return f"{_parts(given)[0]}@{folder.name}"
+
+
+def data_set(given: str | Path) -> Callable[[], Any]:
+    """Opens a data set of a hub to be streamed: each call of what is given back begins anew.
+
+    Args:
+        given: `owner/name[@REVISION][:CONFIG]`; its split `train` is read.
+
+    Raises:
+        ValueError: there is none, or the hub is out of reach.
+        MissingExtraError: datasets is not installed.
+    """
+    with extra("hf"):
+        datasets = importlib.import_module("datasets")  # not every checkout has it
+    name, revision, config = _parts(given)
+    cure = "a folder of .jsonl, .parquet or text files is read without a network"
+    with _telling(f"there is no file or folder {given}, and the hub gives no data set", cure):
+        rows: Any = datasets.load_dataset(
+            name, config, split="train", streaming=True, revision=revision
+        )
+    return lambda: rows.skip(0)
+
+
+def _parts(given: str | Path) -> tuple[str, str | None, str | None]:
+    found = _NAME.match(str(given))
+    assert found is not None, "is_name has looked"
+    return found["name"], found["revision"], found["config"]
+
+
+@contextmanager
+def _telling(told: str, cure: str) -> Iterator[None]:
+    """Makes one line of whatever libraries, network and hub raise."""
+    try:
+        yield
+    except Exception as problem:  # each of them has classes of its own
+        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+        raise ValueError(f"{told} ({reason}): {cure}") from problem

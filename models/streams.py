@@ -1,0 +1,170 @@
+"""Texts that are streamed: never all at hand, and their place is known, so that a run goes on where it was."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from jvpipe.models.batches import Transform
+from jvpipe.models.tokens import marks_of
+from jvpipe.models.workload import Batches
+
+Row = Mapping[str, Any]
+_HEAD_CHARACTERS = 2**20
+_HELD_OUT_SHARE = 8
+"""How much of a stream is read before training, and the part of that, one in so many, that is held out."""
+_WINDOW = 256
+"""How many records are shuffled together."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The beginning of a stream: rows that are held out, and rows that say what the rest is like."""
+
+    held_out: tuple[Row, ...]
+    first: tuple[Row, ...]
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the rows."""
+        rows = json.dumps([*self.held_out, *self.first], sort_keys=True, default=str)
+        return hashlib.sha256(rows.encode()).hexdigest()
+
+
+def read_head(rows: Callable[[], Any], name: str) -> Head:
+    """Reads the beginning of a stream.
+
+    Args:
+        rows: begins it.
+        name: for the message.
+
+    Raises:
+        ValueError: it has less than two rows.
+    """
+    head: list[Row] = []
+    ends: list[int] = [0]
+    for row in rows():
+        head.append(row)
+        ends.append(ends[-1] + len(json.dumps(row, default=str)))
+        if ends[-1] >= _HEAD_CHARACTERS:
+            break
+    if len(head) < 2:
+        raise ValueError(f"'{name}' has {len(head)} rows: some are held out, some trained on")
+    held_out = next(i for i, end in enumerate(ends) if i and end * _HELD_OUT_SHARE >= ends[-1])
+    held_out = min(held_out, len(head) - 1)
+    return Head(tuple(head[:held_out]), tuple(head[held_out:]))
+
+
+class Rows(grain.IterDataset):
+    """Rows of a stream without end, but for the first few, which are held out.
+
+    Args:
+        rows: begins the stream, as a data set of Hugging Face: it has `skip`, `state_dict` and `load_state_dict`.
+        skipped: how many rows are held out.
+    """
+
+    def __init__(self, rows: Callable[[], Any], skipped: int) -> None:
+        super().__init__()
+        self._begin = lambda: rows().skip(skipped)
+
+    def __iter__(self) -> "_RowsIterator":
+        return _RowsIterator(self._begin)
+
+
+class _RowsIterator(grain.DatasetIterator):
+    """Where a stream is: how often it has ended, and what its own place is since."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        super().__init__()
+        self._begin, self._epoch = begin, 0
+        self._rows = begin()
+        self._iterator: Iterator[Row] = iter(self._rows)
+
+    def __next__(self) -> Row:
+        for row in self._iterator:
+            return row
+        self._epoch += 1
+        self._rows = self._begin()
+        self._iterator = iter(self._rows)
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """The place, as `set_state` takes it."""
+        return {"epoch": self._epoch, "rows": copy.deepcopy(self._rows.state_dict())}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues there."""
+        self._epoch, self._rows = state["epoch"], self._begin()
+        self._rows.load_state_dict(copy.deepcopy(state["rows"]))
+        self._iterator = iter(self._rows)
+
+
+class PackedTexts(grain.IterDataset):
+    """Makes of a stream of texts records of T ids, as `tokens.pack` does of texts at hand."""
+
+    def __init__(self, texts: grain.IterDataset, tokenizer: Tokenizer, tokens: int) -> None:
+        super().__init__(texts)
+        self._tokenizer, self._tokens = tokenizer, tokens
+
+    def __iter__(self) -> "_PackedIterator":
+        return _PackedIterator(iter(self._parent), self._tokenizer, self._tokens)
+
+
+class _PackedIterator(grain.DatasetIterator):
+    """Where a record ends: in the text that was read last, whose place is known, after so many of its ids."""
+
+    def __init__(self, texts: grain.DatasetIterator, tokenizer: Tokenizer, tokens: int) -> None:
+        super().__init__(texts)
+        self._tokenizer, self._room, self._marks = tokenizer, tokens - 1, marks_of(tokenizer)
+        self._place, self._used = texts.get_state(), 0
+        self._ids: np.ndarray | None = None
+
+    def __next__(self) -> Int32[np.ndarray, "T"]:
+        parts, room = [np.array([self._marks.start], np.int32)], self._room
+        while room:
+            if self._ids is None:
+                self._read()
+            assert self._ids is not None
+            part = self._ids[self._used : self._used + room]
+            parts.append(part)
+            room, self._used = room - len(part), self._used + len(part)
+            if self._used == len(self._ids):
+                self._ids = None
+        return np.concatenate(parts)
+
+    def _read(self) -> None:
+        self._place, self._used = self._parent.get_state(), 0
+        ids = self._tokenizer.encode(next(self._parent), add_special_tokens=False).ids
+        self._ids = np.array([*ids, self._marks.end], np.int32)
+
+    def get_state(self) -> dict[str, Any]:
+        """The place of the text in which the last record ends, and how much of it is used."""
+        if self._ids is None:
+            return {"text": self._parent.get_state(), "used": 0}
+        return {"text": self._place, "used": self._used}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues there."""
+        self._parent.set_state(state["text"])
+        self._ids = None
+        if state["used"]:
+            self._read()
+            self._used = state["used"]
+
+
+def stream_batches(
+    records: grain.IterDataset, transform: Transform, seed: int, batch_size: int
+) -> Batches:
+    """Batches of `transform(record, generator)`, shuffled within windows; they are made while devices work.
+
+    Their state is the place in the stream at which the window began, and how much of it was taken.
+    """
+    shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=_WINDOW, seed=seed)
+    return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

@@ -1,0 +1,45 @@
+"""The climb by neighbours, against all plans of few layers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jvpipe.planners.joint.climb import Climb
+from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.surrogate import pricing_of, solve
+from jvpipe.planners.model.forecast import simulated_step_s
+from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.stage_cost import evaluate
+from tests.planners.joint.enumeration import tiny
+from tests.planners.small import SCHEDULES, limited
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages_that_keep_all_are_cut_where_the_simulator_is_fastest(schedule: str) -> None:
+    problem = limited(tiny(2, schedule, layers=7), None)
+    every = [Decision.keeping_all((0, cut, 7)) for cut in range(1, 7)]
+    steps = [simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every]
+    best = Climb(problem, (), 10_000).top([every[0]])
+    assert best is not None
+    assert simulated_step_s(problem, evaluate(problem, best).stages) == pytest.approx(min(steps))
+
+
+def test_it_stops_when_its_tasks_are_spent_and_never_gets_worse() -> None:
+    problem = tiny(3)
+    begin, ranks = solve(problem, pricing_of(problem)).decision(), []
+    for tasks in (1, 200, 10_000):
+        climb = Climb(problem, [DeviceFates.of(problem, swaps=True)], tasks)
+        best = climb.top([begin])
+        assert best is not None
+        ranks.append(climb.rank(best))
+    assert ranks == sorted(ranks, reverse=True)
+    assert np.isfinite(ranks[0][0])
+
+
+def test_a_plan_over_a_limit_ranks_last_and_is_no_answer() -> None:
+    problem = replace(tiny(3), memory_limit_bytes=1)
+    climb, plan = Climb(problem, (), 10), Decision.keeping_all((0, 2, 4))
+    assert climb.rank(plan)[0] == np.inf
+    assert climb.top([plan]) is None
+    assert climb.tasks == 10
