@@ -196,7 +196,8 @@ class ShapeEffort:
         paths: that are simulated.
         climbs: steps of a climb.
         neighbours: of a plan that are simulated for each step.
-        worth_a_climb: how many times slower than the best the best of another kind may be where it climbs.
+        starts: shapes that climb, besides the best of each kind.
+        worth_a_climb: how many times slower than the best a plan may be that climbs.
         planned: shapes that are planned exactly at most.
         worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
         microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
@@ -213,6 +214,7 @@ class ShapeEffort:
     paths: int = 16
     climbs: int = 12
     neighbours: int = 6
+    starts: int = 4
     worth_a_climb: float = 1.3
     planned: int = 3
     worth_a_plan: float = 1.005

@@ -8,7 +8,7 @@ their shape, and a layer, a replica or the size of micro-batches at a time. Whoe
 shapes planned exactly, as if they were given.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -52,12 +52,12 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     for size in search.sizes()[: SHAPE.sizes]:
         search.look(size)
     search.simulate(of_each_kind(search.ranked(list(search.seen))).values())
-    best = search.fastest()
+    best = search.starts()
     if not best:
         return []
-    for plan in search.fastest():
+    for plan in search.starts():
         search.simulate(search.ranked(search.recut(plan.shape)))
-    for plan in search.fastest():
+    for plan in search.starts():
         if plan.step_s < SHAPE.worth_a_climb * best[0].step_s:
             search.climb(plan)
     return sorted(search.simulated.values(), key=_step_s)
@@ -124,9 +124,14 @@ class _Search:
             floor_s = best[0].evaluation.bottleneck_s
         self.simulate([*best[: SHAPE.paths], *of_each_kind(best).values()])
 
-    def fastest(self) -> list[RoughPlan]:
-        """The fastest simulated plan of each kind of shape, the fastest first."""
-        return list(of_each_kind(sorted(self.simulated.values(), key=_step_s)).values())
+    def starts(self) -> list[RoughPlan]:
+        """The fastest simulated plan of each kind of shape, and of the few shapes that are fastest."""
+        ranked = sorted(self.simulated.values(), key=_step_s)
+        shapes = dict[Hashable, RoughPlan]()
+        for plan in ranked:
+            shapes.setdefault(plan.shape.places, plan)
+        some = [*of_each_kind(ranked).values(), *list(shapes.values())[: SHAPE.starts]]
+        return list({plan.path: plan for plan in some}.values())
 
     def paths(self, size: int, floor_s: float = 0.0, *, hasty: bool = False) -> Iterator[Path]:
         """Yields paths along the orders of devices; of many devices also those of one each.
