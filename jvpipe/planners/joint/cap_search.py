@@ -184,7 +184,8 @@ class _Boxes:
             self.paths[path] = step_s
         if step_s < self.best_s:
             self.best_s = step_s
-            self._narrow()
+            if self.waits < self.objective.problem.microbatches:
+                self._narrow()  # of a stream all cuts stay: bounds of other objectives need them
 
     def _narrow(self) -> None:
         """Forgets the cuts through which no path can be better than the best."""
