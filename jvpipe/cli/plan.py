@@ -214,11 +214,13 @@ def _error(mistake: Exception) -> int:
 def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """What planners answer for a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
+    told = passed(options, PLAN_FOR)
+    told["compile"] = options.target or options.compile
     return plan_for(
         workload.loss_fn,
         workload.init,
         workload.abstract_batch(options.batch_size or workload.batch_size),
-        **(passed(options, PLAN_FOR) | {"compile": options.target or options.compile}),
+        **told,
         planner=names,
         optimizer=workload.optimizer(workload.steps),
         model_state=workload.initial_state(),

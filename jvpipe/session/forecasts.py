@@ -102,8 +102,9 @@ def plan_for(
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
-    check_functions(loss_fn, optimizer := _usual(optimizer), has_state=told["has_state"])
-    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
+    updates: Any = _usual(optimizer)
+    check_functions(loss_fn, updates, has_state=told["has_state"])
+    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=updates)
     return _planned(partial(model, model_state=model_state), names, told, title)
 
 
