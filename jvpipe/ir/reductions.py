@@ -58,25 +58,32 @@ def checked_reductions(aux: Any, state: Any, *, has_aux: bool, has_state: bool) 
     )
 
 
-def _checked(option: str, given: Any, kind: type[R], needed: str) -> dict[str, R]:
-    """One of these options; `needed` is the flag without which there are no such leaves."""
-    if given is None:
+def _checked(option: str, choices: Any, kind: type[R], needed: str) -> dict[str, R]:
+    """Checks one of these options, and returns its reductions by pattern.
+
+    Args:
+        option: its name.
+        choices: as the user gave them.
+        kind: of reductions.
+        needed: the flag without which the loss returns no such leaves; "" if the user has set it.
+    """
+    if choices is None:
         return {}
-    known = [reduction.value for reduction in kind]
-    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+    names = [reduction.value for reduction in kind]
+    if not isinstance(choices, Mapping) or not all(isinstance(pattern, str) for pattern in choices):
         raise ValueError(
-            f"{option} must map paths to reductions, such as {{'*/name': '{known[0]}'}}, not {brief(given)}"
+            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, not {brief(choices)}"
         )
-    for pattern, name in given.items():
-        if name not in known:
+    for pattern, name in choices.items():
+        if name not in names:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}"
+                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, names))}"
             )
-    if given and needed:
+    if choices and needed:
         raise ValueError(
             f"{option} is given, but the loss returns nothing of that kind: say {needed}=True"
         )
-    return {pattern: kind(name) for pattern, name in given.items()}
+    return {pattern: kind(name) for pattern, name in choices.items()}
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:
@@ -93,7 +100,7 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
     >>> chosen("aux_reduce", {"*": AuxReduction.LAST, "a/*": AuxReduction.SUM}, ["a/b", "c"])
     (<AuxReduction.SUM: 'sum'>, <AuxReduction.LAST: 'last'>)
     """
-    said: dict[str, R] = {}
+    by_path: dict[str, R] = {}
     for pattern, reduction in patterns.items():
         matched = [path for path in paths if fnmatchcase(path, pattern)]
         if not matched:
@@ -102,5 +109,5 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
             raise ValueError(
                 f"{option} pattern '{pattern}' matches no leaf: there are {some or 'none'}{more}"
             )
-        said.update(dict.fromkeys(matched, reduction))
-    return tuple(said.get(path) for path in paths)
+        by_path.update(dict.fromkeys(matched, reduction))
+    return tuple(by_path.get(path) for path in paths)
