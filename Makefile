@@ -53,7 +53,7 @@ peers:
 	-$(call PEER,transformers) torch==2.13.0 transformers==5.24.0 safetensors
 	-$(call PEER,megatron) torch==2.13.0 numpy packaging && \
 		build/peers/megatron/bin/python -m pip install --no-deps megatron-core==0.16.1
-	-$(call PEER,maxtext,$(PYTHON312)) jax==0.10.2 flax==0.12.8 omegaconf pathwaysutils pydantic pyyaml \
+	-$(call PEER,maxtext,$(PYTHON312)) jax==0.10.2 flax==0.12.8 jinja2 omegaconf pathwaysutils pydantic pyyaml \
 		tensorboardx && build/peers/maxtext/bin/python -m pip install --no-deps maxtext==0.2.5
 	-test -n "$(JAXPP)" && $(call PEER,jaxpp) "$(JAXPP)"
 

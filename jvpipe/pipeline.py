@@ -12,11 +12,10 @@ from jvpipe._jax import Device
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.reductions import checked_reductions
 from jvpipe.ir.values import ValueKind
-from jvpipe.papers.registry import find_planner, reason_of
+from jvpipe.papers.registry import reason_of
 from jvpipe.report.explain import explain, stage_table
-from jvpipe.runtime.engine.hosts import present_hosts, telling
+from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
@@ -25,38 +24,24 @@ from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     check_arrays,
-    check_chooser,
-    check_functions,
     check_key,
     check_loss,
     check_predicted,
-    checked_fates,
     checked_moment,
-    checked_name,
     checked_plan,
-    checked_replicas,
     checked_rule,
-    checked_schedule,
-    checked_stacked,
-    checked_stages,
     checked_stream,
-    place,
-    replicas_at,
-    shares_devices,
-    whole_number,
 )
 from jvpipe.session.evaluation import evaluate
-from jvpipe.session.inner_axes import inner_axes
-from jvpipe.session.measuring import checked_speeds, device_limits
 from jvpipe.session.model_switch import switch_model
+from jvpipe.session.options import PIPELINE, checked
 from jvpipe.session.prediction import predict
 from jvpipe.session.reasons import reasons_of
 from jvpipe.session.session import Metrics, Session
-from jvpipe.session.settings import Settings, agree_on_given
+from jvpipe.session.settings import agree_on_given, settings_of
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.leaves import is_initialiser, made_shapes
-from jvpipe.util.given import check_callback, checked_flags, checked_frozen, checked_path
-from jvpipe.util.sizes import parse_bytes, parse_limits
+from jvpipe.util.given import check_callback, checked_flag, checked_path
 
 Tree = Any
 
@@ -166,55 +151,8 @@ class Pipeline:
         grad_norm: bool = False,
         remeasure: bool = False,
     ) -> None:
-        flags = checked_flags(
-            has_aux=has_aux, has_state=has_state, grad_norm=grad_norm, remeasure=remeasure
-        )
-        check_functions(loss_fn, optimizer, has_state=has_state)
-        find_planner(checked_name("planner", planner, "jvpipe"))
-        schedule, microbatches = (
-            checked_schedule(schedule),
-            whole_number("microbatches", microbatches),
-        )
-        shares = shares_devices(replicas, stages, planner)
-        stages = checked_stages(stages, schedule, microbatches, shares=shares)
-        if not isinstance(stages, Plan):
-            check_chooser(schedule, planner)
-        counts = None if stages is None or shares else checked_replicas(replicas, stages, schedule)
-        (given, laid), hosts = inner_axes(devices, sharding, batch_axis, replicas), present_hosts()
-        used, places = place(stages, given, schedule, counts, shares=shares)
-        planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
-        self.session = Session(
-            Settings(
-                loss_fn=loss_fn,
-                optimizer=optimizer,
-                stages=stages,
-                microbatches=microbatches,
-                schedule=schedule,
-                planner=planner,
-                limits=device_limits(parse_limits(memory_limit), used, planned, hosts),
-                host_limit_bytes=parse_bytes(host_memory_limit),
-                fates=checked_fates(fates),
-                state_fates=checked_fates(
-                    state_fates, "state_fates", "parameters, such as {'*': 'swap'}"
-                ),
-                checkpoint=None
-                if checkpoint is None
-                else checked_name("checkpoint", checkpoint, "always"),
-                devices=used,
-                places=places,
-                hosts=hosts,
-                speeds=checked_speeds(speeds, planned),
-                replicas=() if counts is None else replicas_at(counts),
-                shares=shares,
-                sharding=laid,
-                stacked=checked_stacked(stacked),
-                frozen=checked_frozen(frozen),
-                reductions=checked_reductions(
-                    aux_reduce, model_state_reduce, has_aux=has_aux, has_state=has_state
-                ),
-                **flags,
-            )
-        )
+        told = checked(PIPELINE, locals())
+        self.session = Session(settings_of(loss_fn, optimizer, devices, told))
 
     def __repr__(self) -> str:
         session, plans = self.session, self.session.compiled_plans
@@ -442,7 +380,7 @@ class Pipeline:
         The planner that made the plan is asked again, under the same limits, if it is jvpipe's own. `session.history`
         tells what moved and why. Of several processes all call it, before the same step.
         """
-        checked_flags(on=on)
+        checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))
         if on and self.session.controller.monitor is None:
             self.session.monitor()

@@ -12,8 +12,6 @@ HOUSE = Path(jvpipe.__file__).parent
 FEW = 4
 """Fields that two of any size may not share if they are more than half of the smaller one's."""
 ALIKE = {
-    ("cli/plan_options:Options", "cli/train_options:Options"),
-    ("cli/plan_options:Options", "planners/model/pins:Pins"),
     ("cost/costs:Edge", "ir/layers:Tensor"),
     ("cost/costs:SplitCost", "simulate/stages:StageLoad"),
     ("ir/layers:SplitSignature", "programs/split_backward:Halves"),
@@ -30,10 +28,10 @@ ALIKE = {
     ("runtime/state/migrate:PlanChange", "runtime/state/model_change:ModelChange"),
     ("session/measuring:Measurement", "session/model_planner:ModelPlanner"),
     ("session/measuring:Request", "session/settings:Settings"),
-    ("session/optimizer_cut:OptimizerCutter", "session/settings:Settings"),
-    ("session/question:Question", "session/settings:Settings"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
+DEFINED = "option("
+"""What a field says that defines an option: its name is that of what the option becomes, whoever holds it."""
 
 
 def fields_of(text: str) -> dict[str, set[str]]:
@@ -43,7 +41,10 @@ def fields_of(text: str) -> dict[str, set[str]]:
         node.name: {
             statement.target.id
             for statement in node.body
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and not ast.unparse(statement.annotation).startswith("ClassVar")
+            and not (statement.value and ast.unparse(statement.value).startswith(DEFINED))
         }
         for node in classes
         if any(ast.unparse(each).startswith("dataclass") for each in node.decorator_list)
@@ -80,6 +81,7 @@ def test_no_two_dataclasses_share_more_than_half_of_their_fields_but_those_of_to
         f"{path.relative_to(HOUSE).with_suffix('').as_posix()}:{name}": those
         for path in files
         for name, those in fields_of(path.read_text()).items()
+        if those
     }
     assert len(fields) > 100
     found = {(a, b) for a, b in combinations(sorted(fields), 2) if are_alike(fields[a], fields[b])}

@@ -21,7 +21,6 @@ SLOW = {
     "matplotlib",
     "flax",
     "rich",
-    "tyro",
     "grain",
     "tokenizers",
 }
@@ -177,7 +176,7 @@ def test_the_wheel_beside_the_core_alone_trains_saves_plans_and_names_extras(
     ]
     command = subprocess.run([str(python), "-m", "jvpipe.train"], **options)
     assert (command.returncode, command.stdout) == (2, "")
-    assert command.stderr == "error: tyro is not installed: pip install 'jvpipe[cli]'\n"
+    assert command.stderr == "error: rich is not installed: pip install 'jvpipe[cli]'\n"
 
 
 def test_the_environment_is_that_of_the_core(python: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from experiments.absent_hardware.table import cell
 from jvpipe._jax import absent_device
 from jvpipe.cli.job import keep_compiled
-from jvpipe.cost.targets import find_target, target_of
+from jvpipe.cost.targets import find_target
 from jvpipe.programs.store import ProgramStore
 from jvpipe.session.question import Question
 
@@ -33,19 +33,20 @@ def array_bytes(shape: tuple[int, ...], dtype: Any, layout: Any) -> int:
     return math.prod(laid) * np.dtype(dtype).itemsize
 
 
-def summed(question: Question, found: Any, hardware: str) -> list[int]:
+def summed(question: Question, found: Any, name: str) -> list[int]:
     """The most that each device holds, by the compiler's numbers and the rows alone."""
-    target = target_of(found.problem.cluster.device) if not hardware else find_target(hardware)
+    target = find_target(name)
     device = absent_device(target.platform, target.topology, target.config)
-    run = question.compiled(found.plan, ProgramStore())
-    bound = replace(run, devices=(device,) * len(run.devices)).step
+    plan = question.compiled(found.plan, ProgramStore())
+    bound = replace(plan, devices=(device,) * len(plan.devices)).step
     sizes = {b: x.bytes for b, x in enumerate(bound.lowered.buffers)}
     for it in bound.instructions:
-        if not hasattr(it.run, "input_formats") or target.platform != "tpu":
+        run: Any = it.run
+        if not hasattr(run, "input_formats") or target.platform != "tpu":
             continue
-        formats, _ = it.run.input_formats
-        arrays = [*zip(it.row.reads, it.run.in_avals[0], formats, strict=True)]
-        arrays += zip(it.row.writes, it.run.out_avals, it.run.output_formats, strict=False)
+        formats, _ = run.input_formats
+        arrays = [*zip(it.row.reads, run.in_avals[0], formats, strict=True)]
+        arrays += zip(it.row.writes, run.out_avals, run.output_formats, strict=False)
         for b, aval, laid in arrays:
             sizes[b] = max(sizes[b], array_bytes(aval.shape, aval.dtype, laid.layout))
     places = [x.memory for x in bound.lowered.buffers]
@@ -55,18 +56,20 @@ def summed(question: Question, found: Any, hardware: str) -> list[int]:
         held = Counter[int]()
         for b in alive:
             held[places[b]] += sizes[b]
-        if hasattr(it.run, "memory_analysis"):
-            held[it.row.place] += it.run.memory_analysis().temp_size_in_bytes
+        program: Any = it.run
+        if hasattr(program, "memory_analysis"):
+            held[it.row.place] += program.memory_analysis().temp_size_in_bytes
         most |= held
         alive.difference_update(it.row.frees)
-    return [most[place] for place in range(len(run.devices))]
+    return [most[place] for place in range(len(plan.devices))]
 
 
 def main(model: str, hardware: str, stages: str) -> None:
     """Prints both sums for each stage."""
     keep_compiled()
     jax.config.update("jax_enable_compilation_cache", False)
-    found = cell(*model.split(":"), hardware, int(stages))
+    name, _, size = model.partition(":")
+    found = cell(name, size, hardware, int(stages))
     assert found.question
     question = replace(found.question, microbatches=found.microbatches)
     ours = [stage.compiled_bytes for stage in found.answers[0].compiled]

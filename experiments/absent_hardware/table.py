@@ -56,7 +56,8 @@ def main(models: str, hardware: str, stages: str) -> None:
     every = product(models.split(","), hardware.split(","), map(int, stages.split(",")))
     for name, target, count in every:
         start_s = time.perf_counter()
-        found = cell(*name.split(":"), target, count)
+        model, _, size = name.partition(":")
+        found = cell(model, size, target, count)
         told = "; ".join(lines(found)) if found.fits else found.why_not()
         seconds = time.perf_counter() - start_s
         print(f"| {name} | {target} | {told} | {seconds:.0f} |", flush=True)

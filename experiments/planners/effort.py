@@ -19,7 +19,7 @@ from unittest import mock
 from jvpipe.planners.joint import effort
 from tests.record_plans import Record, cases
 
-TABLES = ("CUTS", "FATE", "LIMIT", "ORDER", "RULE", "PLAN")
+TABLES = ("CUTS", "FATE", "LIMIT", "ORDER", "RULE", "PLAN", "SHAPE")
 READERS = (
     "cut_windows",
     "device_fates",
@@ -33,7 +33,9 @@ READERS = (
     "order_refine",
     "order_search",
     "planner",
+    "rough_plan",
     "rule_search",
+    "shape_search",
     "smallest_limit",
     "stage_fates",
     "surrogate",

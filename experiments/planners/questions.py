@@ -38,14 +38,14 @@ def question_of(
         schedule: by its name.
     """
     return Question(
-        workload.loss_fn,
-        jax.eval_shape(workload.init, jax.random.key(0)),
-        workload.abstract_batch(batch_size),
-        optimizer,
-        stages,
-        microbatches,
-        find_schedule(schedule),
-        workload.initial_state(),
-        workload.has_aux,
-        workload.has_state,
+        loss_fn=workload.loss_fn,
+        params=jax.eval_shape(workload.init, jax.random.key(0)),
+        batch=workload.abstract_batch(batch_size),
+        optimizer=optimizer,
+        stages=stages,
+        microbatches=microbatches,
+        schedule=find_schedule(schedule),
+        model_state=workload.initial_state(),
+        has_aux=workload.has_aux,
+        has_state=workload.has_state,
     )

@@ -1,76 +1,130 @@
 """What a command line reads: its options, files of options, and with `--help` all names that there are."""
 
+import argparse
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
-from itertools import pairwise
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-import tyro
+from types import MappingProxyType, NoneType
+from typing import Any, NoReturn, get_args
 
 import jvpipe
 from jvpipe import models
+from jvpipe.cli.options import NOT_KEPT, TrainOptions, check_each
+from jvpipe.cli.outputs import check_figure, check_new_folder, check_writable
 from jvpipe.cli.own_model import ENTRY_POINTS
+from jvpipe.cli.run_folder import MARK, RECORDED, RunDir, check_made_here
 from jvpipe.cost.presets import PRESETS
 from jvpipe.papers.registry import PLANNERS
+from jvpipe.report.trackers import find_tracker
 from jvpipe.schedules import SCHEDULES
+from jvpipe.session.options import Group, Option, PipelineOptions, options_of
+from jvpipe.util.brief import brief
 from jvpipe.util.extras import MissingExtraError, extra
 from jvpipe.util.names import did_you_mean
 
-T = TypeVar("T")
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of texts",
+}
 
 
-def parsed(
-    options: type[T], arguments: Sequence[str] | None, command: str, default: Any = None
-) -> T:
-    """The options of a command line; ends the process for `--help` and `--version`.
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, as everything here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises it, in place of ending the process with a page."""
+        raise ValueError(message)
+
+
+def read(
+    holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
+) -> dict[str, Any]:
+    """The options that a command line gives, by name; ends the process for `--help` and `--version`.
 
     Args:
-        options: a dataclass of them.
+        holder: the dataclass of its options.
         arguments: those of this process unless given.
         command: what comes after `python -m`.
-        default: what holds for options that are not given.
 
     Raises:
-        ValueError: what is given for a number is none.
+        ValueError: one is unknown, or not of its type.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if "--version" in given:
-        print(f"jvpipe {jvpipe.__version__}")
-        raise SystemExit(0)
-    _check_numbers(options, given)
-    asked = {"-h", "--help"} & set(given)
-    told = f"{options.__doc__}\n\n{names()}" if asked else None
-    kept = {} if default is None else {"default": default}
-    return tyro.cli(options, args=given, prog=f"python -m {command}", description=told, **kept)
+    options = options_of(holder)
+    words = [_word(holder, each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    asked = {"-h", "--help"} & {*words}
+    parser = _Parser(
+        prog=f"python -m {command}",
+        usage="%(prog)s [options]",
+        description=f"{holder.__doc__}\n\n{names()}" if asked else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    version = f"jvpipe {jvpipe.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
+    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
+    for name, each in options.items():
+        more: dict[str, Any] = {"action": "store_true"}
+        if bool not in each.kinds:
+            repeated = tuple in each.kinds
+            more = {
+                "action": "append" if repeated else "store",
+                "metavar": (each.unit or "name").upper(),
+            }
+        add = groups[each.group].add_argument
+        add(each.flag, dest=name, default=argparse.SUPPRESS, help=_help(each), **more)
+    told, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise ValueError(
+            did_you_mean("option", unknown[0], [each.flag for each in options.values()])
+        )
+    return {name: _of_text(options[name], value) for name, value in vars(told).items()}
 
 
-def _check_numbers(options: type[Any], given: Sequence[str]) -> None:
-    """Raises ValueError where tyro would tell in a page that a text is no number."""
-    types = get_type_hints(options)
-    for text, after in pairwise([*given, "--"]):
-        flag, equals, value = text.partition("=")
-        wanted = types.get(flag.removeprefix("--").replace("-", "_"))
-        kinds = get_args(wanted) or (wanted,)
-        number = next((kind for kind in (int, float) if kind in kinds), None)
-        value, none = value if equals else after, "None" if NoneType in kinds else None
-        if (
-            number is None
-            or not flag.startswith("--")
-            or value == none
-            or (value.startswith("--") and not equals)
-        ):
-            continue
-        try:
-            number(value)
-        except ValueError as error:
-            what = "a whole number" if number is int else "a number"
-            raise ValueError(f"{flag} must be {what}, not '{value}'") from error
+def _help(each: Option) -> str:
+    """A line of `--help`, with the default if that is said nowhere else."""
+    told = each.help if not each.default else f"{each.help} ({each.default})"
+    return told.replace("%", "%%")
+
+
+def _word(holder: type[PipelineOptions], word: str) -> str:
+    """A word of a command line, with hyphens in the name of an option, which is that of today."""
+    flag, equals, value = word.partition("=")
+    if not flag.startswith("--") or flag == "--":
+        return word
+    name = present(holder, flag[2:]).strip("_").replace("_", "-")
+    return f"--{name}{equals}{value}"
+
+
+def present(holder: type[PipelineOptions], name: str) -> str:
+    """The name that an option has today; warns of one that it had before."""
+    name = name.replace("-", "_")
+    for each in options_of(holder).values():
+        if name in each.was:
+            told = f"warning: {name} is called {each.name} now, and that name alone from the next release on"
+            print(told, file=sys.stderr)
+            return each.name
+    return name
+
+
+def _of_text(each: Option, given: Any) -> Any:
+    """What a command line gives for an option, in its type."""
+    if isinstance(given, list):
+        return tuple(given)
+    if given == "None" and NoneType in each.kinds:
+        return None
+    number = next((kind for kind in (int, float) if kind in each.kinds), str)
+    try:
+        return given if isinstance(given, bool) else number(given)
+    except ValueError as error:
+        raise ValueError(f"{each.flag} must be {_WORDS[number]}, not '{given}'") from error
 
 
 def names() -> str:
@@ -100,14 +154,174 @@ def _sizes(name: str) -> str:
         return str(missing)
 
 
-# YAML as files of options are written: each name once, and numbers as people write them.
+# Options that are given, else those of a file, else those of a run that is resumed.
+
+
+def given(arguments: Sequence[str] | None) -> TrainOptions:
+    """The options of a command line, others as --config has them, or as they are by default."""
+    told = read(TrainOptions, arguments, "jvpipe.train")
+    options = _over(told, _of_config(told))
+    check_each(options, "processes")
+    return options
+
+
+def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptions:
+    """The options: given ones, else those of --config, else with --resume those of the run, else the defaults.
+
+    Args:
+        arguments: of the command line.
+        writes: this process is the one that writes files.
+    """
+    told = read(TrainOptions, arguments, "jvpipe.train")
+    of_file = _of_config(told)
+    options = _over(told, of_file)
+    if options.resume:
+        options = _resumed(options, told, of_file, writes)
+    options.check()
+    if not writes:
+        return options
+    if options.figure is not None:
+        check_figure(options.figure)
+    if options.export:
+        check_writable(Path(options.export))
+    if options.export_weights:
+        check_new_folder(Path(options.export_weights))
+    for tracker in options.track:
+        find_tracker(tracker)
+    return options
+
+
+def _resumed(
+    options: TrainOptions, told: Mapping[str, Any], of_file: Mapping[str, Any], writes: bool
+) -> TrainOptions:
+    """The options of a run that goes on.
+
+    Args:
+        options: those that are given, the others as by default.
+        told: those of the command line.
+        of_file: those of --config.
+        writes: this process is the one that writes files.
+    """
+    if options.run_dir is None:
+        raise ValueError("--resume needs --run-dir, the folder of the run to continue")
+    before = RunDir(Path(options.run_dir))
+    config = before.read_config()
+    if options.nas or config.get("nas"):
+        raise ValueError(
+            "--nas cannot be resumed: a search saves its last architecture alone. Begin a new run"
+        )
+    kept = {name: config[name] for name in options_of(TrainOptions) if name in config}
+    saved = _typed(kept, f"{before.config} is not what a run wrote", NOT_KEPT)
+    if saved.get("data") and not options.data:
+        print(
+            f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
+        )
+    trusted, named = options.trust, "model" in {**told, **of_file}
+    options = _over(told, {**saved, **of_file})
+    if writes and not named and not trusted:
+        check_made_here(before.path, config, options.model)
+    if options.init_from and not saved.get("init_from"):
+        raise ValueError(
+            f"--init-from {options.init_from}: a run that is resumed has its parameters, leave it out"
+        )
+    if not options.shares and options.devices == saved.get("devices"):
+        return replace(options, devices=None)
+    return options
+
+
+def _over(told: Mapping[str, Any], before: Mapping[str, Any]) -> TrainOptions:
+    """Options over those that held before; what may be given again comes after that."""
+    added = {
+        name: (*before.get(name, ()), *value)
+        for name, value in told.items()
+        if isinstance(value, tuple)
+    }
+    return TrainOptions(**{**before, **told, **added})
+
+
+# Files of options: `--config FILE`, and the config.json of a run.
+
+
+def _of_config(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
+
+    Of a run's config.json what is no option, and what held for that start alone, is passed over.
+
+    Raises:
+        ValueError: it is no such file, names what is no option, or a value is of another type.
+    """
+    if told.get("config") is None:
+        return {}
+    path, lines = Path(told["config"]), {}
+    where = f"--config {path}"
+    try:
+        content = path.read_text()
+        if path.suffix in (".yaml", ".yml"):
+            there, lines = read_yaml(content)
+        else:
+            there = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+    except (OSError, ValueError, RecursionError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise ValueError(f"{where} cannot be read: {reason}") from problem
+    if not isinstance(there, dict):
+        raise ValueError(f"{where} holds no options by name, but {type(there).__name__}")
+    passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
+    if "data_digest" not in there:  # no run wrote it
+        passed_over = ()
+    named = {present(TrainOptions, name): value for name, value in there.items()}
+    at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
+    if isinstance(each := named.get("set"), Mapping):
+        named["set"] = [f"{name}={_text(value)}" for name, value in each.items()]
+    return _typed(named, where, passed_over, at)
+
+
+def _typed(
+    named: Mapping[str, Any],
+    where: str,
+    passed_over: Collection[str],
+    at: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Options of a file in their types, for which JSON and TOML have lists in place of tuples.
+
+    Args:
+        named: values by the names of options.
+        where: they stand, for messages.
+        passed_over: names that are no options there.
+        at: the line of each, for messages.
+
+    Raises:
+        ValueError: there is no such option, or its value is of another type.
+    """
+    options, values = options_of(TrainOptions), {}
+    for name, value in named.items():
+        if name in passed_over:
+            continue
+        if name not in options:
+            told = did_you_mean("option", name, list(options))
+            raise ValueError(f"{where}{at.get(name, '')}: {told}")
+        kinds = options[name].kinds
+        value = tuple(value) if isinstance(value, list) and tuple in kinds else value
+        value = float(value) if type(value) is int and float in kinds else value
+        texts = type(value) is not tuple or all(type(each) is str for each in value)
+        if type(value) not in kinds or not texts:
+            wanted = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
+            raise ValueError(
+                f"{where}{at.get(name, '')}: {name} is {brief(value)}, and should be {wanted}"
+            )
+        values[name] = value
+    return values
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 """Numbers such as 1e-3, which YAML 1.1 takes for a text, for they have no point."""
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
-    r"""Reads a document; also tells the line of each name at its top.
+    r"""Reads a document in which no mapping has a name twice; also tells the line of each name at its top.
 
     Raises:
         ValueError: it is no YAML, or a name is there twice; the message has the line.
@@ -119,141 +333,25 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
         import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            first: dict[str, int] = {}
+            for name, _ in node.value:
+                line = name.start_mark.line + 1
+                if name.value in first:
+                    raise ValueError(
+                        f"line {line}: {name.value} is in line {first[name.value]} already: take one of them out"
+                    )
+                first[name.value] = line
+            return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+    loader = Loader(content)
     try:
-        top = yaml.compose(content, Loader=Loader)
-        _check_names(_mappings(top))
-        value = yaml.load(content, Loader=Loader)
+        top = loader.get_single_node()
+        value = None if top is None else loader.construct_document(top)
     except yaml.MarkedYAMLError as problem:
         mark = problem.problem_mark
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}{problem.problem}") from problem
     names = top.value if isinstance(top, yaml.MappingNode) else []
     return value, {str(name.value): name.start_mark.line + 1 for name, _ in names}
-
-
-def _mappings(node: Any) -> Iterator[Any]:
-    """The mappings of a document, as lists of pairs of nodes."""
-    pairs = node.value if node is not None and node.id == "mapping" else []
-    if pairs:
-        yield pairs
-    below = [value for _, value in pairs]
-    if node is not None and node.id == "sequence":
-        below = node.value
-    for each in below:
-        yield from _mappings(each)
-
-
-def _check_names(mappings: Iterator[Any]) -> None:
-    """Raises ValueError for a name that a mapping has twice."""
-    for pairs in mappings:
-        first: dict[str, int] = {}
-        for name, _ in pairs:
-            line = name.start_mark.line + 1
-            if name.value in first:
-                raise ValueError(
-                    f"line {line}: {name.value} is in line {first[name.value]} already: "
-                    "take one of them out"
-                )
-            first[name.value] = line
-
-
-# Files of options: `--config FILE`, and the config.json of a run.
-
-RECORDED = ("model_config", "parameters", "data_digest", "files", "digest", "made_here")
-"""What config.json holds beside options."""
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a list of texts",
-}
-
-
-def read_options(
-    path: Path, types: Mapping[str, Any], of_one_start: Collection[str]
-) -> dict[str, Any]:
-    """The options in a file, TOML, YAML or JSON; names may have hyphens as on the command line.
-
-    Of a run's config.json what is no option, and what held for that start alone, is passed over.
-
-    Args:
-        path: of the file.
-        types: of the options, by name.
-        of_one_start: options that are passed over in what a run wrote.
-
-    Raises:
-        ValueError: it is no such file, names what is no option, or a value is of another type.
-    """
-    lines: dict[str, int] = {}
-    try:
-        content = path.read_text()
-        if path.suffix in (".yaml", ".yml"):
-            told, lines = read_yaml(content)
-        else:
-            told = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
-    except (OSError, ValueError, RecursionError) as problem:
-        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-        raise ValueError(f"--config {path} cannot be read: {reason}") from problem
-    if not isinstance(told, dict):
-        raise ValueError(f"--config {path} holds no options by name, but {type(told).__name__}")
-    if "data_digest" in told:  # a run wrote it
-        told = {
-            name: value for name, value in told.items() if name not in (*RECORDED, *of_one_start)
-        }
-    named = {name.replace("-", "_"): value for name, value in told.items()}
-    at = {name.replace("-", "_"): f", line {line}" for name, line in lines.items()}
-    if unknown := next((name for name in named if name not in types), None):
-        told = did_you_mean("option", unknown, list(types))
-        raise ValueError(f"--config {path}{at.get(unknown, '')}: {told}")
-    if isinstance(fields := named.get("set"), Mapping):
-        named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
-    values = {name: as_type(value, types[name]) for name, value in named.items()}
-    for name, value in values.items():
-        if not is_type(value, types[name]):
-            raise ValueError(
-                f"--config {path}{at.get(name, '')}: {name} is {value!r}, "
-                f"and should be {_wanted(types[name])}"
-            )
-    return values
-
-
-def as_type(value: Any, wanted: Any) -> Any:
-    """What JSON and TOML have for a value of a type: lists for tuples, whole numbers for numbers.
-
-    >>> as_type(1, float | None), as_type(["a"], tuple[str, ...]), as_type("a", int)
-    (1.0, ('a',), 'a')
-    """
-    if isinstance(value, list) and get_origin(wanted) is tuple:
-        return tuple(value)
-    return (
-        float(value)
-        if type(value) is int and float in _kinds(wanted) and int not in _kinds(wanted)
-        else value
-    )
-
-
-def is_type(value: Any, wanted: Any) -> bool:
-    """Whether a value is of the type of an option.
-
-    >>> is_type(None, int | None), is_type(True, int), is_type(("a", 1), tuple[str, ...])
-    (True, False, False)
-    """
-    if type(value) is tuple and get_origin(wanted) is tuple:
-        return all(type(each) is str for each in value)
-    return type(value) in _kinds(wanted)
-
-
-def _kinds(wanted: Any) -> tuple[type, ...]:
-    return (tuple,) if get_origin(wanted) is tuple else get_args(wanted) or (wanted,)
-
-
-def _wanted(wanted: Any) -> str:
-    return " or ".join(_WORDS[kind] for kind in _kinds(wanted) if kind is not NoneType)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)

@@ -18,16 +18,16 @@ import jvpipe
 from jvpipe import models
 from jvpipe.cli import outputs
 from jvpipe.cli.architecture_search import ArchitectureSearch
-from jvpipe.cli.own_model import find_model
-from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
-from jvpipe.cli.train_options import (
+from jvpipe.cli.options import (
     FIXED,
-    Options,
+    TrainOptions,
     agreed_options,
     fields_of,
     kept_options,
-    retrained,
 )
+from jvpipe.cli.own_model import find_model
+from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
+from jvpipe.models.recipe import Recipe
 from jvpipe.models.workload import OF_FOLDERS, format_of
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.phases import phase
@@ -35,12 +35,14 @@ from jvpipe.runtime.state.checkpoints.generations import DamageError
 from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
+from jvpipe.session.arguments import USUAL_MICROBATCHES
+from jvpipe.session.options import PIPELINE, passed
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.util.extras import extra
 
 
-def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) -> None:
+def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Path) -> None:
     """Puts the tokenizer of `--tokenizer`, if one is given, where a new run looks for its own; and its chat template.
 
     Args:
@@ -75,6 +77,42 @@ def keep_tokenizer(options: Options, workload: models.Workload, folder: Path) ->
         (folder / beside.name).write_bytes(beside.read_bytes())
 
 
+_RATE = 1e-3
+"""Of a model with an optimizer of its own, if another is named."""
+
+
+def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
+    """The model under the optimizer, the rate and the warm-up that were asked for.
+
+    Args:
+        workload: as it would be trained.
+        options: of the command line.
+        updates: of the whole run.
+
+    Raises:
+        ValueError: the model has an optimizer of its own.
+    """
+    assert options.steps is not None
+    rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
+    given = [f"{flag} {value:g}" for flag, value in rates.items() if value is not None]
+    if options.optimizer is None and not given:
+        return workload
+    if workload.recipe is None and options.optimizer is None:
+        raise ValueError(
+            f"{given[0]}: {workload.name} has an optimizer of its own, change it there; or name another by --optimizer"
+        )
+    recipe = workload.recipe or Recipe(_RATE)
+    recipe = replace(
+        recipe,
+        optimizer_name=options.optimizer or recipe.optimizer_name,
+        learning_rate=options.learning_rate or recipe.learning_rate,
+        warmup_steps=None if options.warmup is None else options.warmup * updates // options.steps,
+    )
+    return replace(
+        workload, recipe=recipe, optimizer=recipe.optimizer, learning_rates=recipe.learning_rates
+    )
+
+
 # `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them back to it.
 
 Tree = Any
@@ -93,7 +131,7 @@ _DIMENSIONS = (
 """What a size decides, if one is given."""
 
 
-def as_in_folder(options: Options) -> Options:
+def as_in_folder(options: TrainOptions) -> TrainOptions:
     """The options with the fields of the model that the folder of `--init-from` tells; others that are given win.
 
     Raises:
@@ -136,7 +174,7 @@ def as_in_folder(options: Options) -> Options:
     )
 
 
-def first_params(options: Options, workload: models.Workload) -> Tree:
+def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
     """What a run begins with: the arrays of the folder, or the function that makes them.
 
     Raises:
@@ -152,7 +190,7 @@ def first_params(options: Options, workload: models.Workload) -> Tree:
     return in_folder(folder, workload, jax.random.key(options.seed))
 
 
-def write_weights(options: Options, workload: models.Workload, params: Tree) -> None:
+def write_weights(options: TrainOptions, workload: models.Workload, params: Tree) -> None:
     """Writes a trained model to the folder of `--export-weights`, laid out as the one that it began with.
 
     Raises:
@@ -173,7 +211,7 @@ def write_weights(options: Options, workload: models.Workload, params: Tree) -> 
 class Job:
     """A run that is ready to train."""
 
-    options: Options
+    options: TrainOptions
     steps: int
     batch_size: int
     run: RunDir
@@ -211,14 +249,14 @@ class Job:
 class Start(NamedTuple):
     """What a run starts from: its options, its folder and model, what was kept of a run before, and its plan."""
 
-    options: Options
+    options: TrainOptions
     run: RunDir
     workload: models.Workload
     before: Mapping[str, Any]
     plan: jvpipe.Plan | None
 
 
-def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
+def prepare(options: TrainOptions, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked.
 
     Args:
@@ -230,6 +268,7 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     options, run, workload, before, plan = _start(options, hosts, held)
     assert options.steps is not None
     assert options.batch_size is not None
+    assert options.microbatches is not None
     search = hosts.together("model", lambda: _search(options, workload, hosts))
     schedule = find_schedule(options.schedule)
     updates = options.steps * (
@@ -255,21 +294,22 @@ def prepare(options: Options, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
     return job, state
 
 
-def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
+def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
     """Looks into the folder of the run, which the first process keeps, and makes the devices."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
-    def kept() -> tuple[Options, Mapping[str, Any], jvpipe.Plan | None, bool]:
-        before = resumed.read_config() if resumed else dataclasses.asdict(Options())
+    def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
+        counted = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
+        before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
         plan = given = given_plan(dataclasses.asdict(options), before)
         if resumed and not given:
             plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
         if plan is None:
-            return replace(options, stages=options.stages_asked), before, None, False
+            return replace(counted, stages=options.stages_asked), before, None, False
         schedule = find_schedule(plan.schedule or options.schedule)
         stages = options.stages if options.shares else pipeline_length(plan, schedule)
         return (
-            replace(options, stages=stages, schedule=schedule.name),
+            replace(counted, stages=stages, schedule=schedule.name),
             before,
             plan,
             given is not None,
@@ -309,7 +349,7 @@ def _start(options: Options, hosts: Hosts, held: ExitStack) -> Start:
 
 
 def _held_folder(
-    options: Options, workload: models.Workload, hosts: Hosts, held: ExitStack
+    options: TrainOptions, workload: models.Workload, hosts: Hosts, held: ExitStack
 ) -> RunDir:
     """The folder of the run, which the first process keeps others out of and all see."""
 
@@ -340,36 +380,27 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
 
 
 def _pipeline(
-    options: Options,
+    options: TrainOptions,
     workload: models.Workload,
     plan: jvpipe.Plan | None,
     search: ArchitectureSearch | None,
     updates: int,
 ) -> jvpipe.Pipeline:
     synchronous = find_schedule(options.schedule).synchronous
+    told = passed(options, PIPELINE) | ({"stages": plan, "replicas": None} if plan else {})
     return jvpipe.Pipeline(
         search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(updates, local=not synchronous),
-        stages=plan or options.stages,
-        replicas=None if plan else options.replica_counts or ("auto" if options.shares else None),
         devices=jax.devices()[: options.devices] if options.shares and not plan else None,
-        microbatches=options.microbatches,
-        schedule=options.schedule,
-        planner=options.planner,
-        memory_limit=options.memory_limit,
-        host_memory_limit=options.host_memory_limit,
-        checkpoint=options.checkpoint,
-        stacked=options.stacked,
-        frozen=options.frozen,
         has_aux=workload.has_aux,
         has_state=workload.has_state,
         grad_norm=synchronous,
-        remeasure=options.remeasure,
+        **told,
     )
 
 
 def _open_data(
-    options: Options,
+    options: TrainOptions,
     workload: models.Workload,
     run: RunDir,
     files: Mapping[str, str],
@@ -444,7 +475,9 @@ def _new_folder(workload: models.Workload) -> str:
     return f"runs/{workload.title.replace(' ', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _search(options: Options, workload: models.Workload, hosts: Hosts) -> ArchitectureSearch | None:
+def _search(
+    options: TrainOptions, workload: models.Workload, hosts: Hosts
+) -> ArchitectureSearch | None:
     """The search of architectures that --nas asks for."""
     if not options.nas:
         return None
@@ -458,7 +491,7 @@ def _search(options: Options, workload: models.Workload, hosts: Hosts) -> Archit
     return ArchitectureSearch(workload.supernet, options.seed, options.nas_steps)
 
 
-def _config(options: Options, workload: models.Workload) -> dict[str, Any]:
+def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
     """The part of the configuration that a resumed run must share: model, batch, seed, every parameter's shape."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     return {

@@ -3,33 +3,183 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 
-from jvpipe.cli.command_line import parsed
+from jvpipe.cli.command_line import read
 from jvpipe.cli.job import keep_compiled
-from jvpipe.cli.outputs import writing
+from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
+from jvpipe.cli.outputs import check_figure, check_outputs, writing
 from jvpipe.cli.own_model import find_model
-from jvpipe.cli.plan_options import Options, check, read_import
 from jvpipe.cli.speech import progress
-from jvpipe.cli.train_options import fields_of
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
-from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES
-from jvpipe.session.forecasts import Forecast, asked, plan_for
-from jvpipe.session.question import on_cluster, profile_slowness
+from jvpipe.session.arguments import USUAL_MICROBATCHES, USUAL_STAGES, check_chooser
+from jvpipe.session.forecasts import Forecast, asked, plan_for, planner_names
+from jvpipe.session.options import PLAN, PLAN_FOR, Taker, checked_target, option, options_of, passed
+from jvpipe.session.question import check_shape_planner, on_cluster, profile_slowness
+from jvpipe.util.given import checked_flag
 from jvpipe.util.sizes import limits_of_each, parse_limits
+
+
+@dataclass(frozen=True)
+class PlanOptions(ModelOptions):
+    """Plans a model, or a graph file, over the devices of a cluster."""
+
+    taker: ClassVar[Taker] = PLAN
+
+    model: str | None = option(
+        None,
+        name_option,
+        "Which model, as `python -m jvpipe.train` takes it; its parameters are never made.",
+        "model",
+    )
+    graph: str | None = option(
+        None,
+        file_option,
+        "In place of a model: a graph.txt of PipeDream or a JSON file of dnn-partitioning.",
+        "model",
+        "file",
+    )
+    compare: str | None = option(
+        None,
+        planner_names,
+        "Several planners side by side: `all`, or names with commas between.",
+        "pipeline",
+        "planners",
+    )
+    target: str | None = option(
+        None,
+        checked_target,
+        "With --compile: another device than the hardware's, such as h200 or v5e:4x4.",
+        "memory",
+        "target",
+    )
+    export: str | None = option(
+        None,
+        lambda flag, value: find_format(value.partition(":")[0]),
+        "FORMAT[:FILE] writes the plan for another system, to stdout without a file: megatron, torchtitan, torch-csv, "
+        "maxtext or jaxpp.",
+        "run",
+        "FORMAT[:FILE]",
+    )
+    lossy: bool = option(
+        False,
+        checked_flag,
+        "With --export: what the format cannot say is lost, and told in a comment.",
+        "run",
+    )
+    import_: str | None = option(
+        None,
+        lambda flag, value: read_import(flag, value),
+        "FORMAT:FILE simulates the layout of another system beside the plan.",
+        "run",
+        "FORMAT:FILE",
+    )
+    json: str | None = option(
+        None,
+        file_option,
+        "Writes the plan to this file; of several planners all plans, the best first.",
+        "run",
+        "file",
+    )
+    timeline: str | None = option(
+        None,
+        file_option,
+        "Writes the simulated timeline to this file, for Perfetto; of several planners that of the best.",
+        "run",
+        "file",
+    )
+
+    @property
+    def shared(self) -> dict[str, int | str]:
+        """What is said of stages that may have several devices; nothing if each has one."""
+        told = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
+        return {name: value for name, value in told.items() if value is not None}
+
+    def check(self) -> list[str]:
+        """The planners to be asked. Raises ValueError for what can be seen to be wrong before any work."""
+        if (self.model is None) == (self.graph is None):
+            raise ValueError("give one of --model and --graph")
+        for name in _OF_MODELS if self.graph is not None else ():
+            if value := getattr(self, name):
+                told = " ".join(value) if isinstance(value, tuple) else value
+                flag = options_of(PlanOptions)[name].flag
+                raise ValueError(
+                    f"{flag} {told} is of a --model, a --graph has its own: leave it out"
+                )
+        if self.target is not None and not self.compile:
+            raise ValueError(f"--target {self.target} is for --compile: give both")
+        check_each(self)
+        schedule = find_schedule(self.schedule)
+        names = planner_names("--compare", self.compare or [self.planner])
+        for name in names:
+            check_chooser(schedule, name)
+        if self.shared:
+            check_shape_planner(names, schedule)
+        else:
+            stages = self.stages or USUAL_STAGES
+            schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
+            limits_of_each(parse_limits(self.memory_limit), stages)
+        target = (self.export or "").partition(":")[2]
+        source = (self.import_ or "").partition(":")[2]
+        if self.lossy and not self.export:
+            raise ValueError("--lossy is for --export: give a format")
+        check_outputs(
+            {
+                "--json": self.json,
+                "--timeline": self.timeline,
+                "--figure": self.figure,
+                "--export": target or None,
+            },
+            {"--graph": self.graph, "--hardware": self.hardware, "--import": source or None},
+        )
+        if self.figure is not None:
+            check_figure(self.figure)
+        return names
+
+
+_OF_MODELS = (
+    "compile",
+    "batch_size",
+    "sequence_length",
+    "devices",
+    "replicas",
+    "cuts",
+    "size",
+    "dtype",
+    "set",
+    "frozen",
+)
+"""Options that a graph file leaves no room for."""
+
+
+def read_import(flag: str, given: str) -> tuple[str, str]:
+    """The format that --import names, and the text of its file; ValueError if there is none."""
+    format, _, file = given.partition(":")
+    find_format(format)
+    if not file:
+        raise ValueError(f"{flag} {given}: give FORMAT:FILE, such as megatron:layout.txt")
+    try:
+        return format, Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {given}: this cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{flag} {given}: this is no file of text") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake, 1 if no plan fits."""
     try:
-        options = parsed(Options, arguments, "jvpipe.plan")
-        names = check(options)
+        options = PlanOptions(**read(PlanOptions, arguments, "jvpipe.plan"))
+        names = options.check()
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
@@ -45,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if forecast.fits else 1
 
 
-def _planned(options: Options, names: Sequence[str]) -> Forecast:
+def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """What planners answer; while a compiler is asked, how far it is."""
     if options.graph is not None:
         return of_graph(options, names)
@@ -61,34 +211,26 @@ def _error(mistake: Exception) -> int:
     return 2
 
 
-def of_model(options: Options, names: Sequence[str]) -> Forecast:
+def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """What planners answer for a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
+    told = passed(options, PLAN_FOR)
+    told["compile"] = options.target or options.compile
     return plan_for(
         workload.loss_fn,
         workload.init,
         workload.abstract_batch(options.batch_size or workload.batch_size),
-        options.stages,
-        devices=options.devices,
-        replicas=options.replicas,
-        cuts=options.cuts,
-        hardware=options.hardware or "a100-40gb",
-        memory_limit=options.memory_limit,
-        microbatches=options.microbatches,
-        schedule=options.schedule,
+        **told,
         planner=names,
         optimizer=workload.optimizer(workload.steps),
         model_state=workload.initial_state(),
         has_aux=workload.has_aux,
         has_state=workload.has_state,
-        stacked=options.stacked,
-        frozen=options.frozen,
-        compile=options.target or options.compile,
         title=workload.title,
     )
 
 
-def of_graph(options: Options, names: Sequence[str]) -> Forecast:
+def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """What planners answer for a profile of a model, under its limit and over its links unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
@@ -108,12 +250,12 @@ def of_graph(options: Options, names: Sequence[str]) -> Forecast:
     )
 
 
-def _exchange(options: Options, forecast: Forecast) -> None:
+def _exchange(options: PlanOptions, forecast: Forecast) -> None:
     """Writes the plan for another system, and puts the layout of another one beside it."""
     if options.import_ is not None:
         if forecast.problem.replicated or forecast.problem.costs.outline is None:
             raise ValueError(f"--import {options.import_} is for a --model with a device per stage")
-        format, text = read_import(options.import_)
+        format, text = read_import("--import", options.import_)
         try:
             plan = find_format(format).load(text, forecast.problem.costs.outline)
         except ValueError as mistake:
@@ -130,7 +272,7 @@ def _exchange(options: Options, forecast: Forecast) -> None:
             path.write_text(text)
 
 
-def _write(options: Options, forecast: Forecast) -> None:
+def _write(options: PlanOptions, forecast: Forecast) -> None:
     """Writes all answers as JSON, and pictures of the first."""
     if options.json is not None:
         with writing("--json", options.json) as path:

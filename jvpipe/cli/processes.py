@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import jax
 
 from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer, read_secret
+from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
-from jvpipe.cli.train_options import Options, agreed_options
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
@@ -123,7 +123,7 @@ _GRACE_S = 2.0
 """How long the thread that trains has to say itself that another process is gone: it knows the task."""
 
 
-def join(options: Options) -> Hosts:
+def join(options: TrainOptions) -> Hosts:
     """Brings the processes together that the options tell of; to be called before JAX makes any device.
 
     Raises:
@@ -131,10 +131,6 @@ def join(options: Options) -> Hosts:
         HostLost: some do not come, or there is such a process already.
         SystemExit: the user stops it before all have come.
     """
-    if not 0 < options.host_timeout <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"--host-timeout must be seconds above 0 that a clock can wait, not {options.host_timeout:g}"
-        )
     secret = read_secret(options.secret_file)
     try:
         met = _of_cluster(secret) if options.distributed else _meeting(options, secret)
@@ -180,35 +176,33 @@ def _of_cluster(secret: bytes) -> tuple[dict[str, Any], Bonds]:
     return {}, Bonds()
 
 
-def _meeting(options: Options, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
+def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bonds] | None:
     """Meets the others; returns where JAX is to, and what holds them together; None for one alone.
 
     The former is as `jax.distributed.initialize` takes it.
     """
-    told = {name: getattr(options, name) for name in ("coordinator", "process_id", "num_processes")}
-    flags = {name: f"--{name.replace('_', '-')}" for name in told}
+    coordinator, process, count = options.coordinator, options.process_id, options.num_processes
+    told = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
     if all(value is None for value in told.values()):
         return None
-    if lacking := [flags[name] for name, value in told.items() if value is None]:
+    if coordinator is None or process is None or count is None:
+        lacking = [flag for flag, value in told.items() if value is None]
         raise ValueError(
-            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags.values())}"
+            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(told)}"
         )
-    coordinator, process, count = told.values()
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"--coordinator must be HOST:PORT, such as host0:12345, not {coordinator}")
-    if not 0 <= process < count:
+    host, port = address_option("--coordinator", coordinator)
+    if process >= count:
         raise ValueError(
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
     given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
-        attendance = Attendance(host.strip("[]"), int(port), process, given)
+        attendance = Attendance(host.strip("[]"), port, process, given)
         own_port = attendance.wait(options.host_timeout)
         address, bonds = {"coordinator_address": f"{host}:{own_port}"}, attendance.bonds
     else:
         address, bonds = _opened(
-            options.host_address or host.strip("[]"), int(port), count, given, options.host_timeout
+            options.host_address or host.strip("[]"), port, count, given, options.host_timeout
         )
     if count == 1:
         return None

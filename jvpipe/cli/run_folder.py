@@ -17,6 +17,7 @@ from socket import gethostname
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from jvpipe.cli.options import DECIDES, KEPT_CHECKPOINTS
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes, replace_text
@@ -66,8 +67,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 # The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to go on.
 
-KEPT_CHECKPOINTS = 2
-_RECORDED = {
+RECORDED = {
     "model_config": {str: anything},
     "parameters": {str: str},
     "data_digest": str,
@@ -163,8 +163,8 @@ class RunDir:
         """
         try:
             config = read_sealed(self.config)
-            for name in _RECORDED.keys() & config.keys():
-                compare(f"{self.config}: {name}", config[name], _RECORDED[name])
+            for name in RECORDED.keys() & config.keys():
+                compare(f"{self.config}: {name}", config[name], RECORDED[name])
             return config
         except OSError as problem:
             raise ValueError(
@@ -360,20 +360,6 @@ def _differences(
 
 
 # The plan that a run of the command line follows: from a file, as it had it, or yet to be made.
-
-DECIDES = (
-    "stages",
-    "replicas",
-    "devices",
-    "microbatches",
-    "schedule",
-    "planner",
-    "memory_limit",
-    "host_memory_limit",
-    "checkpoint",
-    "plan",
-)
-"""The options that a plan follows from: a run that is resumed with others is planned anew."""
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:

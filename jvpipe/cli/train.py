@@ -14,12 +14,13 @@ from typing import Any
 
 import jvpipe
 from jvpipe.cli import outputs
+from jvpipe.cli.command_line import given, parse
 from jvpipe.cli.job import Job, prepare, resume_command, write_weights
 from jvpipe.cli.keeping import held_out_loss
+from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.processes import Watch, join, leave
 from jvpipe.cli.shell import ExitCode, StopRequest
 from jvpipe.cli.speech import Speech
-from jvpipe.cli.train_options import Options, given, parse
 from jvpipe.cli.training import train
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
 
@@ -71,7 +72,7 @@ def _told(mistake: Exception) -> str:
     return str(mistake)
 
 
-def run(options: Options, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
+def run(options: TrainOptions, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
     """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed.
 
     Args:

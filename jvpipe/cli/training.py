@@ -13,11 +13,11 @@ import numpy as np
 
 from jvpipe.cli.job import Job
 from jvpipe.cli.keeping import Keeper, evaluations_before, held_out_loss, tidy
+from jvpipe.cli.options import kept_options
 from jvpipe.cli.outputs import writing
 from jvpipe.cli.processes import Watch, shared, shared_picture
 from jvpipe.cli.shell import StopRequest
 from jvpipe.cli.speech import Speech, places
-from jvpipe.cli.train_options import kept_options
 from jvpipe.cost.utilisation import ideal_s
 from jvpipe.ir.span import Picture
 from jvpipe.report import timeline

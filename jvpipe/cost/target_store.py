@@ -51,7 +51,7 @@ class TargetStore(ProgramStore):
         """A layer's forward and backward: those of the other store."""
         return self._store.layer(body, kept, partial)
 
-    def compile(self, wanted: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
+    def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
         """What programs take; those that are alike are compiled once, whatever device stands for the target.
 
         Raises:
@@ -59,11 +59,11 @@ class TargetStore(ProgramStore):
             ValueError: the compiler cannot be asked, and why.
         """
         platform = self.compiler.target.platform
-        missing = {p.key: (p, d) for p, d in wanted if p.key not in self.sizes}
+        missing = {p.key: (p, d) for p, d in programs if p.key not in self.sizes}
         texts = [self._store.text(p, d, platform) for p, d in missing.values()]
         try:
             self.sizes.update(zip(missing, self.compiler.sizes(texts), strict=True))
         except Refusal as refusal:
             refused = list(missing)[texts.index(refusal.text)]
             raise RefusedProgram(missing[refused][0], refusal) from None
-        return [AbsentProgram(self.sizes[program.key]) for program, _ in wanted]
+        return [AbsentProgram(self.sizes[program.key]) for program, _ in programs]

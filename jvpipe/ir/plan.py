@@ -10,7 +10,7 @@ from typing import Any
 
 from jvpipe.ir.outline import Outline
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_flags, checked_path, is_whole, several, whole_numbers
+from jvpipe.util.given import checked_flag, checked_path, is_whole, several, whole_numbers
 from jvpipe.util.names import did_you_mean
 
 
@@ -262,8 +262,7 @@ class Plan:
         stages = tuple(_stage(s, stage) for s, stage in enumerate(list_of_stages))
         splits = whole_numbers("splits", entries.get("splits", ()))
         unsplit = whole_numbers("unsplit", entries.get("unsplit", ()))
-        keep_last = entries.get("keep_last", False)
-        checked_flags(keep_last=keep_last)
+        keep_last = checked_flag("keep_last", entries.get("keep_last", False))
         schedule, planner = entries["schedule"], entries["planner"]
         tasks = entries.get("tasks", ())
         lines = None if isinstance(tasks, str) else several(tasks)

@@ -37,53 +37,31 @@ class Reductions:
 R = TypeVar("R", AuxReduction, StateReduction)
 
 
-def checked_reductions(aux: Any, state: Any, *, has_aux: bool, has_state: bool) -> Reductions:
-    """Reductions by pattern, as a user gave them.
-
-    Args:
-        aux: None, or names of reductions by pattern.
-        state: likewise.
-        has_aux: whether there are leaves of aux.
-        has_state: whether there are leaves of a model state.
-
-    Raises:
-        ValueError: one is no such mapping, names another reduction or speaks of no leaf.
-
-    >>> checked_reductions({"largest": "max"}, None, has_aux=True, has_state=False).aux
-    {'largest': <AuxReduction.MAX: 'max'>}
-    """
-    return Reductions(
-        _checked("aux_reduce", aux, AuxReduction, "" if has_aux else "has_aux"),
-        _checked("model_state_reduce", state, StateReduction, "" if has_state else "has_state"),
-    )
-
-
-def _checked(option: str, choices: Any, kind: type[R], needed: str) -> dict[str, R]:
-    """Checks one of these options, and returns its reductions by pattern.
+def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
+    """Reads reductions by pattern, as a user gave them.
 
     Args:
         option: its name.
-        choices: as the user gave them.
+        given: names of reductions by pattern.
         kind: of reductions.
-        needed: the flag without which the loss returns no such leaves; "" if the user has set it.
+
+    Raises:
+        ValueError: it is no such mapping, or names another reduction.
+
+    >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
+    {'largest': <AuxReduction.MAX: 'max'>}
     """
-    if choices is None:
-        return {}
-    names = [reduction.value for reduction in kind]
-    if not isinstance(choices, Mapping) or not all(isinstance(pattern, str) for pattern in choices):
+    known = [reduction.value for reduction in kind]
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(
-            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, not {brief(choices)}"
+            f"{option} must map paths to reductions, such as {{'*/name': '{known[0]}'}}, not {brief(given)}"
         )
-    for pattern, name in choices.items():
-        if name not in names:
+    for pattern, name in given.items():
+        if name not in known:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, names))}"
+                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}"
             )
-    if choices and needed:
-        raise ValueError(
-            f"{option} is given, but the loss returns nothing of that kind: say {needed}=True"
-        )
-    return {pattern: kind(name) for pattern, name in choices.items()}
+    return {pattern: kind(name) for pattern, name in given.items()}
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:

@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.papers.limits import nothing_fits
 from jvpipe.papers.pipedream import least_peaks
-from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.problem import Decision, Problem
 
 Seconds = float | Float[np.ndarray, "..."]
@@ -51,7 +52,7 @@ def dapple(problem: Problem) -> Decision:
     >>> dapple(Problem(Costs(layers), 2, find_schedule("1f1b"), 4)).bounds
     (0, 4, 5)
     """
-    kept, devices = KeepAll(problem), problem.stages
+    kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
     # The plan behind T_PL(j, m), for each j: seconds of its stages and transfers, and whether there is one.
     plan, there = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
@@ -135,6 +136,6 @@ def _finite(grid: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(grid), grid, 0.0)
 
 
-def _fits(kept: KeepAll, s: int) -> np.ndarray:
+def _fits(kept: KeptStages, s: int) -> np.ndarray:
     """Where a segment can be stage s."""
     return np.isfinite(kept.where_it_fits(s, kept.compute_s(s)))

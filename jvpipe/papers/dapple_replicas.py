@@ -264,8 +264,7 @@ class _Search:
             b = self.segments.share(self.size, replicas)
             fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
             fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
-            again_s = self.segments.again(b).compute_s(0)
-            forwards_s = self.segments.kept(b).segments.forward_s
+            again_s, forwards_s = self.segments.again_s(b), sums(self.segments.layer_s(b)[0])
             fits = np.isfinite(fitting_s) & self.inside
             both_s = np.where(self.inside, np.where(fits, fitting_s, again_s), 0.0)
             forward_s = np.where(self.inside, between(forwards_s, self.cuts, self.cuts), 0.0)

@@ -6,8 +6,8 @@ of squares is the least variance; a dynamic program over the cuts finds it.
 
 import numpy as np
 
+from jvpipe.papers.kept_stages import KeptStages
 from jvpipe.planners.model.chain_dp import least_path
-from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 
 
@@ -22,7 +22,7 @@ def gpipe(problem: Problem) -> Decision:
     >>> gpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4))
     Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1))
     """
-    kept = KeepAll(problem)
+    kept = KeptStages(problem)
     _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)

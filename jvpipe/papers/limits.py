@@ -1,7 +1,9 @@
 """What a heuristic planner says when it finds nothing: a limit under which it does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
@@ -57,4 +59,28 @@ def plan_or_raise(
         stage=stage,
         excess_bytes=excess,
         smallest_limit_bytes=enough,
+    )
+
+
+def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
+    """Makes the error for a limit that no cuts keep, given the bytes of the stages of those that need least.
+
+    Args:
+        planner: its name.
+        limit: bytes per device.
+        peaks: bytes of the stages of those cuts.
+
+    >>> nothing_fits("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
+    124
+    """
+    assert limit is not None, "without a limit everything fits"
+    stage = int(np.argmax(peaks))
+    smallest = int(peaks[stage])
+    return Infeasible(
+        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: stage {stage} of the "
+        f"smallest plan takes {smallest - limit} bytes more. The smallest limit that would do is {smallest} bytes; "
+        f"or use smaller micro-batches, or a planner that swaps and recomputes",
+        stage=stage,
+        excess_bytes=smallest - limit,
+        smallest_limit_bytes=smallest,
     )

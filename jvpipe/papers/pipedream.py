@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.papers.limits import nothing_fits
 from jvpipe.planners.model.chain_dp import least_path
-from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
 from jvpipe.planners.model.problem import Decision, Problem
 
 
@@ -29,7 +30,7 @@ def pipedream(problem: Problem) -> Decision:
     >>> pipedream(problem).bounds
     (0, 1, 2, 3, 4)
     """
-    kept = KeepAll(problem)
+    kept = KeptStages(problem)
     stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
     _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
     if places is None:
@@ -37,7 +38,7 @@ def pipedream(problem: Problem) -> Decision:
     return kept.decision(places)
 
 
-def least_peaks(kept: KeepAll) -> list[float]:
+def least_peaks(kept: KeptStages) -> list[float]:
     """Bytes of each stage, where the cuts are such that the most is as little as can be."""
     stages = range(kept.problem.stages)
     _, places = least_path(map(kept.peak_bytes, stages), np.maximum)

@@ -20,7 +20,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
-from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
+from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.papers.limits import nothing_fits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Grid, between, seconds
 from jvpipe.schedules.pipedream import PipeDream
@@ -51,7 +52,7 @@ def replicated(problem: Problem) -> Replicated:
     >>> replicated(Problem(costs, 4, find_schedule("pipedream"), 4, peer=Link(100.0)))
     Replicated(bounds=(0, 3, 4), replicas=(3, 1))
     """
-    kept = KeepAll(replace(problem, schedule=PipeDream()))
+    kept = KeptStages(replace(problem, schedule=PipeDream()))
     pipeline = _Fastest(kept).pipeline()
     if pipeline is None:
         least = _Smallest(kept).pipeline()
@@ -94,7 +95,7 @@ class _Pipelines:
 class _Fastest:
     """The dynamic program, in seconds per micro-batch."""
 
-    def __init__(self, kept: KeepAll) -> None:
+    def __init__(self, kept: KeptStages) -> None:
         self.kept = kept
         self.levels = _levels(kept)
         self._known: dict[tuple[int, Fraction], _Pipelines] = {}
@@ -201,7 +202,7 @@ class _Smallest(_Fastest):
         return cost
 
 
-def _levels(kept: KeepAll) -> list[_Level]:
+def _levels(kept: KeptStages) -> list[_Level]:
     problem = kept.problem
     devices, cluster = problem.stages, problem.cluster
     if cluster is None:
@@ -217,9 +218,9 @@ def _levels(kept: KeepAll) -> list[_Level]:
     return [inside, _level(kept, machines, each, cluster.network)] if machines > 1 else [inside]
 
 
-def _level(kept: KeepAll, parts: int, devices: int, link: Link) -> _Level:
+def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
     weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
-    comm_s = KeepAll(replace(kept.problem, peer=link)).comm_s
+    comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
     return _Level(parts, devices, comm_s, seconds(link, 2 * weights))
 
 

@@ -26,7 +26,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import MOST_LAYERS
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, at_least, numbers_of
-from jvpipe.util.given import checked_flags
+from jvpipe.util.given import checked_flag
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Interleaved(Schedule):
     def __init__(
         self, *, chunks: int = 2, split: bool = False, late: Sequence[int] | None = None
     ) -> None:
-        checked_flags(split=split)
+        checked_flag("split", split)
         at_least(1, chunks=chunks)
         if chunks > MOST_LAYERS:
             raise ValueError(f"chunks={chunks} are more than a model has layers: use 2 or 4")

@@ -20,7 +20,7 @@ from itertools import pairwise
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules.schedule import Schedule, numbers_of
-from jvpipe.util.given import checked_flags
+from jvpipe.util.given import checked_flag
 
 
 def one_f_one_b(stages: int, microbatches: int) -> TaskLists:
@@ -72,7 +72,7 @@ class OneFOneB(Schedule):
     """
 
     def __init__(self, *, eager: bool = False, most: Sequence[int] | None = None) -> None:
-        checked_flags(eager=eager)
+        checked_flag("eager", eager)
         most = None if most is None else numbers_of(0, "most", most)
         if eager and most is not None:
             raise ValueError(

@@ -13,7 +13,7 @@ sync all stages read the version that stage 0 read, max(0, m - (S - 1)), and hol
 
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 from jvpipe.schedules.schedule import Schedule, at_least
-from jvpipe.util.given import checked_flags
+from jvpipe.util.given import checked_flag
 
 
 def _in_flight(stage: int, stages: int) -> int:
@@ -32,7 +32,7 @@ class PipeDream(Schedule):
     """
 
     def __init__(self, *, vertical_sync: bool = False, update_every: int = 1) -> None:
-        checked_flags(vertical_sync=vertical_sync)
+        checked_flag("vertical_sync", vertical_sync)
         at_least(1, update_every=update_every)
         super().__init__(
             name="pipedream-vertical-sync" if vertical_sync else "pipedream",

@@ -1,9 +1,10 @@
 """Checks of what a user gives: devices, batches, the optimizer."""
 
 import inspect
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import jax
@@ -12,16 +13,15 @@ import numpy as np
 from jvpipe._jax import Device, Tracer
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
-from jvpipe.papers.registry import find_planner, shape_planners
-from jvpipe.runtime.engine.replicas import check_replicable
+from jvpipe.papers.registry import find_planner
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
-from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.trigger import Rule
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.leaves import Role
 from jvpipe.util.brief import brief
 from jvpipe.util.given import is_stream, is_whole, several
+from jvpipe.util.names import did_you_mean
 from jvpipe.util.paths import path_name
 
 Tree = Any
@@ -31,16 +31,48 @@ USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
 """How many there are unless that is said, in training and in planning alike."""
 
 
-def whole_number(name: str, value: Any) -> int:
-    """A number of Python or NumPy, as one of Python."""
-    if not is_whole(value) or value < 1:
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """A number of Python or NumPy, as one of Python.
+
+    Args:
+        name: of the option.
+        value: what was given.
+        least: that it may be.
+        most: likewise, if that is limited.
+    """
+    if most is not None and is_whole(value) and value > most:
+        raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
+    if not is_whole(value) or value < least:
         cuts = (
             "; for layers per stage write jvpipe.Plan.from_cuts([2, 2])"
             if isinstance(value, (list, tuple))
             else ""
         )
-        raise ValueError(f"{name} must be a whole number of at least 1, not {brief(value)}{cuts}")
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, not {brief(value)}{cuts}"
+        )
     return int(value)
+
+
+def positive(name: str, value: Any, most: float = math.inf) -> float:
+    """A number above 0; of those that have an end not above it."""
+    number = is_whole(value) or isinstance(value, float | np.floating)
+    if not number or not 0 < value < math.inf or value > most:
+        limit = "" if most == math.inf else f", and at most {most:.3g}"
+        raise ValueError(f"{name} must be a number above 0{limit}, not {brief(value)}")
+    return float(value)
+
+
+def one_of(kind: str, known: Iterable[str]) -> Callable[[str, Any], str]:
+    """A check of names that are known; `kind` is what they name."""
+    names = list(known)
+
+    def check(name: str, value: Any) -> str:
+        if checked_name(name, value, names[0]) not in names:
+            raise ValueError(f"{name}: {did_you_mean(kind, value, names)}")
+        return value
+
+    return check
 
 
 def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
@@ -66,32 +98,33 @@ def checked_name(name: str, value: Any, usual: str) -> str:
         value: what was given.
         usual: a name for the message to suggest.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         raise ValueError(
             f"{name} must be a name such as '{usual}', not {_kind(value)}{_uncalled(value)}"
         )
     return value
 
 
-def checked_schedule(schedule: Any) -> Schedule:
+def checked_schedule(name: str, schedule: Any) -> Schedule:
     """A schedule, by its name or as it is."""
     return find_schedule(
-        schedule if isinstance(schedule, Schedule) else checked_name("schedule", schedule, "1f1b")
+        schedule if isinstance(schedule, Schedule) else checked_name(name, schedule, "1f1b")
     )
 
 
-def checked_fates(
-    fates: Any, name: str = "fates", of: str = "tensors, such as {'*/attention/*': 'swap'}"
-) -> dict[str, str]:
+def checked_stages(name: str, stages: Any, most: int) -> int | Plan:
+    """The number of stages, or a plan."""
+    return stages if isinstance(stages, Plan) else whole_number(name, stages, most=most)
+
+
+def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
     """Fates by patterns.
 
     Args:
-        fates: what was given.
         name: of the option.
+        fates: what was given.
         of: what the patterns are for, with an example.
     """
-    if fates is None:
-        return {}
     if not isinstance(fates, Mapping) or not all(
         isinstance(text, str) for text in (*fates, *fates.values())
     ):
@@ -99,15 +132,15 @@ def checked_fates(
     return dict(fates)
 
 
-def checked_stacked(stacked: Any) -> str | None:
+def checked_stacked(name: str, stacked: Any) -> str:
     """What an optimizer sees of stacked layers.
 
-    >>> checked_stacked("per_layer")
+    >>> checked_stacked("stacked", "per_layer")
     'per_layer'
     """
-    if stacked is not None and stacked != PER_LAYER:
+    if not isinstance(stacked, str) or stacked != PER_LAYER:
         raise ValueError(
-            f"stacked must be None (the optimizer sees stacked layers as plain optax does) or '{PER_LAYER}' (it sees "
+            f"{name} must be None (the optimizer sees stacked layers as plain optax does) or '{PER_LAYER}' (it sees "
             f"slices), not {brief(stacked)}"
         )
     return stacked
@@ -271,236 +304,16 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
         )
 
 
-def shares_devices(replicas: Any, stages: int | Plan | None, planner: str) -> bool:
-    """Whether how many devices each stage has is to be decided.
+def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
+    """The devices of each stage, or "auto".
 
-    Args:
-        replicas: as the user gave them.
-        stages: their number, if that is given, or a plan.
-        planner: by its name.
-
-    Raises:
-        ValueError: it cannot be decided.
+    >>> checked_replicas("replicas", "2:1"), checked_replicas("replicas", "auto")
+    ((2, 1), 'auto')
     """
-    if not isinstance(replicas, str) or replicas != "auto":
-        return False
-    if isinstance(stages, Plan):
+    if isinstance(replicas, str) and replicas == "auto":
+        return replicas
+    if not isinstance(replicas, str) and several(replicas) is None:
         raise ValueError(
-            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
+            f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
-    if planner not in shape_planners():
-        raise ValueError(
-            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
-            "these, or give the devices of each stage, such as replicas=(2, 1)"
-        )
-    if find_planner(planner).as_paper and stages is not None:
-        raise ValueError(
-            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
-        )
-    return True
-
-
-def checked_stages(
-    stages: Any, schedule: Schedule, microbatches: int, *, shares: bool
-) -> int | Plan | None:
-    """The number of stages, or a plan; None where that is to be decided.
-
-    Args:
-        stages: as the user gave them.
-        schedule: in which order they run.
-        microbatches: of a step.
-        shares: how many devices each has is to be decided.
-    """
-    if isinstance(stages, Plan):
-        stages = stages.under(schedule.name)
-        length = pipeline_length(stages, schedule)
-    elif stages is None and shares:
-        length = 1
-    else:
-        stages = length = USUAL_STAGES if stages is None else whole_number("stages", stages)
-    schedule.check(length, microbatches)
-    schedule.warn_of_idle(length, microbatches)
-    return stages
-
-
-def place(
-    stages: int | Plan | None,
-    devices: Sequence[Device] | None,
-    schedule: Schedule,
-    replicas: Sequence[int] | None,
-    *,
-    shares: bool,
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's first one among them, if they are known.
-
-    Args:
-        stages: their number, or a plan; None: it is to be decided.
-        devices: given for these.
-        schedule: says which stages share a device.
-        replicas: how many devices each stage takes, if some take several.
-        shares: that is to be decided.
-    """
-    if stages is None or shares:
-        return place_shared(stages, devices)
-    return (
-        place_replicas(replicas, devices, schedule)
-        if replicas
-        else place_stages(stages, devices, schedule)
-    )
-
-
-def place_shared(
-    stages: int | Plan | None, devices: Sequence[Device] | None
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The devices that stages are to share, of which none has a stage yet.
-
-    Args:
-        stages: their number, if that is given.
-        devices: given, all different.
-    """
-    given = checked_devices(devices)
-    _check_different(given)
-    if isinstance(stages, int) and stages > len(given):
-        raise ValueError(
-            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages"
-        )
-    return tuple(given), ()
-
-
-def place_stages(
-    stages: int | Plan, devices: Sequence[Device] | None, schedule: Schedule
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's device among them.
-
-    Devices that are given stay, used or not: a later plan may have more stages.
-
-    Args:
-        stages: the devices that the pipeline passes, or a plan.
-        devices: given for these.
-        schedule: says which stages share a device.
-    """
-    given = checked_devices(devices)
-    if devices is None:
-        given = [*dealt(stages.device_count if isinstance(stages, Plan) else stages, given), *given]
-    distinct = tuple(dict.fromkeys(given))
-    if isinstance(stages, Plan):
-        return distinct, ()
-    there = len(distinct if devices is None else given)
-    if stages > there:
-        raise ValueError(
-            f"{stages} stages need {stages} devices, there are {there}: use at most {there} stages, "
-            "or share devices by naming them more than once in devices="
-        )
-    used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
-    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
-    return used, tuple(used.index(given[place]) for place in places)
-
-
-def checked_replicas(
-    replicas: Any, stages: int | Plan, schedule: Schedule
-) -> tuple[int, ...] | None:
-    """The devices of each stage, by their number; None if every stage has one.
-
-    Args:
-        replicas: as the user gave them.
-        stages: their number, or a plan.
-        schedule: in which order they run.
-
-    Raises:
-        ValueError: they are no such numbers, or not those of the stages.
-    """
-    given = None if isinstance(replicas, str) else several(replicas)
-    if given is None and replicas is not None:
-        raise ValueError(
-            f"replicas must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
-        )
-    counts = (
-        None if given is None else tuple(whole_number("each of replicas", count) for count in given)
-    )
-    if isinstance(stages, Plan):
-        if counts not in (None, stages.replicas):
-            raise ValueError(
-                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
-            )
-        return None
-    if counts is not None and len(counts) != stages:
-        raise ValueError(
-            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
-        )
-    if counts is None or max(counts) == 1:
-        return None
-    check_replicable(schedule)
-    return counts
-
-
-def place_replicas(
-    replicas: Sequence[int], devices: Sequence[Device] | None, schedule: Schedule
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The devices, and the index of the first one of each stage among them: in their order, stage by stage.
-
-    Args:
-        replicas: how many each place of the pipeline takes.
-        devices: given for them, all different.
-        schedule: says which stages share a place.
-
-    Raises:
-        ValueError: there are too few, or one is named twice.
-    """
-    given = checked_devices(devices)
-    _check_different(given)
-    if sum(replicas) > len(given):
-        raise ValueError(
-            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {len(given)}: use fewer replicas or "
-            "stages"
-        )
-    used = given[: sum(replicas)] if devices is None else given
-    firsts, places = [first for first, *_ in replicas_at(replicas)], len(replicas)
-    stages = range(schedule.stages_on(places))
-    return tuple(used), tuple(firsts[schedule.device_of(s, places)] for s in stages)
-
-
-def _check_different(devices: Sequence[Device]) -> None:
-    """Raises ValueError if a device is named twice."""
-    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
-        raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
-        )
-
-
-def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The indices of the devices of each stage.
-
-    >>> replicas_at((2, 1))
-    ((0, 1), (2,))
-    """
-    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
-
-
-def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of all processes in the order in which stages take them: a block of stages for each process.
-
-    Raises:
-        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
-    """
-    processes = list(dict.fromkeys(device.process_index for device in devices))
-    if len(processes) == 1:
-        return tuple(devices)
-    if stages < len(processes):
-        raise ValueError(
-            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
-            "processes"
-        )
-    left = {process: [d for d in devices if d.process_index == process] for process in processes}
-    order = []
-    for s in range(stages):
-        process = processes[s * len(processes) // stages]
-        if not left[process]:
-            block = sum(
-                i * len(processes) // stages == processes.index(process) for i in range(stages)
-            )
-            raise ValueError(
-                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
-                "use fewer stages, or more processes"
-            )
-        order.append(left[process].pop(0))
-    return tuple(order)
+    return whole_numbers(name, replicas)

@@ -13,15 +13,11 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_of, worth_searching
+from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
 from jvpipe.planners.joint.rule_search import under_rule
-from jvpipe.planners.joint.shape_search import (
-    ShapeEffort,
-    least_bytes_plans,
-    rough_plans,
-    simulated_plans,
-)
+from jvpipe.planners.joint.shape_search import least_bytes_plans, rough_plans, simulated_plans
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments
@@ -176,10 +172,10 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
     Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
     """
-    effort, first = ShapeEffort(), plans[0]
-    most_s = effort.worth_a_plan * first.step_s
+    first = plans[0]
+    most_s = SHAPE.worth_a_plan * first.step_s
     again = any(choice < 0 for choice in first.decision.choices)
-    return [x for x in plans[: effort.planned] if again or x.step_s <= most_s]
+    return [x for x in plans[: SHAPE.planned] if again or x.step_s <= most_s]
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:

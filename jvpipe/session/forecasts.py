@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.said import Said
-from jvpipe.cost.targets import find_target
+from jvpipe.cost.targets import Target
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.answer import Answer, best_first
@@ -23,24 +24,24 @@ from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
     check_chooser,
-    checked_fates,
+    check_functions,
     checked_name,
-    checked_schedule,
-    whole_number,
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
 from jvpipe.session.forecast import Forecast
 from jvpipe.session.model_planner import away_s, state_bytes
+from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.signing import Signer, signed
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.util.brief import brief
-from jvpipe.util.given import checked_frozen, several
-from jvpipe.util.sizes import limits_of_each, parse_limits
+from jvpipe.util.given import several
+from jvpipe.util.sizes import limits_of_each
 
 Tree = Any
+USUAL_HARDWARE = "a100-40gb"
 Limits = int | tuple[int, ...] | None
 """Of all devices, or of each; None is what they have."""
 
@@ -54,7 +55,7 @@ def plan_for(
     devices: int | None = None,
     replicas: Sequence[int] | str | None = None,
     cuts: Sequence[int] | str | None = None,
-    hardware: str | Cluster = "a100-40gb",
+    hardware: str | Cluster | None = None,
     memory_limit: int | str | Sequence[int | str] | None = None,
     microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
@@ -80,13 +81,14 @@ def plan_for(
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
-        stages: how many; 4 unless given or decided.
+        stages: how many; 2 unless given or decided.
         devices: how many all stages share; all of the hardware's unless given or told by `replicas`.
         replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
         cuts: layers of each stage.
         hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
+            "a100-40gb" unless given.
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
-        microbatches: how many a batch is split into; 8 unless given or decided.
+        microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
         planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
             "pipedream" or "dapple".
@@ -104,28 +106,39 @@ def plan_for(
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
     """
-    names, limit = planner_names(planner), parse_limits(memory_limit)
-    _check_compile(compile)
-    cluster = (
-        hardware
-        if isinstance(hardware, Cluster)
-        else find_cluster(checked_name("hardware", hardware, "h100"))
-    )
-    of_parameters = "parameters, such as {'*': 'swap'}"
-    named, states = checked_frozen(frozen), checked_fates(state_fates, "state_fates", of_parameters)
-    rest = checked_schedule(schedule), model_state, has_aux, has_state, stacked, named, states
+    names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
+    usual = _usual(optimizer)
+    check_functions(loss_fn, usual, has_state=told["has_state"])
+    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=usual)
+    return _planned(partial(model, model_state=model_state), names, told, title)
+
+
+def _planned(
+    model: Callable[..., Question], names: Sequence[str], told: dict[str, Any], title: str
+) -> Forecast:
+    """Asks planners about a model.
+
+    Args:
+        model: makes the question of it, of what else that has.
+        names: of the planners.
+        told: what the options of `plan_for` mean, by name.
+        title: of the figure.
+    """
+    pins = {name: told.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
+    there, limit, target = told.pop("devices"), told.pop("memory_limit"), told.pop("compile")
+    cluster = told.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    told["state_fates"] = told["state_fates"] or {}
     given = None
-    if devices is None and replicas is None and cuts is None:
-        there = _count("stages", stages, USUAL_STAGES)
-        counts = there, _count("microbatches", microbatches, USUAL_MICROBATCHES)
-        question = Question(loss_fn, params, batch, _usual(optimizer), *counts, *rest)
+    if there is None and pins["replicas"] is None and pins["cuts"] is None:
+        there = pins["stages"] or USUAL_STAGES
+        microbatches = pins["microbatches"] or USUAL_MICROBATCHES
+        question = model(stages=there, microbatches=microbatches, **told)
     else:
-        question = Question(loss_fn, params, batch, _usual(optimizer), 1, 1, *rest)
-        pins = {"stages": stages, "replicas": replicas, "cuts": cuts, "microbatches": microbatches}
+        question = model(stages=1, microbatches=1, **told)
         check_shape_planner(names, question.schedule)
-        there, given = given_pins(question, cluster, devices, **pins)
+        there, given = given_pins(question, cluster, there, **pins)
     asking = _Asking(question, cluster, names, there, given, title)
-    return asking({}, limit) if compile is False else asking.signed(limit, compile)
+    return asking({}, limit) if target is False else asking.signed(limit, target)
 
 
 @dataclass(frozen=True)
@@ -152,21 +165,17 @@ class _Asking:
         shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
         return _with_state(_shaped(question, shapes, self.names[0], self.title))
 
-    def signed(self, limit: Limits, target: bool | str) -> Forecast:
+    def signed(self, limit: Limits, target: Target | bool) -> Forecast:
         """The plan that the compiler of the hardware signs.
 
         Args:
             limit: as it was given.
-            target: another one than the hardware, by name.
+            target: another one than the hardware; True: that.
         """
-        if not isinstance(target, bool | str):
-            raise ValueError(
-                f"compile must be True, or the name of a target such as 'h100', not {brief(target)}"
-            )
         if len(self.names) > 1:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")
-        signer = Signer.of(self.cluster, find_target(target) if isinstance(target, str) else None)
+        signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
         there = self.cluster.accelerators[: self.devices]
         limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in there)
         again = replace(self, question=replace(self.question, models={}))
@@ -175,25 +184,7 @@ class _Asking:
         )
 
 
-def _check_compile(compile: Any) -> None:
-    if not isinstance(compile, bool | str):
-        raise ValueError(
-            f"compile must be True, or the name of a target such as 'h100', not {brief(compile)}"
-        )
-
-
-def _count(name: str, value: int | None, usual: int) -> int:
-    """A number that may be left out.
-
-    Args:
-        name: of the option.
-        value: as given.
-        usual: if nothing is.
-    """
-    return usual if value is None else whole_number(name, value)
-
-
-def _usual(optimizer: Optimizer | None) -> Optimizer:
+def _usual(optimizer: Any) -> Any:
     """The optimizer; AdamW unless given."""
     if optimizer is not None:
         return optimizer
@@ -255,18 +246,18 @@ def _with_state(forecast: Forecast) -> Forecast:
     return replace(forecast, answers=answers, state_s=state_s)
 
 
-def planner_names(planner: str | Sequence[str]) -> list[str]:
-    """The names of planners that there are: of all, of some with commas between, or as a list.
+def planner_names(option: str, planner: Any) -> list[str]:
+    """The names of planners that there are: of all, of some with commas between, or as a list; an `option` gives them.
 
-    >>> planner_names("even,dapple")
+    >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
     """
     given = planner.split(",") if isinstance(planner, str) else several(planner)
     if not given:
         raise ValueError(
-            f"planner must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
+            f"{option} must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
         )
-    given = [checked_name("planner", name, "jvpipe") for name in given]
+    given = [checked_name(option, name, "jvpipe") for name in given]
     names = [p.name for p in PLANNERS] if given == ["all"] else given
     for name in names:
         find_planner(name)

@@ -117,6 +117,15 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
             )
 
 
+def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
+    """Rules by which parameters lie over axes, which are not looked at before the meshes are known."""
+    if not isinstance(sharding, Mapping) or not sharding:
+        raise ValueError(
+            f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
+        )
+    return sharding
+
+
 def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
     """The rules, whose axes are those of the meshes."""
     if not isinstance(sharding, Mapping) or not sharding:

@@ -65,18 +65,18 @@ class LimitEffort:
 LIMITS = LimitEffort()
 
 
-def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
+_SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"
+
+
+def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
     """How fast each device is beside the others; none if nobody says.
 
-    >>> checked_speeds(np.array([2, 1]), 2)
+    >>> checked_speeds("speeds", np.array([2, 1]))
     (2.0, 1.0)
-    >>> checked_speeds([2, 0], 2)
+    >>> checked_speeds("speeds", [2, 0])
     Traceback (most recent call last):
     ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
     """
-    if speeds is None:
-        return ()
-    usual = "such as [2.0, 1.0] for a device twice as fast as the other"
     given: list[Any] = (
         [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
     )
@@ -84,10 +84,16 @@ def checked_speeds(speeds: Any, devices: int) -> tuple[float, ...]:
         (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given
     )
     if not numbers:
-        raise ValueError(f"speeds {brief(speeds)}: each must be a number above 0, {usual}")
-    if len(given) != devices:
-        raise ValueError(f"{len(given)} speeds for {devices} devices: give one for each, {usual}")
+        raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
     return tuple(float(x) for x in given)
+
+
+def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
+    """Raises ValueError unless there is a speed for each device, or none."""
+    if speeds and len(speeds) != devices:
+        raise ValueError(
+            f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
+        )
 
 
 def given_slowness(

@@ -23,12 +23,11 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
-from jvpipe.session.arguments import dealt
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
 from jvpipe.session.measuring import LIMITS, Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import SPLITTING, CutCandidate, Splitter, decide
-from jvpipe.session.settings import Settings
+from jvpipe.session.settings import Settings, dealt
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned

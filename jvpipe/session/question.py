@@ -1,6 +1,6 @@
 """What is asked of a planner about a model whose shapes alone are known, on hardware that is not here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,6 @@ from jvpipe.cost.said import Said
 from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
-from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
@@ -28,15 +27,14 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.arguments import check_functions, checked_stacked, whole_number, whole_numbers
 from jvpipe.session.optimizer_cut import OptimizerCutter
+from jvpipe.session.settings import Training
 from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
-from jvpipe.util.given import checked_flags
 from jvpipe.util.sizes import MOST_BYTES, limits_of_each
 
 Tree = Any
@@ -44,28 +42,19 @@ MOST_S = 1e12
 """More than anything takes."""
 
 
-@dataclass(frozen=True)
-class Question:
+@dataclass(frozen=True, kw_only=True)
+class Question(Training):
     """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
 
-    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. The rest is as
-    `jvpipe.Pipeline` takes it. `said` is what the compiler of the hardware has said of programs, `models`
-    remembers what was traced, if the question is put again and again.
+    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. `said` is what
+    the compiler of the hardware has said of programs, `models` remembers what was traced, if the question is put again
+    and again.
     """
 
-    loss_fn: Callable[..., Any]
     params: Tree
     batch: Tree
-    optimizer: Optimizer
     stages: int
-    microbatches: int
-    schedule: Schedule
     model_state: Tree = None
-    has_aux: bool = False
-    has_state: bool = False
-    stacked: str | None = None
-    frozen: tuple[str, ...] = ()
-    state_fates: Mapping[str, str] = field(default_factory=dict)
     said: Said = field(default_factory=dict, repr=False, compare=False)
     models: dict[tuple[int, int | None], Model] | None = field(
         default=None, repr=False, compare=False
@@ -75,9 +64,6 @@ class Question:
     )
 
     def __post_init__(self) -> None:
-        checked_flags(has_aux=self.has_aux, has_state=self.has_state)
-        checked_stacked(self.stacked)
-        check_functions(self.loss_fn, self.optimizer, has_state=self.has_state)
         self.schedule.check(self.stages, self.microbatches)
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
@@ -331,8 +317,8 @@ def given_pins(
     devices: int | None = None,
     *,
     stages: int | None = None,
-    replicas: Sequence[int] | str | None = None,
-    cuts: Sequence[int] | str | None = None,
+    replicas: tuple[int, ...] | str | None = None,
+    cuts: tuple[int, ...] | None = None,
     microbatches: int | None = None,
 ) -> tuple[int, Pins]:
     """Checks what is given of a shape.
@@ -352,30 +338,28 @@ def given_pins(
     Raises:
         ValueError: for what no plan has, with the values and the cure.
     """
-    counts = None if replicas in (None, "auto") else whole_numbers("replicas", replicas)
-    there = sum(counts) if counts else cluster.devices
-    if devices is not None:
-        there = whole_number("devices", devices)
+    counts = replicas if isinstance(replicas, tuple) else None
+    there = devices or (sum(counts) if counts else cluster.devices)
     if there > cluster.devices:
         raise ValueError(
             f"{there} devices: {cluster.name} has {cluster.devices}, use fewer devices or a cluster of more machines"
         )
-    if stages is not None and whole_number("stages", stages) > there:
+    if stages is not None and stages > there:
         raise ValueError(
             f"{stages} stages on {there} devices: each stage needs one, use at most {there} stages or at least "
             f"{stages} devices"
         )
-    if cuts is not None and question.schedule.chunks > 1:
+    schedule = question.schedule
+    if cuts is not None and schedule.chunks > 1:
         raise ValueError(
-            f"cuts {cuts} with {question.schedule.name}, which runs {question.schedule.chunks} stages per device: "
+            f"cuts {':'.join(map(str, cuts))} with {schedule.name}, which runs {schedule.chunks} stages per device: "
             "leave cuts out, or use a schedule of one stage per device"
         )
     size = None
     if microbatches is not None:
-        shapes = micro_batch_shapes(question.batch, whole_number("microbatches", microbatches))
+        shapes = micro_batch_shapes(question.batch, microbatches)
         size = jax.tree.leaves(shapes)[0].shape[0]
-    layers = None if cuts is None else whole_numbers("cuts", cuts)
-    return there, Pins(stages, counts, layers, size)
+    return there, Pins(stages, counts, cuts, size)
 
 
 def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:

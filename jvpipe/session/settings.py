@@ -3,8 +3,9 @@
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -16,9 +17,21 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
+from jvpipe.papers.registry import find_planner, shape_planners
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Hosts, present_hosts
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules import Schedule
+from jvpipe.schedules.planned import pipeline_length
+from jvpipe.session.arguments import (
+    USUAL_MICROBATCHES,
+    USUAL_STAGES,
+    check_chooser,
+    check_functions,
+    checked_devices,
+)
+from jvpipe.session.inner_axes import inner_axes
+from jvpipe.session.measuring import check_speeds, device_limits
 from jvpipe.trace.digests import (
     array_digest,
     leaf_lines,
@@ -29,44 +42,58 @@ from jvpipe.trace.digests import (
 from jvpipe.trace.leaves import is_initialiser
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained and how, wherever its stages lie.
 
     Args:
         loss_fn: the loss of the first model.
         optimizer: as it was given.
-        stages: the devices that the pipeline passes, or a plan for the first model's layers; None where `shares` has
-            their number decided.
         microbatches: how many a batch is split into.
         schedule: in which order they run.
+        has_aux: the loss returns something beside.
+        has_state: the loss carries a model state.
+        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if arrays.
+        frozen: patterns of parameters that nothing updates.
+        state_fates: of the optimizer's state, by patterns of the paths of parameters.
+    """
+
+    loss_fn: Callable[..., Any]
+    optimizer: Optimizer
+    microbatches: int
+    schedule: Schedule
+    has_aux: bool = False
+    has_state: bool = False
+    stacked: str | None = None
+    frozen: tuple[str, ...] = ()
+    state_fates: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Training):
+    """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
+
+    Args:
+        stages: the devices that the pipeline passes, or a plan for the first model's layers; None where `shares` has
+            their number decided.
         planner: the name of what chooses cuts and fates.
         limits: in bytes, what each device may hold; none: there is no limit.
         host_limit_bytes: for swapped and parked values on the host.
         fates: of tensors, by patterns of their names.
-        state_fates: of the optimizer's state, by patterns of the paths of parameters.
         checkpoint: torchgpipe's mode.
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
-        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if arrays.
-        frozen: patterns of parameters that nothing updates.
         reductions: what is said of leaves of aux and of the model state.
-        has_aux: the loss returns something beside.
-        has_state: the loss carries a model state.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured.
         hosts: the processes of the run, if there are several.
         speeds: how fast each device is beside the others; none: what is measured tells.
     """
 
-    loss_fn: Callable[..., Any]
-    optimizer: Optimizer
     stages: int | Plan | None
-    microbatches: int
-    schedule: Schedule
     planner: str
     limits: tuple[int, ...]
     host_limit_bytes: int | None
@@ -74,24 +101,312 @@ class Settings:
     checkpoint: str | None
     devices: tuple[Device, ...]
     places: tuple[int, ...]
-    has_aux: bool
-    has_state: bool
+    replicas: tuple[tuple[int, ...], ...]
+    shares: bool
+    sharding: Sharding | None
+    reductions: Reductions
     grad_norm: bool
-    remeasure: bool = False
-    hosts: Hosts | None = None
-    speeds: tuple[float, ...] = ()
-    replicas: tuple[tuple[int, ...], ...] = ()
-    shares: bool = False
-    sharding: Sharding | None = None
-    stacked: str | None = None
-    frozen: tuple[str, ...] = ()
-    state_fates: Mapping[str, str] = field(default_factory=dict)
-    reductions: Reductions = field(default_factory=Reductions)
+    remeasure: bool
+    hosts: Hosts | None
+    speeds: tuple[float, ...]
 
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
         how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"
         return f"{loss}, {how}, {len(self.devices)} devices"
+
+
+# How options become settings: what each says with the others, and the devices that they come to.
+
+
+def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]) -> Settings:
+    """The settings of a pipeline.
+
+    Args:
+        loss_fn: as the user gave it.
+        optimizer: likewise.
+        devices: likewise.
+        told: what its options mean, by name.
+
+    Raises:
+        ValueError: they cannot be together, with each other or with the devices that there are.
+    """
+    check_functions(loss_fn, optimizer, has_state=told["has_state"])
+    take, schedule, planner = told.pop, told["schedule"], told["planner"]
+    reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
+    _check_leaves(reductions, has_aux=told["has_aux"], has_state=told["has_state"])
+    microbatches = take("microbatches") or USUAL_MICROBATCHES
+    replicas, stages = take("replicas"), take("stages")
+    shares = shares_devices(replicas, stages, planner)
+    stages = stages_under(stages, schedule, microbatches, shares=shares)
+    if not isinstance(stages, Plan):
+        check_chooser(schedule, planner)
+    counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
+    given, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
+    used, places = place(stages, given, schedule, counts, shares=shares)
+    planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
+    check_speeds(speeds := take("speeds") or (), planned)
+    hosts = present_hosts()
+    return Settings(
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        stages=stages,
+        microbatches=microbatches,
+        limits=device_limits(take("memory_limit"), used, planned, hosts),
+        host_limit_bytes=take("host_memory_limit"),
+        speeds=speeds,
+        fates=take("fates") or {},
+        state_fates=take("state_fates") or {},
+        devices=used,
+        places=places,
+        hosts=hosts,
+        replicas=() if counts is None else replicas_at(counts),
+        shares=shares,
+        sharding=laid,
+        reductions=reductions,
+        **told,
+    )
+
+
+def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
+    """Raises ValueError for reductions of leaves that no loss returns."""
+    for given, has, option, flag in (
+        (reductions.aux, has_aux, "aux_reduce", "has_aux"),
+        (reductions.state, has_state, "model_state_reduce", "has_state"),
+    ):
+        if given and not has:
+            raise ValueError(
+                f"{option} is given, but the loss returns nothing of that kind: say {flag}=True"
+            )
+
+
+def shares_devices(
+    replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
+) -> bool:
+    """Whether how many devices each stage has is to be decided.
+
+    Args:
+        replicas: "auto", or those of each stage.
+        stages: their number, if that is given, or a plan.
+        planner: by its name.
+
+    Raises:
+        ValueError: it cannot be decided.
+    """
+    if replicas != "auto":
+        return False
+    if isinstance(stages, Plan):
+        raise ValueError(
+            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
+        )
+    if planner not in shape_planners():
+        raise ValueError(
+            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
+            "these, or give the devices of each stage, such as replicas=(2, 1)"
+        )
+    if find_planner(planner).as_paper and stages is not None:
+        raise ValueError(
+            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
+        )
+    return True
+
+
+def stages_under(
+    stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
+) -> int | Plan | None:
+    """The number of stages, or a plan, as a schedule runs them; None where that is to be decided.
+
+    Args:
+        stages: their number or a plan, if that is given.
+        schedule: in which order they run.
+        microbatches: of a step.
+        shares: how many devices each has is to be decided.
+    """
+    if isinstance(stages, Plan):
+        stages = stages.under(schedule.name)
+        length = pipeline_length(stages, schedule)
+    elif stages is None and shares:
+        length = 1
+    else:
+        stages = length = stages or USUAL_STAGES
+    schedule.check(length, microbatches)
+    schedule.warn_of_idle(length, microbatches)
+    return stages
+
+
+def place(
+    stages: int | Plan | None,
+    devices: Any,
+    schedule: Schedule,
+    replicas: Sequence[int] | None,
+    *,
+    shares: bool,
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The distinct devices, and the index of each stage's first one among them, if they are known.
+
+    Args:
+        stages: their number, or a plan; None: it is to be decided.
+        devices: given for these.
+        schedule: says which stages share a device.
+        replicas: how many devices each stage takes, if some take several.
+        shares: that is to be decided.
+    """
+    if stages is None or shares:
+        return place_shared(stages, devices)
+    return (
+        place_replicas(replicas, devices, schedule)
+        if replicas
+        else place_stages(stages, devices, schedule)
+    )
+
+
+def place_shared(
+    stages: int | Plan | None, devices: Any
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The devices that stages are to share, of which none has a stage yet.
+
+    Args:
+        stages: their number, if that is given.
+        devices: given, all different.
+    """
+    given = checked_devices(devices)
+    _check_different(given)
+    if isinstance(stages, int) and stages > len(given):
+        raise ValueError(
+            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages"
+        )
+    return tuple(given), ()
+
+
+def place_stages(
+    stages: int | Plan, devices: Any, schedule: Schedule
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The distinct devices, and the index of each stage's device among them.
+
+    Devices that are given stay, used or not: a later plan may have more stages.
+
+    Args:
+        stages: the devices that the pipeline passes, or a plan.
+        devices: given for these.
+        schedule: says which stages share a device.
+    """
+    given = checked_devices(devices)
+    if devices is None:
+        given = [*dealt(stages.device_count if isinstance(stages, Plan) else stages, given), *given]
+    distinct = tuple(dict.fromkeys(given))
+    if isinstance(stages, Plan):
+        return distinct, ()
+    there = len(distinct if devices is None else given)
+    if stages > there:
+        raise ValueError(
+            f"{stages} stages need {stages} devices, there are {there}: use at most {there} stages, "
+            "or share devices by naming them more than once in devices="
+        )
+    used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
+    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
+    return used, tuple(used.index(given[place]) for place in places)
+
+
+def replica_counts(
+    counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
+) -> tuple[int, ...] | None:
+    """The devices of each stage; None if every stage has one.
+
+    Args:
+        counts: as the user gave them.
+        stages: their number, or a plan.
+        schedule: in which order they run.
+
+    Raises:
+        ValueError: they are not those of the stages.
+    """
+    if isinstance(stages, Plan):
+        if counts not in (None, stages.replicas):
+            raise ValueError(
+                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
+            )
+        return None
+    if counts is not None and len(counts) != stages:
+        raise ValueError(
+            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
+        )
+    if counts is None or max(counts) == 1:
+        return None
+    check_replicable(schedule)
+    return counts
+
+
+def place_replicas(
+    replicas: Sequence[int], devices: Any, schedule: Schedule
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """The devices, and the index of the first one of each stage among them: in their order, stage by stage.
+
+    Args:
+        replicas: how many each place of the pipeline takes.
+        devices: given for them, all different.
+        schedule: says which stages share a place.
+
+    Raises:
+        ValueError: there are too few, or one is named twice.
+    """
+    given = checked_devices(devices)
+    _check_different(given)
+    if sum(replicas) > len(given):
+        raise ValueError(
+            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {len(given)}: use fewer replicas or "
+            "stages"
+        )
+    used = given[: sum(replicas)] if devices is None else given
+    firsts, places = [first for first, *_ in replicas_at(replicas)], len(replicas)
+    stages = range(schedule.stages_on(places))
+    return tuple(used), tuple(firsts[schedule.device_of(s, places)] for s in stages)
+
+
+def _check_different(devices: Sequence[Device]) -> None:
+    """Raises ValueError if a device is named twice."""
+    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
+        raise ValueError(
+            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
+        )
+
+
+def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The indices of the devices of each stage.
+
+    >>> replicas_at((2, 1))
+    ((0, 1), (2,))
+    """
+    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
+
+
+def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices of all processes in the order in which stages take them: a block of stages for each process.
+
+    Raises:
+        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
+    """
+    processes = list(dict.fromkeys(device.process_index for device in devices))
+    if len(processes) == 1:
+        return tuple(devices)
+    if stages < len(processes):
+        raise ValueError(
+            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
+            "processes"
+        )
+    left = {process: [d for d in devices if d.process_index == process] for process in processes}
+    order = []
+    for s in range(stages):
+        process = processes[s * len(processes) // stages]
+        if not left[process]:
+            block = sum(
+                i * len(processes) // stages == processes.index(process) for i in range(stages)
+            )
+            raise ValueError(
+                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
+                "use fewer stages, or more processes"
+            )
+        order.append(left[process].pop(0))
+    return tuple(order)
 
 
 # What all processes of a run must have alike, part by part, so that a difference can be named.
@@ -109,33 +424,16 @@ def versions() -> Parts:
 
 def option_parts(settings: Settings) -> Parts:
     """The options of a pipeline, but for its functions, which are compared once they are traced."""
-    stages = settings.stages
-    devices = [device.device_kind for device in settings.devices]
-    options = {
+    apart = ("loss_fn", "optimizer", "hosts")
+    names = [each.name for each in fields(settings) if each.name not in apart]
+    told = {name: getattr(settings, name) for name in names}
+    stages, schedule = settings.stages, settings.schedule
+    told |= {
         "stages": stages.to_json() if isinstance(stages, Plan) else stages,
-        "microbatches": settings.microbatches,
-        "schedule": settings.schedule.name,
-        "its options": settings.schedule.options,
-        "planner": settings.planner,
-        "devices": devices,
-        "places": settings.places,
-        "replicas": "auto" if settings.shares else settings.replicas,
-        "memory_limit": settings.limits,
-        "host_memory_limit": settings.host_limit_bytes,
-        "fates": sorted(settings.fates.items()),
-        "state_fates": sorted(settings.state_fates.items()),
-        "checkpoint": settings.checkpoint,
-        "speeds": settings.speeds,
-        "sharding": settings.sharding,
-        "has_aux": settings.has_aux,
-        "has_state": settings.has_state,
-        "grad_norm": settings.grad_norm,
-        "stacked": settings.stacked,
-        "frozen": settings.frozen,
-        "aux_reduce and model_state_reduce": settings.reductions,
+        "schedule": (schedule.name, schedule.options),
+        "devices": [device.device_kind for device in settings.devices],
     }
-    told = [(name, without_addresses(str(value))) for name, value in options.items()]
-    return [*versions(), *told]
+    return [*versions(), *((name, without_addresses(str(value))) for name, value in told.items())]
 
 
 def agree_on_given(

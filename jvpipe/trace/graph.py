@@ -167,10 +167,12 @@ class Sorted:
             steps = max((derivations.get(v, 0) for v in read), default=0) + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
+            # Masks, positions and keys: made of constants and of what every stage can be fed.
             if cheap and read <= free:
                 free.update(eqn.outvars)
                 constants.update(eqn.outvars if read <= constants else ())
                 floating.append(eqn)
+            # Casts and the like: whoever reads the parameter makes them of it.
             elif cheap and read <= parametric | constants:
                 parametric.update(eqn.outvars)
                 floating.append(eqn)
@@ -207,6 +209,7 @@ class _Assembly:
         needs = [self._needed(run, sink) for run, sink in zip(self.runs, sinks, strict=True)]
         readers = self._readers(needs, sinks)
         between = [(v, r) for v, r in readers.items() if v in self.maker]
+        # Tensors are numbered in the order of the layers that make them.
         crossing = sorted(between, key=lambda item: self.maker[item[0]])
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
         # Backwards are made as if nothing was frozen, and pruned to what is read: see `Body.returned`.
@@ -215,6 +218,7 @@ class _Assembly:
         for layer, eqns in enumerate(needs):
             writes = [(v, refs[v]) for v, _ in crossing if self.maker[v] == layer] + sinks[layer]
             reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
+            # Parameters first; all others keep their order.
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
             bodies.append(_body(eqns, reads, writes, (every, flows), candidates))

@@ -199,6 +199,7 @@ class Spreading:
         axes_after = along_after(eqn, axes, grown)
         if isinstance(axes_after, str):
             raise self._refused(eqn, axes_after)
+        # Slices would each add to what is there, so in their sum it would be there several times.
         is_sum_beside = eqn.primitive.name == "scatter-add" and ins[0].over is not Over.ALONG
         if is_sum_beside and not ins[0].is_zero:
             raise self._refused(eqn, "adds examples to what is there: add it to their sum")
@@ -223,6 +224,7 @@ class Spreading:
                 "goes on from examples less what was made of several of them, as no batch norm does",
             )
         if result.over is Over.ALONG:
+            # What was open before and is no more has been divided by: that batch norm is complete.
             before = frozenset[Var]().union(*(x.open for x in ins))
             self.normalising |= before - result.open
             if not result.is_scale:
@@ -242,6 +244,7 @@ class Spreading:
             return Lies(Over.ALONG, axis, power=power)
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed(power) if is_sum else Lies(Over.MIXED)
+        # A reduction inside of a loop is known outside by the result of the loop.
         root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 

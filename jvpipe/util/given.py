@@ -13,24 +13,23 @@ _LONGEST = 255
 """Bytes of a name in a folder."""
 
 
-def checked_flags(**flags: Any) -> dict[str, bool]:
-    """Returns these options; raises ValueError unless they are on or off."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, not {brief(value)}")
-    return flags
+def checked_flag(name: str, value: Any) -> bool:
+    """Returns an option that is on or off; raises ValueError for what is neither."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {brief(value)}")
+    return value
 
 
-def checked_frozen(frozen: Any) -> tuple[str, ...]:
+def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
     """Patterns of parameters that nothing updates.
 
-    >>> checked_frozen(["base/*"])
+    >>> checked_frozen("frozen", ["base/*"])
     ('base/*',)
     """
     given = [] if frozen is None else several(frozen)
-    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) for x in given):
+    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) and x for x in given):
         raise ValueError(
-            f"frozen must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
+            f"{name} must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
         )
     return tuple(given)
 
@@ -41,8 +40,8 @@ def check_callback(on_step: Any) -> None:
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
 
-def checked_path(path: Any) -> Path:
-    """Checks a path, which may be a text or a path.
+def checked_path(path: Any, name: str = "path") -> Path:
+    """Checks a path, which may be a text or a path; `name` is how the user calls it.
 
     >>> checked_path(3)
     Traceback (most recent call last):
@@ -53,9 +52,9 @@ def checked_path(path: Any) -> Path:
         or not isinstance(text := os.fspath(path), str)
         or "\0" in text
     ):
-        raise ValueError(f"path must be a text or a pathlib.Path, not {brief(path)}")
+        raise ValueError(f"{name} must be a text or a pathlib.Path, not {brief(path)}")
     if any(len(part.encode(errors="replace")) > _LONGEST for part in Path(path).parts):
-        raise ValueError(f"path has a name of more than {_LONGEST} bytes: {brief(text)}")
+        raise ValueError(f"{name} has a name of more than {_LONGEST} bytes: {brief(text)}")
     return Path(path)
 
 

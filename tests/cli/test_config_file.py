@@ -1,12 +1,13 @@
-"""Options in a file: what is given wins, what is unknown is named, and a run's config.json is one."""
+"""TrainOptions in a file: what is given wins, what is unknown is named, and a run's config.json is one."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from jvpipe.cli.command_line import given, parse
+from jvpipe.cli.options import NOT_KEPT, TrainOptions, kept_options
 from jvpipe.cli.run_folder import RunDir
-from jvpipe.cli.train_options import NOT_KEPT, Options, given, kept_options, parse
 
 TOML = """
 model = "gpt2"
@@ -23,7 +24,7 @@ def test_a_file_has_options_and_those_of_the_command_line_win(tmp_path: Path) ->
     options = parse(["--config", str(file), "--batch-size", "4"])
     assert (options.model, options.batch_size, options.learning_rate) == ("gpt2", 4, 1.0)
     assert options.set == ("blocks=3", "dropout=0.5", "name=a b")
-    assert options.stages == Options().stages
+    assert options.stages == TrainOptions().stages
     more = parse(["--config", str(file), "--set", "blocks=4"])
     assert dict(each.split("=") for each in more.set)["blocks"] == "4"
 
@@ -51,7 +52,7 @@ def test_a_file_may_be_yaml(tmp_path: Path) -> None:
 def test_what_a_run_wrote_is_a_file_of_options(tmp_path: Path) -> None:
     file, wanted = (
         tmp_path / "config.json",
-        Options(model="t5", stages=3, set=("blocks=4",), run_dir="there", resume=True),
+        TrainOptions(model="t5", stages=3, set=("blocks=4",), run_dir="there", resume=True),
     )
     recorded = {
         "model_config": {},

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from jvpipe import models
 from jvpipe.cli.job import as_in_folder, keep_tokenizer
+from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.own_model import find_model
-from jvpipe.cli.train_options import Options
 from jvpipe.models.tokens import train_tokenizer
 from tests.models.test_tokens import DOCUMENTS
 from tests.models.test_weights import WEIGHTS
@@ -31,7 +31,7 @@ def test_text_is_read_by_it(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     workload = models.load("gpt2", "tiny")
-    keep_tokenizer(Options(tokenizer=str(file)), workload, run)
+    keep_tokenizer(TrainOptions(tokenizer=str(file)), workload, run)
     data = workload.open_data(tmp_path / "text.txt", run, 0, 4)
     tokenizer = Tokenizer.from_file(str(file))
     known = "".join(document.lower() for document in DOCUMENTS)
@@ -42,14 +42,14 @@ def test_text_is_read_by_it(file: Path, tmp_path: Path) -> None:
 
 
 def test_none_is_none(tmp_path: Path) -> None:
-    keep_tokenizer(Options(), models.load("gpt2", "tiny"), tmp_path)
+    keep_tokenizer(TrainOptions(), models.load("gpt2", "tiny"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_that_of_a_folder_of_weights_is_taken(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "gpt2"
     shutil.copytree(WEIGHTS / "gpt2", folder)
-    asked = Options(model="gpt2", init_from=str(folder))
+    asked = TrainOptions(model="gpt2", init_from=str(folder))
     assert as_in_folder(asked).tokenizer is None
     shutil.copy(file, folder / "tokenizer.json")
     assert as_in_folder(asked).tokenizer == str(folder / "tokenizer.json")
@@ -75,5 +75,5 @@ def test_what_cannot_be_is_refused(file: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             keep_tokenizer(
-                replace(Options(tokenizer=str(file)), **options), find_model(name), tmp_path
+                replace(TrainOptions(tokenizer=str(file)), **options), find_model(name), tmp_path
             )

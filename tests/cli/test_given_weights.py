@@ -11,19 +11,20 @@ import pytest
 from safetensors.numpy import load_file
 
 from jvpipe import models
+from jvpipe.cli.command_line import parse
 from jvpipe.cli.job import as_in_folder, first_params
+from jvpipe.cli.options import TrainOptions, fields_of
 from jvpipe.cli.outputs import parameter_names
 from jvpipe.cli.own_model import find_model
-from jvpipe.cli.train_options import Options, fields_of, parse
 from tests.commands import finished
 from tests.models.test_weights import WEIGHTS, given
 
 
-def options(name: str, **more: object) -> Options:
-    return replace(Options(model=name, init_from=str(WEIGHTS / name)), **more)
+def options(name: str, **more: object) -> TrainOptions:
+    return replace(TrainOptions(model=name, init_from=str(WEIGHTS / name)), **more)
 
 
-def begun(asked: Options) -> tuple[Options, models.Workload]:
+def begun(asked: TrainOptions) -> tuple[TrainOptions, models.Workload]:
     known = as_in_folder(asked)
     return known, find_model(known.model, known.size, fields_of(known))
 
@@ -43,8 +44,8 @@ def test_what_is_given_wins() -> None:
         8,
         16,
     )
-    _, workload = begun(Options(model="gpt2"))
-    assert first_params(Options(model="gpt2"), workload) is workload.init
+    _, workload = begun(TrainOptions(model="gpt2"))
+    assert first_params(TrainOptions(model="gpt2"), workload) is workload.init
 
 
 def test_a_size_is_to_be_that_of_the_folder() -> None:
@@ -112,7 +113,7 @@ def test_options_of_weights_that_do_not_go_together(tmp_path: Path) -> None:
     there = str(WEIGHTS / "llama")
     for asked, told in (
         (["--lora-on", "*"], r"--lora-on \* needs --lora, the rank"),
-        (["--lora", "0"], "--lora must be at least 1, not 0"),
+        (["--lora", "0"], "--lora must be a whole number of at least 1, not 0"),
         (["--export-weights", str(tmp_path / "new")], "needs --init-from, the folder that it is"),
         (["--init-from", there, "--export-weights", there], "is there already: name a new folder"),
         (

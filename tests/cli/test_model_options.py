@@ -1,18 +1,18 @@
-"""Options change fields of the model and its recipe, and say what there is where they cannot."""
+"""TrainOptions change fields of the model and its recipe, and say what there is where they cannot."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jvpipe.cli.job import retrained
+from jvpipe.cli.options import TrainOptions, fields_of
 from jvpipe.cli.own_model import find_model
-from jvpipe.cli.train_options import Options, fields_of, retrained
 from tests.cli.test_found_model import OWN
 
 
 def test_fields_of_jvpipe_s_models_and_of_one_s_own_are_replaced() -> None:
-    options = Options(set=("blocks=3", "dropout=0.5"), sequence_length=32)
+    options = TrainOptions(set=("blocks=3", "dropout=0.5"), sequence_length=32)
     config = find_model("bert", "tiny", fields_of(options)).config
     assert (config.blocks, config.dropout, config.tokens) == (3, 0.5, 32)
     assert find_model(f"{OWN}:Plain", None, {"blocks": "7"}).config.blocks == 7
@@ -21,27 +21,31 @@ def test_fields_of_jvpipe_s_models_and_of_one_s_own_are_replaced() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "told"),
     [
-        ("bert", Options(set=("layer=3",)), "unknown option of bert 'layer'"),
-        ("bert", Options(set=("block=3",)), "did you mean 'blocks'"),
+        ("bert", TrainOptions(set=("layer=3",)), "unknown option of bert 'layer'"),
+        ("bert", TrainOptions(set=("block=3",)), "did you mean 'blocks'"),
         (
             "bert",
-            Options(set=("blocks=many",)),
+            TrainOptions(set=("blocks=many",)),
             "blocks of bert is 2: give a whole number, not 'many'",
         ),
         (
             "bert",
-            Options(set=("blocks",)),
+            TrainOptions(set=("blocks",)),
             "--set blocks: give a field of the model and its value, NAME=VALUE",
         ),
-        ("amoebanet", Options(sequence_length=8), "unknown option of amoebanet 'sequence_length'"),
+        (
+            "amoebanet",
+            TrainOptions(sequence_length=8),
+            "unknown option of amoebanet 'sequence_length'",
+        ),
         (
             f"{OWN}:Plain",
-            Options(set=("block=3",)),
+            TrainOptions(set=("block=3",)),
             r"own\.py:Plain: unknown option of Plain 'block': did you mean",
         ),
     ],
 )
-def test_what_cannot_be_replaced_is_named(model: str, options: Options, told: str) -> None:
+def test_what_cannot_be_replaced_is_named(model: str, options: TrainOptions, told: str) -> None:
     with pytest.raises(ValueError, match=told) as refused:
         find_model(model, "tiny" if "/" not in model else None, fields_of(options))
     assert "\n" not in str(refused.value)
@@ -49,7 +53,7 @@ def test_what_cannot_be_replaced_is_named(model: str, options: Options, told: st
 
 def test_the_recipe_follows_the_options() -> None:
     bert, steps = find_model("bert", "tiny"), 100
-    options = Options(steps=steps, learning_rate=0.5, warmup=10)
+    options = TrainOptions(steps=steps, learning_rate=0.5, warmup=10)
     rates = retrained(bert, options, steps).learning_rates(steps)
     assert rates.argmax() in (9, 10)
     assert rates.max() == pytest.approx(0.5)
@@ -57,9 +61,9 @@ def test_the_recipe_follows_the_options() -> None:
         2 * steps
     )  # of a schedule with two updates per step
     assert twice.argmax() in (19, 20)
-    assert retrained(bert, Options(steps=steps), steps) is bert
+    assert retrained(bert, TrainOptions(steps=steps), steps) is bert
     np.testing.assert_array_equal(
-        retrained(bert, Options(steps=steps, optimizer="lion"), steps).learning_rates(9),
+        retrained(bert, TrainOptions(steps=steps, optimizer="lion"), steps).learning_rates(9),
         bert.learning_rates(9),
     )
 
@@ -67,12 +71,12 @@ def test_the_recipe_follows_the_options() -> None:
 def test_an_optimizer_of_one_s_own_is_left_alone_or_replaced_whole() -> None:
     own = find_model(f"{OWN}:full")
     with pytest.raises(ValueError, match=r"--learning-rate 0\.1: full has an optimizer of its own"):
-        retrained(own, Options(steps=3, learning_rate=0.1), 3)
+        retrained(own, TrainOptions(steps=3, learning_rate=0.1), 3)
     assert math.isnan(own.learning_rates(3)[0])
-    replaced = retrained(own, Options(steps=3, learning_rate=0.1, optimizer="sgd"), 3)
+    replaced = retrained(own, TrainOptions(steps=3, learning_rate=0.1, optimizer="sgd"), 3)
     assert replaced.learning_rates(3).max() == pytest.approx(0.1)
 
 
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(ValueError, match="unknown optimizer 'adamx': did you mean 'adam"):
-        retrained(replace(find_model("bert", "tiny")), Options(steps=3, optimizer="adamx"), 3)
+        TrainOptions(optimizer="adamx").check()

@@ -46,8 +46,7 @@ def test_what_is_no_number_is_one_line(
 ) -> None:
     assert callable(command)
     assert command(["--model", "bert", *given]) == 2
-    flag = given[0].partition("=")[0]
-    assert capsys.readouterr().err == f"error: {flag} must be a whole number, not 'many'\n"
+    assert capsys.readouterr().err == "error: --batch-size must be a whole number, not 'many'\n"
 
 
 def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:

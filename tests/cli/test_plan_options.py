@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jvpipe.cli.plan_options import Options, check
+from jvpipe.cli.plan import PlanOptions
 from jvpipe.papers.registry import PLANNERS
 
 
@@ -18,9 +18,18 @@ from jvpipe.papers.registry import PLANNERS
             "--batch-size 8 is of a --model, a --graph has its own: leave it out",
         ),
         ({"graph": "x.txt", "set": ("blocks=3",)}, "--set blocks=3 is of a --model"),
-        ({"model": "bert", "sequence_length": 0}, "--sequence-length 0: there must be 1 to"),
-        ({"model": "bert", "batch_size": 0}, "--batch-size 0: there must be 1 to"),
-        ({"model": "bert", "stages": 10**6}, "--stages 1000000: there must be 1 to 100000"),
+        (
+            {"model": "bert", "sequence_length": 0},
+            "--sequence-length must be a whole number of at least 1, not 0",
+        ),
+        (
+            {"model": "bert", "batch_size": 0},
+            "--batch-size must be a whole number of at least 1, not 0",
+        ),
+        (
+            {"model": "bert", "stages": 10**6},
+            "--stages must be a whole number of at most 100000, not 1000000",
+        ),
         (
             {"model": "bert", "schedule": "2bw", "microbatches": 1},
             "2bw on 2 stages needs at least 2 micro-batches",
@@ -31,10 +40,10 @@ from jvpipe.papers.registry import PLANNERS
 )
 def test_mistakes_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        check(Options(**options))
+        PlanOptions(**options).check()
 
 
 def test_the_planners_that_are_asked() -> None:
-    assert check(Options(model="bert")) == ["jvpipe"]
-    assert check(Options(model="bert", compare="even,dapple")) == ["even", "dapple"]
-    assert len(check(Options(model="bert", compare="all"))) == len(PLANNERS)
+    assert PlanOptions(model="bert").check() == ["jvpipe"]
+    assert PlanOptions(model="bert", compare="even,dapple").check() == ["even", "dapple"]
+    assert len(PlanOptions(model="bert", compare="all").check()) == len(PLANNERS)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments.hosts.run import free_port
+from jvpipe.cli.command_line import given
 from jvpipe.cli.processes import join
-from jvpipe.cli.train_options import given
 from jvpipe.runtime.engine.hosts import ALONE
 from tests.commands import finished
 

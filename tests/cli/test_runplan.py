@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from jvpipe.cli import run_folder
+from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.run_folder import given_plan, kept_plan
-from jvpipe.cli.train_options import Options
 from jvpipe.ir.plan import Plan
 
-OPTIONS = Options(schedule="pipedream", stages=2)
+OPTIONS = TrainOptions(schedule="pipedream", stages=2)
 PLAN = Plan.from_cuts([3, 1], schedule="pipedream")
 
 
@@ -59,10 +59,10 @@ def test_a_plan_whose_stages_were_decided_is_kept_whatever_their_number(path: Pa
 
 
 def test_a_given_plan_says_stages_and_schedule(path: Path) -> None:
-    defaults = asdict(Options())
+    defaults = asdict(TrainOptions())
     assert given_plan(defaults, defaults) is None
-    assert given_plan(asdict(Options(plan=str(path))), defaults) == PLAN
-    assert given_plan(asdict(Options(plan=str(path), replicas="1:1")), defaults) == PLAN
+    assert given_plan(asdict(TrainOptions(plan=str(path))), defaults) == PLAN
+    assert given_plan(asdict(TrainOptions(plan=str(path), replicas="1:1")), defaults) == PLAN
 
 
 def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> None:
@@ -75,6 +75,6 @@ def test_a_plan_that_a_run_before_was_given_is_not_given_again(path: Path) -> No
     ("name", "value"), [("stages", 3), ("schedule", "2bw"), ("replicas", "2,1")]
 )
 def test_options_must_not_contradict_a_given_plan(name: str, value: Any, path: Path) -> None:
-    given = asdict(Options(plan=str(path))) | {name: value}
+    given = asdict(TrainOptions(plan=str(path))) | {name: value}
     with pytest.raises(ValueError, match=f"--{name} {value} contradicts --plan .*: there it is"):
-        given_plan(given, asdict(Options()))
+        given_plan(given, asdict(TrainOptions()))

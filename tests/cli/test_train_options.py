@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from jvpipe.cli.command_line import parse
+from jvpipe.cli.options import FIXED, NOT_KEPT, OF_PROCESSES, TrainOptions
 from jvpipe.cli.run_folder import RunDir
-from jvpipe.cli.train_options import FIXED, NOT_KEPT, OF_PROCESSES, Options, parse
 
 
 def saved(folder: Path, **options: Any) -> list[str]:
@@ -19,8 +20,8 @@ def test_given_options_win_over_saved_ones_and_these_over_the_defaults(tmp_path:
     resume = saved(tmp_path, stages=3, schedule="gpipe", seed=7, steps=None)
     options = parse([*resume, "--stages", "4"])
     assert (options.stages, options.schedule, options.seed, options.steps) == (4, "gpipe", 7, None)
-    assert options.microbatches == Options().microbatches
-    assert parse([]) == Options()
+    assert options.microbatches == TrainOptions().microbatches
+    assert parse([]) == TrainOptions()
 
 
 def test_what_holds_for_one_process_is_not_taken_over(tmp_path: Path) -> None:
@@ -73,10 +74,10 @@ def test_how_many_stages_and_devices_there_are(
     ("options", "told"),
     [
         (["--resume"], "--resume needs --run-dir"),
-        (["--stages", "0"], "--stages must be at least 1, not 0"),
+        (["--stages", "0"], "--stages must be a whole number of at least 1, not 0"),
         (
             ["--steps", "99999999999999999999"],
-            "--steps must be at most 2147483647, not 99999999999999999999",
+            "--steps must be a whole number of at most 2147483647, not 99999999999999999999",
         ),
         (["--devices", "2"], "--devices 2 is for --replicas auto"),
         (
@@ -87,11 +88,14 @@ def test_how_many_stages_and_devices_there_are(
             ["--replicas", "2,1", "--stages", "3"],
             "--replicas 2,1 says so of 2 stages, --stages of 3",
         ),
-        (["--checkpoint-every", "-1"], "--checkpoint-every must be at least 1, not -1"),
-        (["--seed", "-1"], "--seed must be from 0 to 9223372036854775807, not -1"),
-        (["--warmup", "-1"], "--warmup must be 0 steps or more, not -1"),
-        (["--learning-rate", "0"], "--learning-rate must be above 0, not 0"),
-        (["--learning-rate", "nan"], "--learning-rate must be above 0, not nan"),
+        (
+            ["--checkpoint-every", "-1"],
+            "--checkpoint-every must be a whole number of at least 1, not -1",
+        ),
+        (["--seed", "-1"], "--seed must be a whole number of at least 0, not -1"),
+        (["--warmup", "-1"], "--warmup must be a whole number of at least 0, not -1"),
+        (["--learning-rate", "0"], "--learning-rate must be a number above 0, not 0"),
+        (["--learning-rate", "nan"], "--learning-rate must be a number above 0, not nan"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: list[str], told: str) -> None:

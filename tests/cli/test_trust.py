@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jvpipe.cli import run_folder
+from jvpipe.cli.command_line import parse
 from jvpipe.cli.run_folder import RunDir
-from jvpipe.cli.train_options import parse
 
 REFUSED = "was not made here by this user, and names code to be run, own.py:M: look at it, and give --model own.py:M"
 

@@ -5,9 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tyro
 
-from jvpipe.cli import plan_options, train_options
+from jvpipe.cli.command_line import read
+from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.plan import PlanOptions
 from jvpipe.models import NAMES, sizes
 from tests.commands import here
 from tests.docs.pages import PAGES, blocks, code, commands, prepare, run_code, run_command, words
@@ -72,9 +73,9 @@ def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
     parsed = 0
     for module, rest in re.findall(r"python -m jvpipe\.(train|plan) (.*)", "\n".join(found)):
         given = shlex.split(rest, comments=True)
-        options = {"train": train_options, "plan": plan_options}[module].Options
-        told = tyro.cli(options, args=given)
-        assert told.model not in NAMES or told.size in (None, *sizes(str(told.model)))
+        told = read({"train": TrainOptions, "plan": PlanOptions}[module], given, module)
+        model, size = told.get("model"), told.get("size")
+        assert model not in NAMES or size in (None, *sizes(str(model)))
         parsed += 1
     assert parsed > 15
 

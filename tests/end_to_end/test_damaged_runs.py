@@ -60,14 +60,14 @@ CONFIG: dict[str, tuple[Any, str]] = {
     "schedule": (3, "schedule is 3"),
     "memory_limit": ({}, "memory_limit is "),
     "set": ("x", "set is 'x'"),
-    "batch_size": (-8, "--batch-size must be at least 1, not -8"),
-    "seed": (2**70, "--seed must be from 0"),
-    "learning_rate": (float("nan"), "--learning-rate must be above 0, not nan"),
+    "batch_size": (-8, "--batch-size must be a whole number of at least 1, not -8"),
+    "seed": (2**70, "--seed must be a whole number of at most"),
+    "learning_rate": (float("nan"), "--learning-rate must be a number above 0, not nan"),
     "model_config": ([], "model_config must be a mapping"),
     "parameters": ({"0": [4]}, r"parameters\['0'\] must be a text"),
     "files": ([], "files must be a mapping"),
     "data_digest": ("x", "data_digest is x there"),
-    "steps": (10**30, "--steps must be at most"),
+    "steps": (10**30, "--steps must be a whole number of at most"),
     "track": (["x"], "x"),
 }
 """What is put into config.json, and what is said of it."""

@@ -228,7 +228,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
             "--eval-every 3: Plain has no held_out() to be evaluated on",
         ),
         ("full", ("--early-stop", "3"), "--early-stop 3 needs --eval-every"),
-        ("full", ("--keep", "0"), "--keep must be at least 1, not 0"),
+        ("full", ("--keep", "0"), "--keep must be a whole number of at least 1, not 0"),
     ],
 )
 def test_mistakes_are_one_line(

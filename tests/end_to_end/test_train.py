@@ -22,8 +22,8 @@ import jvpipe
 from experiments.faults.runs import page
 from jvpipe import models
 from jvpipe.cli import run_folder
+from jvpipe.cli.command_line import parse
 from jvpipe.cli.keeping import Keeper
-from jvpipe.cli.train_options import parse
 from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from jvpipe.util.sizes import format_bytes
 from tests.commands import ended, finished, running

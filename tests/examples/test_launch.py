@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jvpipe.cli.train_options import Options
+from jvpipe.cli.options import TrainOptions
 
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch"
 WORKER = """
@@ -87,7 +87,7 @@ def test_shells_can_read_the_scripts() -> None:
 
 @pytest.mark.parametrize("name", ["loop.sh", "jvpipe.service", "train.sbatch", "jobset.yaml"])
 def test_options_are_those_of_the_command(name: str) -> None:
-    known = {f"--{field.name.replace('_', '-')}" for field in fields(Options)}
+    known = {f"--{field.name.replace('_', '-')}" for field in fields(TrainOptions)}
     text = (LAUNCH / name).read_text()
     used = set()
     for command in re.findall(r"jvpipe\.train((?:[^\n]*\\\n)*[^\n]*)", text):

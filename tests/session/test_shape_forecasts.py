@@ -198,7 +198,7 @@ def test_mistakes_of_the_command_are_one_line(capsys: pytest.CaptureFixture[str]
     model = ["--model", "tests.own:Plain", "--hardware", "v100-b"]
     for wrong, told in (
         (["--stages", "20", "--devices", "16"], "20 stages on 16 devices"),
-        (["--devices", "0"], "--devices 0: there must be 1 to"),
+        (["--devices", "0"], "--devices must be a whole number of at least 1, not 0"),
         (["--devices", "4", "--compare", "all"], "gives each stage one device"),
         (["--replicas", "64:1", "--devices", "128"], "128 devices: v100-b has 16"),
     ):

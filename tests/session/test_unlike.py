@@ -7,7 +7,7 @@ import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.session import measuring
-from jvpipe.session.measuring import checked_speeds, device_limits, measured_slowness
+from jvpipe.session.measuring import check_speeds, checked_speeds, device_limits, measured_slowness
 
 Patch = pytest.MonkeyPatch
 
@@ -55,7 +55,7 @@ def test_a_plan_for_some_devices_needs_limits_for_these(monkeypatch: Patch) -> N
 )
 def test_speeds_that_are_none(speeds: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        checked_speeds(speeds, 2)
+        check_speeds(checked_speeds("speeds", speeds), 2)
 
 
 def test_layers_are_measured_once_on_each_kind_of_own_device(monkeypatch: Patch) -> None:

@@ -187,7 +187,12 @@ class _Boxes:
             self._narrow()
 
     def _narrow(self) -> None:
-        """Forgets the cuts through which no path can be better than the best."""
+        """Forgets the cuts through which no path can be better than the best.
+
+        Of a stream all cuts stay: `lower_bound` looks at them again, with the links between stages.
+        """
+        if not self.objective.problem.schedule.synchronous:
+            return
         seconds = [self.table.lower_s(stage) for stage in self.table.stages]
         sums, phases = self.objective.sums(seconds), self.objective.phases(seconds)
         low = [least_max(phase) for phase in phases]

@@ -74,8 +74,8 @@ class Climb:
         before = None
         while before is not best and self.tasks > 0:
             before = best
-            for s in self._by_seconds(best):
-                best = self._best_of(best, self._moved(best, s))
+            moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
+            best = self._best_of(best, moved)
             if best is before:
                 best = self._best_of(best, self._others(best))
             if best is before and self.problem.schedule.chunks > 1 and self.places > 1:

@@ -182,5 +182,47 @@ class PlanEffort:
     searched_orders: int = 2
 
 
+@dataclass(frozen=True)
+class ShapeEffort:
+    """How many shapes of a pipeline are looked at: devices of each place, and sizes of micro-batches.
+
+    Attributes:
+        sizes: micro-batch sizes that are searched well.
+        glances: sizes that are glanced at, to find these.
+        glance_cuts: between so many cuts.
+        glance_units: with devices in so many units.
+        glance_stages: for so many stages at most.
+        units: of devices that stages of many devices consist of.
+        stages: that a path may have.
+        rounds: of paths, each with what the slowest stage of the best plan takes for granted.
+        paths: that are simulated.
+        climbs: steps of a climb.
+        neighbours: of a plan that are simulated for each step.
+        starts: shapes that climb, besides the best of each kind.
+        worth_a_climb: how many times slower than the best a plan may be that climbs.
+        planned: shapes that are planned exactly at most.
+        worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
+        microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
+    """
+
+    sizes: int = 3
+    glances: int = 16
+    glance_cuts: int = 14
+    glance_units: int = 8
+    glance_stages: int = 5
+    units: int = 16
+    stages: int = 32
+    rounds: int = 3
+    paths: int = 16
+    climbs: int = 12
+    neighbours: int = 6
+    starts: int = 4
+    worth_a_climb: float = 1.3
+    planned: int = 3
+    worth_a_plan: float = 1.005
+    microbatches: int = 4
+
+
 CUTS, FATE, LIMIT = CutEffort(), FateEffort(), LimitEffort()
 ORDER, RULE, PLAN = OrderEffort(), RuleEffort(), PlanEffort()
+SHAPE = ShapeEffort()

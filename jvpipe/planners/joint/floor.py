@@ -137,7 +137,7 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     kept = KeepAll(problem)
     _, places = least_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
     assert places is not None, "there are as many places as stages need"
-    yield kept.decision(places)
+    yield Decision.keeping_all(kept.cuts[list(places)].tolist())
 
 
 def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:

@@ -16,7 +16,9 @@ from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import LIMIT
 from jvpipe.planners.joint.order_cuts import moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
+from jvpipe.planners.model.even import even
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.schedule import Schedule
@@ -65,13 +67,18 @@ class _Emptiest:
                 (ends[0], *map(int, some), ends[1]) for some in combinations(cuts[1:-1], inner)
             )
             return min(map(self._of_cuts, every), key=self._fullness)
-        best, left = self._of_cuts(least.bounds), LIMIT.moved_cuts
+        starts = dict.fromkeys((least.bounds, even(self.problem).bounds))
+        return min((self._emptied(bounds, cuts) for bounds in starts), key=self._fullness)
+
+    def _emptied(self, bounds: Sequence[int], cuts: Cuts) -> Decision:
+        """Moves bounds to the next cuts until no device holds less, or enough has been looked at."""
+        best, left = self._of_cuts(bounds), LIMIT.moved_cuts
         before = None
         while best is not before and left > 0:
             before = best
-            for bounds in moved_bounds(before.bounds, cuts)[:left]:
+            for moved in moved_bounds(before.bounds, cuts)[:left]:
                 left -= 1
-                best = min(best, self._of_cuts(bounds), key=self._fullness)
+                best = min(best, self._of_cuts(moved), key=self._fullness)
         return best
 
     def _fullness(self, decision: Decision) -> list[int]:

@@ -12,49 +12,22 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.problem import RECOMPUTE, Decision, Group, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
 from jvpipe.planners.model.shapes import Path, Shape
-from jvpipe.planners.model.stage_cost import (
-    Evaluation,
-    StageCost,
-    device_bytes,
-    needed_limit_bytes,
-    slowest_s,
-    stage_bytes,
-    stage_cost,
-    surrogate,
-)
+from jvpipe.planners.model.stage_cost import Evaluation, StageCost, evaluation_of, stage_cost
 
 
 @dataclass(frozen=True)
 class RoughPlan:
-    """A shape, and what a plan of it takes that is not sought for long.
-
-    `few` is the problem with so few micro-batches that nothing changes but the length of a step.
-    """
+    """A shape, and what a plan of it takes that is not sought for long."""
 
     shape: Shape
     problem: Problem
-    few: Problem
     decision: Decision
     evaluation: Evaluation
     step_s: float = np.inf
-
-    @property
-    def least_s(self) -> float:
-        """Seconds that no simulation is below: all micro-batches on one stage, or on the link before it.
-
-        The first one has come there before, the last one's cotangent goes back from there.
-        """
-        before_s = longest_s = 0.0
-        for stage in self.evaluation.stages:
-            link_s = before_s + self.problem.microbatches * stage.comm_s / 2
-            before_s += stage.comm_s
-            stage_s = before_s + self.problem.microbatches * stage.compute_s
-            longest_s = max(longest_s, link_s, stage_s)
-            before_s += stage.compute_s
-        return longest_s
 
     @cached_property
     def estimate_s(self) -> float:
@@ -64,15 +37,16 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """The same with the simulated seconds of a step; micro-batches beyond `few` are as far apart as those."""
-        count, m = self.few.microbatches, self.problem.microbatches
-        stages = self.evaluation.stages
-        step_s = simulated_step_s(self.few, stages)
-        if count < m:
-            half = replace(self.few, microbatches=count // 2)
-            apart_s = (step_s - simulated_step_s(half, stages)) / (count - count // 2)
-            step_s += (m - count) * apart_s
-        return replace(self, step_s=step_s)
+        """The same with the simulated seconds of a step; beyond a few, micro-batches are as far apart as those are."""
+        stages, count = self.evaluation.stages, SHAPE.microbatches * self.problem.stages
+        if self.problem.microbatches <= 2 * count:
+            return replace(self, step_s=simulated_step_s(self.problem, stages))
+        half_s, step_s = (
+            simulated_step_s(replace(self.problem, microbatches=m), stages)
+            for m in (count // 2, count)
+        )
+        apart_s = (step_s - half_s) / (count - count // 2)
+        return replace(self, step_s=step_s + (self.problem.microbatches - count) * apart_s)
 
     @property
     def path(self) -> Path:
@@ -87,75 +61,48 @@ def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
         problem: whose limits count.
         bounds: of the stages.
     """
-    choices = [0] * bounds[-1]
-    for s, (i, j) in enumerate(pairwise(bounds)):
-        limit = problem.limit_of(problem.places[s])
-        if limit is not None and stage_bytes(problem, s, i, j, choices).peak > limit:
-            choices[i:j] = [RECOMPUTE] * (j - i)
-    return Decision(bounds, tuple(choices))
+    return RoughStages().evaluate(problem, bounds)[0]
 
 
 class RoughStages:
-    """What `kept_or_again` and `evaluate` say of many shapes of a model, each stage counted once.
+    """What stages keep and take in many shapes of a model, each stage counted once.
 
     Shapes that are near each other have nearly all stages in common: a bound that moves changes two of them. Which
     devices a stage has does not matter, only how many, how slow, and by which links.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[Shape, list[int]] = {}
-        self._kind_of: dict[tuple[Hashable, ...], int] = {}
-        self._known: dict[tuple[int, int, int], tuple[int, StageCost]] = {}
+        self._known: dict[Hashable, tuple[int, StageCost]] = {}
 
-    def evaluate(
-        self, shape: Shape, problem: Problem, bounds: tuple[int, ...]
-    ) -> tuple[Decision, Evaluation]:
+    def evaluate(self, problem: Problem, bounds: tuple[int, ...]) -> tuple[Decision, Evaluation]:
         """Decides what stages keep, and counts what they take.
 
         Args:
-            shape: whose stages they are; its problem is always the same.
-            problem: of the shape.
-            bounds: of the stages.
+            problem: of a shape.
+            bounds: of its stages.
         """
-        kinds = self._kinds_of(shape, problem)
-        every = [self._stage(problem, s, kind, bounds[s : s + 2]) for s, kind in enumerate(kinds)]
-        lengths = [j - i for i, j in pairwise(bounds)]
-        choices = [c for (c, _), n in zip(every, lengths, strict=True) for c in [c] * n]
-        stages = tuple(stage for _, stage in every)
-        held = device_bytes(problem, stages)
-        limit_bytes = needed_limit_bytes(problem, held)
-        step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
-        evaluation = Evaluation(stages, step_s, bottleneck_s, held, limit_bytes)
-        return Decision(bounds, tuple(choices)), evaluation
+        every = [self._stage(problem, s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
+        choices = [
+            choice
+            for (choice, _), (i, j) in zip(every, pairwise(bounds), strict=True)
+            for _ in range(i, j)
+        ]
+        return Decision(bounds, tuple(choices)), evaluation_of(
+            problem, [stage for _, stage in every]
+        )
 
-    def _kinds_of(self, shape: Shape, problem: Problem) -> list[int]:
-        """Numbers for all that a stage's seconds and bytes depend on but its layers."""
-        if shape not in self._kinds:
-            alike = shape.size, problem.stages, problem.microbatches
-            self._kinds[shape] = [
-                self._kind_of.setdefault((*alike, s, *_apart(group)), len(self._kind_of))
-                for s, group in enumerate(problem.groups)
-            ]
-        return self._kinds[shape]
-
-    def _stage(
-        self, problem: Problem, s: int, kind: int, bounds: tuple[int, ...]
-    ) -> tuple[int, StageCost]:
-        """The choice for all layers of a stage of a kind, and what it takes."""
-        i, j = bounds
-        if (kind, i, j) not in self._known:
+    def _stage(self, problem: Problem, s: int, i: int, j: int) -> tuple[int, StageCost]:
+        """The choice for all layers of a stage, and what it takes."""
+        group = problem.group(s)
+        apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
+        key = problem.microbatches, problem.stages, s, i, j, apart
+        if key not in self._known:
             choice, limit = 0, problem.limit_of(problem.places[s])
             stage = stage_cost(problem, s, i, j, [0] * j)
             if limit is not None and stage.peak_bytes > limit:
-                choice = RECOMPUTE
-                stage = stage_cost(problem, s, i, j, [RECOMPUTE] * j)
-            self._known[kind, i, j] = choice, stage
-        return self._known[kind, i, j]
-
-
-def _apart(group: Group) -> tuple[Hashable, ...]:
-    """What tells devices apart that share micro-batches of the same size."""
-    return group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
+                choice, stage = RECOMPUTE, stage_cost(problem, s, i, j, [RECOMPUTE] * j)
+            self._known[key] = choice, stage
+        return self._known[key]
 
 
 def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:

@@ -1,14 +1,16 @@
-"""Shapes with their cuts, for one micro-batch size and one order of devices: least seconds under caps.
+"""Shapes with their cuts, for one micro-batch size and one order of devices: one dynamic program over both.
 
 Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m devices of an order:
 counted from the end, so that a stage's micro-batches in flight are known. m tells where a stage lies, hence its links.
+t seconds of a stage on r of them, c of the link behind it, A of its all-reduce; M micro-batches.
 
-    H_e(i, m) = min over j, r of t(i, j, r) + c + H_(e-1)(j, m - r), where t and c keep the cap; devices may be left out
+    sum     of H_e(i, m) = min over j, r of t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
+    slowest of H_e(i, m) = max of t, c and the slowest of H_(e-1)(j, m - r)
 
-A stage's all-reduce A counts as far as the backwards before it do not hide it: the part that shows of a suffix is
-max(A of its first stage, what showed before - B of its first stage). One way is kept for each (e, i, m), by the sum of
-seconds and of what shows beyond the least backward of the layers before i; so it is not exact, and what segments take
-is counted roughly (`local_segments.py`): every way is counted again (`stage_cost.py`) and simulated.
+The best is of the least sum + (M - 1) max(slowest, floor): what is below a floor that the stages before it
+have anyway is no reason to prefer it. Of A only that counts which the least backward before i does not hide.
+One way is kept for each (e, i, m), so it is not exact, and what segments take is counted roughly
+(`local_segments.py`): every way is counted again (`stage_cost.py`) and simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +19,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from jvpipe.planners.model.local_segments import LocalSegments, least_through_s
-from jvpipe.planners.model.segments import Grid, between, sums
+from jvpipe.planners.model.local_segments import LocalSegments
+from jvpipe.planners.model.segments import Cuts, Grid, sums
 from jvpipe.planners.model.shapes import Path, Shape
 
 OverM = Float[np.ndarray, "n m"]
@@ -28,310 +30,137 @@ OverM = Float[np.ndarray, "n m"]
 
 @dataclass(frozen=True)
 class Ground:
-    """What is searched: micro-batches of a size, an order of devices, replica counts, and places to cut."""
+    """What is searched: micro-batches of a size, an order of devices in units, replica counts, and places to cut."""
 
     segments: LocalSegments
     size: int
     order: tuple[int, ...]
     counts: tuple[int, ...]
-    at: Int[np.ndarray, "n"]  # positions in the coarse cuts
-    unit: int = 1  # stages begin at its multiples in the order
-    replicas: tuple[int, ...] | None = None  # of each stage, if they are given
+    cuts: Cuts
+    unit: int = 1
 
     @property
-    def cuts(self) -> Int[np.ndarray, "n"]:
-        """The cuts themselves."""
-        return self.segments.coarse[self.at]
+    def places(self) -> int:
+        """How many m there are."""
+        return len(self.order) // self.unit + 1
 
-    def share(self, index: int) -> int:
-        """The examples of a replica's share, by the index of the replica count."""
-        return self.segments.share(self.size, self.counts[index])
-
-    @cached_property
-    def backward_s(self) -> list[Grid]:
-        """Backward of a micro-batch, for each replica count."""
-        every = (self.segments.backward_s(self.share(k)) for k in range(len(self.counts)))
-        return [between(backward_s, self.cuts, self.cuts) for backward_s in every]
-
-    def _here(self, grid: Grid) -> Grid:
+    def here(self, grid: Grid) -> Grid:
         """What is between the places to cut, of a grid of all coarse cuts."""
-        return grid[self.at[:, None], self.at]
+        at = np.searchsorted(self.segments.coarse, self.cuts)
+        return grid[at[:, None], at]
+
+    def devices(self, m: int, replicas: int) -> tuple[int, ...]:
+        """So many devices from the last m units on."""
+        start = len(self.order) - m * self.unit
+        return self.order[start : start + replicas]
 
     @cached_property
     def crossing_bytes(self) -> Grid:
         """What each segment receives and returns of a micro-batch."""
-        return self._here(self.segments.crossing_bytes(self.size))
-
-    def fitting_s(self, index: int, behind: int) -> Grid:
-        """Seconds, infinite where the memory limit is not kept.
-
-        Args:
-            index: of the replica count.
-            behind: stages from this one on.
-        """
-        return self._here(self.segments.fitting_s(self.size, self.counts[index], behind))
+        return self.here(self.segments.crossing_bytes(self.size))
 
     @cached_property
-    def least_s(self) -> Float[np.ndarray, "n"]:
-        """What a micro-batch takes at least before each cut."""
-        return sums(least_through_s(self.segments, self.size, self.counts))[self.cuts]
-
-    @cached_property
-    def hides_s(self) -> Float[np.ndarray, "n 1"]:
-        """What backwards before each cut take at least: so much of an all-reduce behind it they hide."""
-        shares = (self.share(k) for k in range(len(self.counts)))
-        every = [self.segments.backward_s(b)[self.cuts] for b in shares]
-        return np.min(every, axis=0)[:, None]
-
-    @cached_property
-    def where(self) -> "_Where":
-        """The machines of stages at each place in the order."""
-        return _Where.of(self)
-
-    @cached_property
-    def reduces(self) -> list[tuple[Float[np.ndarray, "n k n"], Int[np.ndarray, "m"]]]:
-        """A for each replica count: grids of the kinds of places, and the kind of each place that has so many."""
+    def shown_s(self) -> list[Float[np.ndarray, "n n m"]]:
+        """A for each replica count, as far as it shows."""
+        segments, reducing = self.segments, self.segments.shapes.cluster.reducing
+        shares = [segments.share(self.size, r) for r in self.counts]
+        hidden_s = sums(segments.layer_s(shares[-1])[1])[self.cuts][:, None]
         every = []
-        for k, r in enumerate(self.counts):
-            units, cluster = r // self.unit, self.segments.shapes.cluster
-            _, firsts, kinds = np.unique(
-                self.where.held[units:, k], axis=0, return_index=True, return_inverse=True
-            )
-            starts = (len(self.order) - (units + m) * self.unit for m in firsts.tolist())
-            links = (cluster.reducing(self.order[start:][:r]) for start in starts)
-            grids = [self._here(self.segments.reduce_s(self.share(k), link)) for link in links]
-            every.append((np.stack(grids, axis=1), kinds.ravel()))
+        for r, b in zip(self.counts, shares, strict=True):
+            links = [reducing(self.devices(m, r)) for m in range(self.places)]
+            shown = {x: np.maximum(self.here(segments.reduce_s(b, x)) - hidden_s, 0) for x in links}
+            every.append(np.stack([shown[link] for link in links], axis=-1))
         return every
 
+    @cached_property
+    def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
+        """Latency and seconds of a byte, both ways, behind a stage that begins at m, by both stages' counts."""
+        way, table = (
+            self.segments.shapes.cluster.way,
+            np.zeros((2, self.places, *[len(self.counts)] * 2)),
+        )
+        for m in range(self.places):
+            for k, r in enumerate(self.counts):
+                for after, readers in enumerate(self.counts):
+                    behind = m - r // self.unit
+                    if behind * self.unit >= readers:
+                        link = way(self.devices(m, r), self.devices(behind, readers))
+                        table[:, m, k, after] = 2 * link.latency_s, 1 / link.bytes_per_s
+        return table[0], table[1]
 
-@dataclass(frozen=True)
-class _Where:
-    """For stages with m units of the order from their first on, and replica counts: rows m, columns counts."""
 
-    pattern: Int[np.ndarray, "m r"]  # alike where slices stay in their machines
-    single: Int[np.ndarray, "m r"]  # the machine, or -1 if there are several
-    held: Int[np.ndarray, "m r 3"]  # how many machines, and the most and the least devices of one
+class _Ways(NamedTuple):
+    """H_e: rows i, columns m; infinite where there is none. It begins with a stage of the `kth` count, up to `cut`."""
+
+    key_s: OverM
+    sum_s: OverM
+    slowest_s: OverM
+    kth: Int[np.ndarray, "n m"]
+    cut: Int[np.ndarray, "n m"]
 
     @staticmethod
-    def of(ground: Ground) -> "_Where":
-        machine = np.array(ground.segments.shapes.cluster.machines_of(ground.order))
-        G, counts = len(ground.order), np.array(ground.counts)
-        upto = np.zeros((G + 1, machine.max() + 1), dtype=np.int64)
-        upto[1:] = np.cumsum(machine[:, None] == np.arange(machine.max() + 1), axis=0)
-        starts = G - np.arange(G // ground.unit + 1)[:, None] * ground.unit
-        held = upto[np.minimum(starts + counts, G)] - upto[starts]
-        known: dict[bytes, int] = {}
-        pattern = [
-            known.setdefault(each.tobytes(), len(known))
-            for each in held.reshape(-1, held.shape[-1])
-        ]
-        machines, most = (held > 0).sum(-1), held.max(-1)
-        least = np.where(held > 0, held, G).min(-1)
-        single = np.where(machines == 1, held.argmax(-1), -1)
-        return _Where(
-            np.array(pattern).reshape(machines.shape),
-            single,
-            np.stack([np.maximum(1, machines), most, least], axis=-1),
-        )
-
-    def transfer_s(
-        self, ground: Ground, k: int, m: slice, after: "_Ways", there: tuple[slice, slice]
-    ) -> OverM:
-        """What `Cluster.way` takes both ways.
-
-        Args:
-            ground: what is searched.
-            k: the count of the senders.
-            m: where they begin, counted from the end of the order.
-            after: ways whose first stages read.
-            there: which of them.
-        """
-        cluster, readers = ground.segments.shapes.cluster, after.readers
-        sizes, single = after.bytes[there], readers.single[there]
-        ways = np.minimum(ground.counts[k], readers.replicas[there])
-        inside = self.pattern[m, k] == readers.pattern[there]
-        inside |= (self.single[m, k] == single) & (single >= 0)
-        nets = np.minimum(
-            ways, cluster.networks * np.minimum(self.held[m, k, 0], readers.machines[there])
-        )
-        peer, network = cluster.peer, cluster.network
-        near = 2 * peer.latency_s + sizes / ways / peer.bytes_per_s
-        far = 2 * network.latency_s + sizes / nets / network.bytes_per_s
-        return np.where(sizes > 0, np.where(inside, near, far), 0.0)
+    def none(rows: int, columns: int) -> "_Ways":
+        """There are none yet."""
+        infinite, zero = np.full((rows, columns), np.inf), np.zeros((rows, columns))
+        return _Ways(infinite, infinite.copy(), zero, zero.astype(int), zero.astype(int))
 
 
-class _Readers(NamedTuple):
-    """Where the first stages of ways are, and their replicas."""
-
-    pattern: Int[np.ndarray, "n m"]
-    single: Int[np.ndarray, "n m"]
-    machines: Int[np.ndarray, "n m"]
-    replicas: Int[np.ndarray, "n m"]
-
-
-class _Ways:
-    """H_e: rows i, columns m; infinite sums where there is none. `begin` is m without the devices left out.
-
-    What is derived is so once no more are taken, and they are settled.
-    """
-
-    def __init__(self, ground: Ground) -> None:
-        shape = len(ground.at), len(ground.order) // ground.unit + 1
-        self.ground = ground
-        self.cost, self.total = (
-            np.full(shape, np.inf),
-            np.full(shape, np.inf),
-        )  # with what shows, and without
-        self.shown = np.zeros(shape)
-        self.count, self.cut, self.begin = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-
-    @cached_property
-    def there(self) -> Bool[np.ndarray, "n m"]:
-        """Where there is one."""
-        return np.isfinite(self.total)
-
-    def take(
-        self,
-        there: tuple[slice, slice],
-        k: int,
-        cost: OverM,
-        total: OverM,
-        shown: OverM,
-        cut: Int[np.ndarray, "i c"],
-    ) -> None:
-        """Puts ways that begin with a stage of count k in place of worse ones that are there.
-
-        Args:
-            there: their cuts i, and their m.
-            k: of their first stage.
-            cost: what they are compared by.
-            total: sums of t and c.
-            shown: what shows of all-reduces.
-            cut: where the first stage ends.
-        """
-        better = cost < self.cost[there]
-        if better.any():
-            np.copyto(self.cost[there], cost, where=better)
-            np.copyto(self.total[there], total, where=better)
-            np.copyto(self.shown[there], shown, where=better)
-            np.copyto(self.count[there], k, where=better)
-            np.copyto(self.cut[there], cut, where=better)
-
-    def settle(self, worth_s: Float[np.ndarray, "n"]) -> None:
-        """Leaves out ways that take more than is worth it from each cut on; the first devices may stay idle."""
-        self.cost[self.cost >= worth_s[:, None]] = np.inf
-        least = np.minimum.accumulate(self.cost, axis=1)
-        new = np.concatenate(
-            [np.ones((len(least), 1), dtype=bool), least[:, 1:] < least[:, :-1]], axis=1
-        )
-        self.begin = np.maximum.accumulate(np.where(new, np.arange(least.shape[1]), 0), axis=1)
-        rows = np.arange(len(least))[:, None]
-        self.total = np.where(np.isfinite(least), self.total[rows, self.begin], np.inf)
-        self.shown, self.count, self.cut = (
-            self.shown[rows, self.begin],
-            self.count[rows, self.begin],
-            self.cut[rows, self.begin],
-        )
-
-    @cached_property
-    def bytes(self) -> OverM:
-        """What their first stages receive and return."""
-        return self.ground.crossing_bytes[np.arange(len(self.cut))[:, None], self.cut]
-
-    @cached_property
-    def readers(self) -> _Readers:
-        """Their first stages as readers."""
-        at, where, counts = (
-            (self.begin, self.count),
-            self.ground.where,
-            np.array(self.ground.counts),
-        )
-        return _Readers(
-            where.pattern[at], where.single[at], where.held[..., 0][at], counts[self.count]
-        )
-
-
-def paths(ground: Ground, cap_s: float, most_stages: int, most_s: float = np.inf) -> Iterator[Path]:
+def paths(ground: Ground, stages: int, floor_s: float) -> Iterator[Path]:
     """Yields the best way found for each number of stages.
 
     Args:
         ground: what is searched.
-        cap_s: of t and c.
-        most_stages: that there may be.
-        most_s: of t, c and what shows, together; ways of more than two stages that take more are left out.
+        stages: how many there may be.
+        floor_s: seconds that the slowest stage may take anyway.
     """
-    pins = ground.segments.pins
-    replicas = ground.replicas or pins.replicas
-    places = len(ground.order) // ground.unit + 1
-    worth_s = most_s - ground.least_s
-    levels: list[_Ways] = []
-    for e in range(1, most_stages + 1):
-        level = _Ways(ground)
-        for k, r in enumerate(ground.counts):
-            if replicas is not None and r != replicas[-e]:
-                continue
-            if r % ground.unit == 0 and r // ground.unit < places:
-                t = ground.fitting_s(k, e)
-                t = np.where(t <= cap_s, t, np.inf)
-                if levels:
-                    _extend(ground, level, levels[-1], k, t, cap_s)
-                else:
-                    _end(ground, level, k, t)
-        level.settle(worth_s if e > 2 else np.full(len(ground.at), np.inf))
-        levels.append(level)
-        if level.there[0, -1]:
-            if (len(replicas) if replicas else pins.count) in (None, e):
-                yield _path(ground, levels)
-        elif not level.there.any():
+    levels = [_Ways.none(len(ground.cuts), ground.places)]
+    levels[0].sum_s[-1, 0] = 0.0
+    for e in range(1, stages + 1):
+        levels.append(_longer(ground, levels[-1], e, floor_s))
+        key_s = levels[-1].key_s
+        if not np.isfinite(key_s).any():
             return
+        if np.isfinite(key_s[0]).any() and ground.segments.pins.count in (None, e):
+            yield _path(ground, levels, int(key_s[0].argmin()))
 
 
-def _end(ground: Ground, level: _Ways, k: int, t: Grid) -> None:
-    """Puts all layers from each cut on into a last stage of count k."""
-    there = slice(None), slice(ground.counts[k] // ground.unit, None)
-    grids, kinds = ground.reduces[k]
-    shown = grids[:, kinds, -1]
-    total = np.repeat(t[:, -1:], shown.shape[1], 1)
-    cost = total + np.maximum(shown - ground.hides_s, 0.0)
-    level.take(there, k, cost, total, shown, np.full(total.shape, len(t) - 1))
+def _longer(ground: Ground, after: _Ways, e: int, floor_s: float) -> _Ways:
+    """Finds the ways of e stages, from those of one less."""
+    best, given = _Ways.none(*after.sum_s.shape), ground.segments.pins.replicas
+    rows, rest = (
+        np.arange(len(ground.cuts))[:, None],
+        ground.segments.shapes.batch // ground.size - 1,
+    )
+    for k, r in enumerate(ground.counts):
+        units = r // ground.unit
+        if units >= ground.places or (given and r != given[-e]):
+            continue
+        m, behind = slice(units, None), slice(ground.places - units)
+        readers, sizes = after.kth[:, behind], ground.crossing_bytes[rows, after.cut[:, behind]]
+        latency_s, byte_s = (
+            way[np.arange(units, ground.places), k, readers] for way in ground.ways_s
+        )
+        c = np.where((sizes > 0) & (e > 1), latency_s + sizes * byte_s, 0.0)
+        t = ground.here(ground.segments.fitting_s(ground.size, r, e))[:, :, None]
+        sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
+        slowest_s = np.maximum(t, np.maximum(after.slowest_s[:, behind], c))
+        # Infinite seconds times no micro-batches are no number.
+        key_s = sum_s + rest * np.minimum(np.maximum(slowest_s, floor_s), 1e300)
+        cut = key_s.argmin(1)
+        ways = (np.take_along_axis(x, cut[:, None], 1)[:, 0] for x in (key_s, sum_s, slowest_s))
+        new = (*ways, np.full_like(cut, k), cut)
+        better = new[0] < best.key_s[:, m]
+        for old, found in zip(best, new, strict=True):
+            np.copyto(old[:, m], found, where=better)
+    return best
 
 
-def _extend(ground: Ground, level: _Ways, after: _Ways, k: int, t: Grid, cap_s: float) -> None:
-    """Puts a stage of count k before the ways that there are; in arrays of cuts, m, and where the stage ends."""
-    units = ground.counts[k] // ground.unit
-    there = after.there[:, : after.there.shape[1] - units]
-    ends, rest = _span(there, 1), _span(there, 0)
-    rows = _span(np.isfinite(t[:, ends]), 1)
-    if rows.stop <= rows.start:
-        return
-    m, some = slice(rest.start + units, rest.stop + units), (ends, rest)
-    grids, kinds = ground.reduces[k]
-    c = ground.where.transfer_s(ground, k, m, after, some)
-    later = np.where(c <= cap_s, after.total[some] + c, np.inf).T
-    hidden = ground.backward_s[k][rows, None, ends] + (c / 2 - after.shown[some]).T
-    reduce_s = grids[rows, :, ends]
-    shown = np.maximum(reduce_s[:, kinds[rest]] if reduce_s.shape[1] > 1 else reduce_s, -hidden)
-    total = t[rows, None, ends] + later
-    cost = total + np.maximum(shown - ground.hides_s[rows, :, None], 0.0)
-    at = cost.argmin(-1)
-    best = at + np.arange(at.size).reshape(at.shape) * cost.shape[-1]
-    level.take((rows, m), k, cost.take(best), total.take(best), shown.take(best), at + ends.start)
-
-
-def _span(there: Bool[np.ndarray, "_ _"], over: int) -> slice:
-    """From the first to the last place where something is, anywhere over an axis; empty if there is none."""
-    every = np.flatnonzero(there.any(over))
-    return slice(int(every[0]), int(every[-1]) + 1) if len(every) else slice(0, 0)
-
-
-def _path(ground: Ground, levels: Sequence[_Ways]) -> Path:
-    """The shape and cuts behind the last level's whole model on all devices."""
-    i, m, G = 0, len(ground.order) // ground.unit, len(ground.order)
-    bounds, starts, replicas = [0], [], []
-    for level in reversed(levels):
-        k, begin, j = int(level.count[i, m]), int(level.begin[i, m]), int(level.cut[i, m])
-        replicas.append(ground.counts[k])
-        starts.append(G - begin * ground.unit)
-        bounds.append(int(ground.cuts[j]))
-        i, m = j, begin - ground.counts[k] // ground.unit
-    return Shape.along(ground.order, starts, replicas, ground.size), tuple(bounds)
+def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
+    """The shape and the bounds of the last level's way for the whole model on the last m units."""
+    i, bounds, places = 0, [0], []
+    for level in reversed(levels[1:]):
+        r = ground.counts[level.kth[i, m]]
+        places.append(tuple(sorted(ground.devices(m, r))))
+        i, m = int(level.cut[i, m]), m - r // ground.unit
+        bounds.append(int(ground.cuts[i]))
+    return Shape(tuple(places), ground.size), tuple(bounds)

@@ -1,96 +1,44 @@
 """Shapes that are worth a plan: how many devices each place of a pipeline has, and micro-batches of what size.
 
 A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have several
-stages, and each stage keeps everything or computes all again. For each order of devices and the
-micro-batch sizes of most promise there are paths under rising caps (`shape_paths.py`), beside plain
-data parallelism and straight pipelines. The best of them are simulated, and the best simulated ones
-climb: other cuts of their shape, and a layer, a replica or the size of micro-batches at a time.
-Whoever asks has the best shapes planned exactly, as if they were given.
+stages, and each stage keeps everything or computes all again. The micro-batch sizes of most promise
+are looked at well: along each order of devices there is a path for each number of stages
+(`shape_paths.py`). The best of them are simulated, and the best simulated ones climb: other cuts of
+their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the best
+shapes planned exactly, as if they were given.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from itertools import accumulate, pairwise
-from math import gcd
+from itertools import accumulate, pairwise, product
+from math import gcd, inf
 
 import numpy as np
-from jaxtyping import Int
 
 from jvpipe.cost.local_costs import LocalCosts
+from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.rough_plan import RoughPlan, RoughStages, of_each_kind
-from jvpipe.planners.joint.shape_bound import least_bottleneck_s
 from jvpipe.planners.joint.shape_paths import Ground, paths
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.local_segments import (
-    LocalSegments,
-    computing_again,
-    few_cuts,
-    least_through_s,
-)
-from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import seconds, sums
+from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
-
-@dataclass(frozen=True)
-class ShapeEffort:
-    """How well shapes are searched; experiments/dapple has the plans and the seconds that chose the numbers.
-
-    Attributes:
-        sizes: micro-batch sizes that are searched well.
-        glances: sizes that are glanced at, to find these.
-        glance_cuts: between so many cuts.
-        places: where stages may begin in an order of devices.
-        stages: that a path may have.
-        caps: multiples of the least bottleneck under which there are paths.
-        recut_caps: multiples of the least bottleneck of a shape under which its cuts are sought.
-        recuts: cuts of a shape that are simulated.
-        fine_cuts: up to so many cuts, all are looked at for a shape.
-        paths: that are simulated of a size.
-        climbs: steps of a climb.
-        neighbours: of a plan that are simulated for each step.
-        regrouped: of those that have its stages in other groups, likewise.
-        worth_a_climb: how many times slower than the best the best of another kind may be where it climbs.
-        worth_a_path: the same of a path that is gone on with.
-        planned: shapes that are planned exactly at most.
-        worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
-        microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
-
-    """
-
-    sizes: int = 3
-    glances: int = 16
-    glance_cuts: int = 14
-    places: int = 32
-    stages: int = 16
-    caps: tuple[float, ...] = (1.02, 1.1, 1.25, 1.6, 2.5, 1e9)
-    recut_caps: tuple[float, ...] = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0)
-    recuts: int = 2
-    fine_cuts: int = 256
-    paths: int = 10
-    climbs: int = 12
-    neighbours: int = 6
-    regrouped: int = 2
-    worth_a_climb: float = 1.3
-    worth_a_path: float = 1.15
-    planned: int = 3
-    worth_a_plan: float = 1.005
-    microbatches: int = 4
+Replicas = tuple[int, ...]
+Bounds = tuple[int, ...]
 
 
-def rough_plans(shapes: Shapes, effort: ShapeEffort | None = None) -> list[RoughPlan]:
+def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     """Finds the shapes that are worth a plan, the fastest simulated first; none if no rough plan keeps the limits.
 
     Args:
         shapes: those that there are.
-        effort: how well they are searched.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.cluster_file import find_cluster
@@ -100,9 +48,19 @@ def rough_plans(shapes: Shapes, effort: ShapeEffort | None = None) -> list[Rough
     >>> rough_plans(Shapes(model, LocalCosts((1,), (costs,)), find_cluster("v100-b"), 4, 8))[0].shape
     4 devices, micro-batches of 8
     """
-    search = _Search(shapes, effort or ShapeEffort())
-    search.run()
-    return search.ranked_simulated()
+    search = _Search(shapes)
+    for size in search.sizes()[: SHAPE.sizes]:
+        search.look(size)
+    search.simulate(of_each_kind(search.ranked(list(search.seen))).values())
+    best = search.starts()
+    if not best:
+        return []
+    for plan in search.starts():
+        search.simulate(search.ranked(search.recut(plan.shape)))
+    for plan in search.starts():
+        if plan.step_s < SHAPE.worth_a_climb * best[0].step_s:
+            search.climb(plan)
+    return sorted(search.simulated.values(), key=_step_s)
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
@@ -112,8 +70,8 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
         shapes: those that there are.
         paths: of them.
     """
-    search = _Search(shapes, ShapeEffort())
-    return sorted((plan.simulated() for plan in search.ranked(paths)), key=lambda x: x.step_s)
+    plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
+    return sorted(plans, key=_step_s)
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
@@ -124,185 +82,96 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
     """
     again = LocalCosts(shapes.local.batches, tuple(map(computing_again, shapes.local.costs)))
     free = replace(shapes.model, memory_limit_bytes=None)
-    search = _Search(replace(shapes, model=free, local=again), ShapeEffort(caps=(1e9,)))
-    every = np.arange(len(search.segments.coarse))
-    plans = search.ranked(search.paths(shapes.sizes[-1], every))
+    search = _Search(replace(shapes, model=free, local=again))
+    plans = search.ranked(search.paths(shapes.sizes[-1]))
     emptiest = sorted(plans, key=lambda plan: plan.evaluation.limit_bytes)
     return [replace(plan, problem=shapes.problem(plan.shape)) for plan in emptiest]
 
 
 class _Search:
-    """What is known of the shapes of a model so far."""
+    """What is known of the shapes of a model so far: rough plans of paths, and the simulated ones."""
 
-    def __init__(self, shapes: Shapes, effort: ShapeEffort) -> None:
+    def __init__(self, shapes: Shapes) -> None:
         plain = shapes.model.schedule.chunks == 1 and shapes.model.schedule != AUTO
         model = shapes.model if plain else replace(shapes.model, schedule=ONE_F_ONE_B)
-        self.shapes, self.effort = replace(shapes, model=model), effort
+        self.shapes = replace(shapes, model=model)
         self.segments = LocalSegments(self.shapes)
-        self.fine = self.segments
-        if len(self.segments.coarse) < len(self.segments.cuts) <= effort.fine_cuts:
-            self.fine = LocalSegments(self.shapes, effort.fine_cuts)
         self.seen: dict[Path, RoughPlan | None] = {}
         self.simulated: dict[Path, RoughPlan] = {}
-        self.bottleneck_s = cache(self._bottleneck_s)
-        self.proportional = cache(self._proportional)
-        self._problems: dict[Shape, Problem] = {}
-        self._few: dict[Shape, Problem] = {}
-        self._recut = set[Shape]()
+        self.problem = cache(self.shapes.problem)
+        self.recut = cache(self._recut)
         self._stages = RoughStages()
 
-    def run(self) -> None:
-        """Looks at every size once, at the best ones well, and climbs."""
-        sizes, glances = self.shapes.sizes, self.effort.glances
-        spread = (i * (len(sizes) - 1) // max(1, glances - 1) for i in range(glances))
-        few = sizes if len(sizes) <= glances else [sizes[i] for i in sorted(set(spread))]
-        glance_s = {size: self.glance_s(size) for size in few}
-        every = np.arange(len(self.segments.coarse))
-        for size in sorted(glance_s, key=lambda size: glance_s[size])[: self.effort.sizes]:
-            ranked = self.ranked(self.paths(size, every))
-            self.simulate_if_fast(ranked[: self.effort.paths])
-            self.simulate(self.best_of_each_kind(size))
-        self.simulate(self.best_of_each_kind())
-        if not self.simulated:
-            self.simulate(self.ranked(self.paths(sizes[-1], every))[:1])
-        for plan in of_each_kind(self.ranked_simulated()).values():
-            self.simulate(self.recut(plan.shape))
-        begin = self.ranked_simulated()
-        for plan in [*begin[:2], *of_each_kind(begin[2:]).values()]:
-            if plan.step_s < self.effort.worth_a_climb * begin[0].step_s:
-                self.climb(plan)
+    def sizes(self) -> list[int]:
+        """The sizes of micro-batches, those of most promise first; of many some are left out."""
+        every = self.shapes.sizes
+        spread = np.linspace(0, len(every) - 1, min(len(every), SHAPE.glances)).astype(int)
 
-    def ranked_simulated(self) -> list[RoughPlan]:
-        """The plans that were simulated, the fastest first."""
-        return sorted(self.simulated.values(), key=lambda plan: plan.step_s)
+        def promise(size: int) -> float:
+            found = self.ranked(self.paths(size, hasty=True))
+            return found[0].estimate_s if found else inf
 
-    def glance_s(self, size: int) -> float:
-        """The estimate of the best plan for a size, looked for in haste."""
-        at = few_cuts(self.segments.kept(size), self.effort.glance_cuts)
-        glance = [*self.paths(size, at, hasty=True), *self.data_parallel(size)]
-        self.simulate(self.ranked(self.data_parallel(size)))
-        best = self.ranked(glance)
-        return best[0].estimate_s if best else np.inf
+        return sorted((every[at] for at in spread), key=promise)
 
-    def data_parallel(self, size: int) -> Iterator[Path]:
-        """Yields plain data parallelism, where every device has something to do."""
-        if size >= self.shapes.devices:
-            everybody = tuple(range(self.shapes.devices))
-            yield Shape((everybody,), size), (0, self.shapes.layers)
+    def look(self, size: int) -> None:
+        """Simulates the best paths of a size, each of which may be the fastest of its kind."""
+        floor_s, best = 0.0, list[RoughPlan]()
+        for _ in range(SHAPE.rounds):
+            found = list(self.paths(size, floor_s))
+            best = self.ranked([*(plan.path for plan in best), *found])
+            if not best or best[0].evaluation.bottleneck_s == floor_s:
+                break
+            floor_s = best[0].evaluation.bottleneck_s
+        self.simulate([*best[: SHAPE.paths], *of_each_kind(best).values()])
 
-    def paths(self, size: int, at: Int[np.ndarray, "n"], *, hasty: bool = False) -> Iterator[Path]:
-        """Yields what paths there are between some of the coarse cuts under caps, and straight ones.
+    def starts(self) -> list[RoughPlan]:
+        """The fastest simulated plan of each kind of shape, and of the few shapes that are fastest."""
+        ranked = sorted(self.simulated.values(), key=_step_s)
+        shapes = dict[Hashable, RoughPlan]()
+        for plan in ranked:
+            shapes.setdefault(plan.shape.places, plan)
+        some = [*of_each_kind(ranked).values(), *list(shapes.values())[: SHAPE.starts]]
+        return list({plan.path: plan for plan in some}.values())
+
+    def paths(self, size: int, floor_s: float = 0.0, *, hasty: bool = False) -> Iterator[Path]:
+        """Yields paths along the orders of devices; of many devices also those of one each.
 
         Args:
             size: examples of a micro-batch.
-            at: positions in the coarse cuts.
-            hasty: few of them.
+            floor_s: seconds that the slowest stage may take anyway.
+            hasty: few cuts, few stages, and devices many at a time.
         """
-        pins, devices = self.shapes.pins, self.shapes.devices
-        unit = gcd(devices, *pins.replicas) if pins.replicas else -(-devices // self.effort.places)
-        counts = pins.replicas or self.counts(size, unit, hasty=hasty)
-        stages = 5 if hasty else self.effort.stages
-        most = pins.count or min(stages, devices // unit, len(at) - 1)
-        caps = (1.25,) if hasty else self.effort.caps
-        for order in self.shapes.orders:
-            ground = Ground(self.segments, size, order, tuple(sorted(set(counts))), at, unit)
-            if counts:
-                yield from self._under_caps(ground, caps, most)
-        if set(pins.replicas or (1,)) == {1}:
-            yield from self._straight(size, at)
-
-    def counts(self, size: int, unit: int, *, hasty: bool) -> list[int]:
-        """The replica counts that are looked at: of many devices, those that end where stages may begin.
-
-        In haste those alone that are powers of two, or leave one.
-        """
-        devices, every = self.shapes.devices, self.segments.counts(size)
-        if unit > 1:
-            return [r for r in every if r % unit == 0]
-        if not hasty:
-            return list(every)
-        left = {r: devices - r for r in every}
-        powers = (r for r in every if min(r & (r - 1), left[r] & (left[r] - 1)) == 0)
-        return sorted({*powers, *every[-1:]})
-
-    def _straight(self, size: int, at: Int[np.ndarray, "n"]) -> Iterator[Path]:
-        """Yields paths of one device for each stage."""
-        order = self.shapes.orders[0][: self.segments.most_stages]
-        ground = Ground(self.segments, size, order, (1,), at)
-        most = self.shapes.pins.count or min(len(order), len(at) - 1)
-        share_s = float(self.segments.compute_s(size).sum()) / len(order)
-        for cap_s in (1.1 * share_s, 1.5 * share_s, np.inf):
-            yield from paths(ground, cap_s, most)
-
-    def _under_caps(self, ground: Ground, caps: Iterable[float], most: int) -> Iterator[Path]:
-        """Yields paths under rising caps, as long as a plan that is over the last one can be the best of its order."""
-        size = ground.size
-        layers_s = least_through_s(self.segments, size, ground.counts)
-        through_s, rest = float(layers_s.sum()), self.shapes.batch // size - 1
-        best_s, least_s = self._best_s(size), self.bottleneck_s(size)
-        cap_s = 0.0
-        for cap in caps:
-            if through_s + rest * cap_s > best_s:
-                return
-            most_s = self.effort.worth_a_path * best_s - rest * cap_s
-            cap_s = cap * least_s
-            for path in paths(ground, cap_s, most, most_s):
-                if plan := self.counted(path):
-                    best_s = min(best_s, plan.estimate_s)
-                yield path
-
-    def _bottleneck_s(self, size: int) -> float:
-        """The least seconds of the slowest stage, of a size."""
-        return least_bottleneck_s(self.segments, size, self.segments.counts(size))
-
-    def _best_s(self, size: int) -> float:
-        """The estimate of the best plan that is known of a size."""
-        every = (plan for (shape, _), plan in self.seen.items() if plan and shape.size == size)
-        return min((plan.estimate_s for plan in every), default=np.inf)
-
-    def problem(self, shape: Shape) -> Problem:
-        """The problem of a shape."""
-        if shape not in self._problems:
-            self._problems[shape] = self.shapes.problem(shape)
-        return self._problems[shape]
-
-    def few(self, shape: Shape) -> Problem:
-        """The problem of a shape with few micro-batches, if more of them are not more in flight."""
-        if shape not in self._few:
-            problem = self.problem(shape)
-            count, in_flight = self.effort.microbatches * problem.stages, problem.schedule.in_flight
-            saturated = problem.microbatches > 2 * count and in_flight(
-                problem.devices, count
-            ) == in_flight(problem.devices, 2 * count)
-            self._few[shape] = replace(problem, microbatches=count) if saturated else problem
-        return self._few[shape]
+        cuts, units, stages = self.segments.coarse, SHAPE.units, SHAPE.stages
+        if hasty:
+            cuts = self.segments.few(cuts, SHAPE.glance_cuts)
+            units, stages = SHAPE.glance_units, SHAPE.glance_stages
+        orders, pins, counts = self.shapes.orders, self.shapes.pins, self.segments.counts(size)
+        stages, replicas = pins.count or stages, pins.replicas
+        unit = -(-self.shapes.devices // max(units, 2 * (pins.count or 0)))
+        if replicas:
+            unit, counts = gcd(*replicas), replicas
+            orders = tuple(order[: sum(replicas)] for order in orders)
+        some = tuple(sorted({r for r in counts if r % unit == 0}))
+        grounds = [Ground(self.segments, size, order, some, cuts, unit) for order in orders]
+        if unit > 1 and not replicas:
+            grounds.append(Ground(self.segments, size, orders[0][: len(cuts) - 1], (1,), cuts))
+        for ground in grounds:
+            yield from paths(ground, min(ground.places - 1, len(cuts) - 1, stages), floor_s)
 
     def counted(self, path: Path) -> RoughPlan | None:
         """The rough plan of a path, if it is one that is asked for, and fits."""
         if path not in self.seen:
-            shape, bounds = path
-            allowed = self.shapes.pins.allow(bounds, shape.replicas, shape.size)
-            counted = self._stages.evaluate(shape, self.few(shape), bounds) if allowed else None
-            self.seen[path] = self._fitting(shape, *counted) if counted else None
+            (shape, bounds), self.seen[path] = path, None
+            if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+                problem = self.problem(shape)
+                plan = RoughPlan(shape, problem, *self._stages.evaluate(problem, bounds))
+                self.seen[path] = plan if keeps_limits(problem, plan.evaluation) else None
         return self.seen[path]
-
-    def _fitting(
-        self, shape: Shape, decision: Decision, evaluation: Evaluation
-    ) -> RoughPlan | None:
-        problem, few = self.problem(shape), self.few(shape)
-        fits = keeps_limits(few, evaluation)
-        return RoughPlan(shape, problem, few, decision, evaluation) if fits else None
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
         """The rough plans that fit, those of the least estimates first."""
         plans = {path: plan for path in every if (plan := self.counted(path))}
         return sorted(plans.values(), key=lambda plan: plan.estimate_s)
-
-    def best_of_each_kind(self, size: int | None = None) -> list[RoughPlan]:
-        """The plan of the least estimate of each kind of shape, of a size or of all."""
-        every = (plan for plan in self.seen.values() if plan and size in (None, plan.shape.size))
-        ranked = sorted(every, key=lambda plan: plan.estimate_s)
-        return list(of_each_kind(ranked).values())
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
         """Simulates plans."""
@@ -310,108 +179,78 @@ class _Search:
             if plan.path not in self.simulated:
                 self.simulated[plan.path] = plan.simulated()
 
-    def simulate_if_fast(self, plans: Iterable[RoughPlan]) -> None:
-        """Simulates plans that may be the fastest."""
-        for plan in plans:
-            best_s = min((x.step_s for x in self.simulated.values()), default=np.inf)
-            if plan.least_s < best_s:
-                self.simulate([plan])
-
     def climb(self, plan: RoughPlan) -> None:
-        """Goes on to better neighbours while there are any: each step takes less, so it ends.
-
-        Where no neighbour is better, the same devices are tried in other groups.
-        """
-        for _ in range(self.effort.climbs):
-            near = self.recut(plan.shape)
-            near += self.ranked(self.neighbours(plan))[: self.effort.neighbours]
-            best = self._best_of(plan, near)
-            if best is plan:
-                near = self.ranked(self.regrouped(plan.shape))[: self.effort.regrouped]
-                best = self._best_of(plan, near)
-            if best is plan:
+        """Goes on to better neighbours while there are any: each step takes less, so it ends."""
+        for _ in range(SHAPE.climbs):
+            near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
+            near += self.ranked(self.recut(plan.shape))
+            self.simulate(near)
+            best = min((self.simulated[x.path] for x in near), key=_step_s, default=plan)
+            if best.step_s >= plan.step_s:
                 return
             plan = best
 
-    def _best_of(self, plan: RoughPlan, near: Sequence[RoughPlan]) -> RoughPlan:
-        """The fastest of some plans by simulation; the given one if none is faster."""
-        self.simulate_if_fast(near)
-        known = (self.simulated[x.path] for x in near if x.path in self.simulated)
-        best = min(known, key=lambda x: x.step_s, default=plan)
-        return best if best.step_s < plan.step_s else plan
-
-    def recut(self, shape: Shape) -> list[RoughPlan]:
-        """The best plans of a shape with other cuts; none if they are given, or if it has been asked before."""
-        if shape in self._recut or len(shape.places) == 1 or self.shapes.pins.bounds is not None:
-            return []
-        self._recut.add(shape)
-        plans = self.ranked(self._cuts_under_caps(shape))[: self.effort.recuts]
+    def _recut(self, shape: Shape) -> list[Path]:
+        """A shape with the cuts that the surrogate finds best together with fates; none if cuts are given."""
         with suppress(Infeasible):
-            decision = jvpipe(self.problem(shape), refine=False)
-            evaluation = evaluate(self.few(shape), decision)
-            plans += filter(None, [self._fitting(shape, decision, evaluation)])
-        return plans
-
-    def _cuts_under_caps(self, shape: Shape) -> Iterator[Path]:
-        """Yields the best cuts of a shape under rising caps of its slowest stage, of all cuts if they are not many."""
-        counts = tuple(sorted(set(shape.replicas)))
-        order = tuple(d for devices in shape.places for d in devices)
-        at, stages = np.arange(len(self.fine.coarse)), len(shape.places)
-        crossing, slowest = self.fine.crossing_bytes(shape.size), []
-        for s, r in enumerate(shape.replicas):
-            comm_s = seconds(self.problem(shape).link_into(s), crossing)
-            slowest.append(np.maximum(self.fine.fitting_s(shape.size, r, stages - s), comm_s))
-        least_s, places = least_path(slowest, np.maximum)
-        if places is None:
-            return
-        ground = Ground(self.fine, shape.size, order, counts, at, replicas=shape.replicas)
-        for cap in self.effort.recut_caps:
-            for found, bounds in paths(ground, cap * least_s * (1 + 1e-12), stages):
-                if found.replicas == shape.replicas:
-                    yield shape, bounds
+            if len(shape.places) > 1 and not self.shapes.pins.bounds:
+                return [(shape, jvpipe(self.problem(shape), refine=False).bounds)]
+        return []
 
     def neighbours(self, plan: RoughPlan) -> Iterator[Path]:
-        """Yields paths with a bound, a replica or the size of micro-batches moved."""
+        """Yields paths with a bound, the size of micro-batches or the devices of one or two places changed."""
         (shape, bounds), cuts = plan.path, self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
             for b in cuts[max(0, at - 2) : at + 3]:
-                if bounds[s - 1] < b < bounds[s + 1] and b != bounds[s]:
+                if bounds[s - 1] < b < bounds[s + 1]:
                     yield shape, (*bounds[:s], b, *bounds[s + 1 :])
-        sizes, at = self.shapes.sizes, self.shapes.sizes.index(shape.size)
-        for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
-            if size >= max(shape.replicas):
-                yield replace(shape, size=size), bounds
-        for replicas in (shape.replicas, *_moved(shape.replicas, self.shapes.devices)):
-            yield from self._placed(shape.size, replicas, bounds)
+        at = self.shapes.sizes.index(shape.size)
+        for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
+            yield from self._placed(size, shape.replicas, bounds)
+        for replicas, others in self._regrouped(shape, bounds):
+            yield from self._placed(shape.size, replicas, others)
 
-    def regrouped(self, shape: Shape) -> Iterator[Path]:
-        """Yields paths with neighbours exchanged, made one, or one made two, and work in proportion to devices."""
-        for replicas in _regrouped(shape.replicas):
-            if bounds := self.proportional(shape.size, replicas):
-                yield from self._placed(shape.size, replicas, bounds)
+    def _regrouped(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[Replicas, Bounds]]:
+        """Yields replicas and bounds with a device moved, two neighbours exchanged or made one, or one made two."""
+        for replicas in _moved(shape.replicas, self.shapes.devices):
+            yield replicas, bounds
+            yield replicas, self._balanced(shape.size, replicas)
+        for s, (a, b) in enumerate(pairwise(shape.replicas)):
+            before, after = shape.replicas[:s], shape.replicas[s + 2 :]
+            yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
+            if a != b:
+                replicas = (*before, b, a, *after)
+                yield replicas, self._balanced(shape.size, replicas)
+        for s, count in enumerate(shape.replicas):
+            before, after = shape.replicas[:s], shape.replicas[s + 1 :]
+            inside = (b for b in self.segments.coarse.tolist() if bounds[s] < b < bounds[s + 1])
+            for b, part in product(inside, {1, count // 2, count - 1} - {0, count}):
+                yield (*before, part, count - part, *after), (*bounds[: s + 1], b, *bounds[s + 1 :])
 
-    def _placed(
-        self, size: int, replicas: tuple[int, ...], bounds: tuple[int, ...]
-    ) -> Iterator[Path]:
+    def _placed(self, size: int, replicas: Replicas, bounds: Bounds) -> Iterator[Path]:
         """Yields the paths of some replicas, along all orders."""
         starts = [0, *accumulate(replicas)][:-1]
-        if max(replicas) <= size:
+        if bounds and max(replicas) <= size:
             for order in self.shapes.orders:
                 yield Shape.along(order, starts, replicas, size), bounds
 
-    def _proportional(self, size: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-        """The bounds with as much work for each stage as it has replicas, about; none if there are too few cuts."""
-        cuts = self.segments.cuts
-        work_s = sums(self.segments.compute_s(size))[cuts]
-        shares = np.cumsum(replicas)[:-1] / sum(replicas) * work_s[-1]
-        at = np.abs(work_s[:, None] - shares).argmin(0)
-        places = (0, *at.tolist(), len(cuts) - 1)
-        rising = all(a < b for a, b in pairwise(places))
-        return tuple(int(cuts[place]) for place in places) if rising else ()
+    def _balanced(self, size: int, replicas: Replicas) -> Bounds:
+        """The bounds whose slowest stage is fastest; none if nothing fits."""
+        stages = len(replicas)
+        if max(replicas) > size:
+            return ()
+        every = [self.segments.fitting_s(size, r, stages - s) for s, r in enumerate(replicas)]
+        _, places = least_path(every, np.maximum)
+        return tuple(self.segments.coarse[list(places)].tolist()) if places else ()
 
 
-def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]:
+def _step_s(plan: RoughPlan) -> float:
+    """The simulated seconds of a plan."""
+    return plan.step_s
+
+
+def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
     """Yields counts with a device given from one place to another, or taken from those that are idle.
 
     Args:
@@ -424,19 +263,3 @@ def _moved(replicas: tuple[int, ...], devices: int) -> Iterator[tuple[int, ...]]
         for b, less in enumerate(replicas):
             if a != b and less > 1:
                 yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))
-
-
-def _regrouped(replicas: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields counts with two neighbours exchanged or made one, or one place halved or one device apart.
-
-    Args:
-        replicas: the counts.
-    """
-    for s, (a, b) in enumerate(pairwise(replicas)):
-        before, after = replicas[:s], replicas[s + 2 :]
-        if a != b:
-            yield (*before, b, a, *after)
-        yield (*before, a + b, *after)
-    for s, count in enumerate(replicas):
-        for part in sorted({1, count // 2, count - 1} - {0, count}):
-            yield (*replicas[:s], part, count - part, *replicas[s + 1 :])

@@ -1,94 +1,40 @@
-"""What every stage takes if each residual is kept, for planners that do not choose fates.
+"""What every stage holds if each residual is kept.
 
 Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may be cut (`cuts`);
 where there is no layer between them it is infinite.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from jvpipe.planners.model.chain_dp import least_path
-from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Block, Cuts, Grid, Segments, between, most_up_to, sums
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, option_bytes
 
 
 class KeepAll:
-    """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
+    """The bytes of `stage_cost` for all segments, with `options[0]` of each layer."""
 
-    def __init__(
-        self, problem: Problem, segments: Segments | None = None, cuts: Cuts | None = None
-    ) -> None:
-        self.problem = problem
-        self.segments = segments or Segments(problem)
+    def __init__(self, problem: Problem, cuts: Cuts | None = None, s: int = 0) -> None:
+        self.problem, self.segments = problem, Segments(problem).of(s)
         self.cuts = self.segments.cuts if cuts is None else cuts
-        self._compute_s: dict[tuple[float, ...], Grid] = {}
-        self._others: dict[int, KeepAll] = {}
-
-    def of(self, s: int) -> "KeepAll":
-        """The same as the devices of stage s take it, on their shares of micro-batches."""
-        segments = self.segments.of(s)
-        if segments is self.segments:
-            return self
-        if id(segments) not in self._others:
-            self._others[id(segments)] = KeepAll(self.problem, segments, self.cuts)
-        return self._others[id(segments)]
-
-    def at(self, cuts: Cuts) -> "KeepAll":
-        """The same between some of the cuts."""
-        return KeepAll(self.problem, self.segments, cuts)
-
-    def forward_s(self, s: int) -> Grid:
-        """Counts the seconds of stage s's forward."""
-        return self._inside(between(self.segments.forward_of(s), self.cuts, self.cuts))
-
-    def compute_s(self, s: int) -> Grid:
-        """Counts the seconds of stage s's forward and backward."""
-        if self.of(s) is not self:
-            return self.of(s).compute_s(s)
-        slowness = self.problem.slowness(s)
-        if slowness not in self._compute_s:
-            extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
-            total = self.segments.compute_of(s) + extra_s
-            self._compute_s[slowness] = self._inside(between(total, self.cuts, self.cuts))
-        return self._compute_s[slowness]
-
-    def seconds(self, s: int) -> Grid:
-        """Says how far apart micro-batches are: of stage s's work and of what takes its own link, the longer."""
-        return np.maximum(self.compute_s(s), self._block.traffic_s)
-
-    @cached_property
-    def comm_s(self) -> Grid:
-        """Seconds of what comes from earlier stages, and of its cotangents."""
-        return self._inside(self._block.comm_s)
 
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
-        if self.of(s) is not self:
-            return self.of(s).peak_bytes(s)
-        in_flight, static = self.segments.in_flight[s], self.static_bytes(s)
+        if self.segments.of(s) is not self.segments:
+            return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
+        in_flight, fixed = (
+            self.segments.in_flight[s],
+            self.segments.fixed_bytes(s, self.cuts, self.cuts),
+        )
+        static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
         held = StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes)
         if self.problem.group(s).replicas == 1:
             return self._inside(held.peak)
         reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
         return self._inside(np.maximum(held.peak, reducing_bytes))
-
-    def static_bytes(self, s: int) -> Grid:
-        """Counts what stage s holds whatever is in flight."""
-        fixed = self.segments.of(s).fixed_bytes(s, self.cuts, self.cuts)
-        return fixed - on_device_bytes(self.segments.in_flight[s], self._block.shared_bytes)
-
-    def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Gives the grid, infinite where stage s would be over the limit."""
-        limit = self.problem.memory_limit_bytes
-        return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
-
-    def decision(self, places: Sequence[int]) -> Decision:
-        """Decides for the cuts at these places."""
-        return Decision.keeping_all([int(self.cuts[place]) for place in places])
 
     @cached_property
     def _block(self) -> Block:
@@ -133,27 +79,3 @@ def least_kept_bytes(problem: Problem) -> float:
     """
     kept = KeepAll(problem)
     return least_path(map(kept.peak_bytes, range(problem.stages)), np.maximum)[0]
-
-
-def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
-    """Makes the error for a limit that no cuts keep, given the bytes of the stages of those that need least.
-
-    Args:
-        planner: its name.
-        limit: bytes per device.
-        peaks: bytes of the stages of those cuts.
-
-    >>> nothing_fits("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
-    124
-    """
-    assert limit is not None, "without a limit everything fits"
-    stage = int(np.argmax(peaks))
-    smallest = int(peaks[stage])
-    return Infeasible(
-        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: stage {stage} of the "
-        f"smallest plan takes {smallest - limit} bytes more. The smallest limit that would do is {smallest} bytes; "
-        f"or use smaller micro-batches, or a planner that swaps and recomputes",
-        stage=stage,
-        excess_bytes=smallest - limit,
-        smallest_limit_bytes=smallest,
-    )

@@ -282,15 +282,21 @@ class Evaluation:
 def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """What a decision takes, by the stated surrogate."""
     check(problem, decision)
-    stages = tuple(
-        stage_cost(problem, s, i, j, decision.choices)
-        for s, (i, j) in enumerate(pairwise(decision.bounds))
+    return evaluation_of(
+        problem,
+        [
+            stage_cost(problem, s, i, j, decision.choices)
+            for s, (i, j) in enumerate(pairwise(decision.bounds))
+        ],
     )
+
+
+def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
+    """What a decision takes whose stages take this."""
     held = device_bytes(problem, stages)
     limit_bytes = needed_limit_bytes(problem, held)
-    return Evaluation(
-        stages, surrogate(problem, stages), slowest_s(problem, stages), held, limit_bytes
-    )
+    step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
+    return Evaluation(tuple(stages), step_s, bottleneck_s, held, limit_bytes)
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:

@@ -21,7 +21,7 @@ def test_stages_that_shapes_have_in_common_take_what_they_take_in_each() -> None
     stages = RoughStages()
     for shape, bounds in every_path(shapes):
         problem = shapes.problem(shape)
-        decision, evaluation = stages.evaluate(shape, problem, bounds)
+        decision, evaluation = stages.evaluate(problem, bounds)
         assert decision == kept_or_again(problem, bounds)
         plain = evaluate(problem, decision)
         assert replace(evaluation, stages=()) == replace(plain, stages=())

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jvpipe.cost.hardware import Cluster, Link
-from jvpipe.planners.joint.shape_bound import least_bottleneck_s, least_step_s
+from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.local_segments import LocalSegments
 from tests.planners.joint.shapes import (
     GPU,
@@ -14,7 +14,6 @@ from tests.planners.joint.shapes import (
     flat,
     layer,
     shapes_of,
-    stages_of,
     step_s,
 )
 
@@ -29,20 +28,14 @@ TWO = Cluster("two", GPU, 2, 2, peer=Link(100.0), network=Link(10.0), networks=2
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_no_plan_is_below_the_bound_and_the_least_bottleneck_is_reached(overlaps: bool) -> None:
+def test_no_plan_is_below_the_bound(overlaps: bool) -> None:
     draw = random.Random(0)
     for cluster in (flat(3, 10.0), TWO, flat(3, 1.0)):
         layers = [layer(draw.uniform(0.5, 2.0), draw.randint(0, 50)) for _ in range(4)]
         costs = chain(layers, [draw.randint(1, 9) for _ in layers[1:]])
         shapes = shapes_of(costs, cluster, 6, overlaps=overlaps)
-        segments, paths = LocalSegments(shapes), list(every_path(shapes))
-        for size in shapes.sizes:
-            slowest_s = least_bottleneck_s(segments, size, segments.counts(size))
-            mine = (stages_of(shapes, path) for path in paths if path[0].size == size)
-            reached = min(max(x.forward_s + x.backward_s for x in stages) for stages in mine)
-            assert slowest_s <= reached == pytest.approx(slowest_s, rel=1e-3)
         bound_s = least_step_s(shapes)
-        assert all(step_s(shapes, path) >= bound_s * (1 - 1e-9) for path in paths)
+        assert all(step_s(shapes, path) >= bound_s * (1 - 1e-9) for path in every_path(shapes))
 
 
 def test_what_data_parallelism_cannot_be_below_counts_its_all_reduce() -> None:

@@ -66,7 +66,7 @@ def test_segments_count_a_group_as_its_stage_is_counted() -> None:
     shapes = shapes_of(chain(layers, [8, 16], batch=2), flat(4, 4.0), 24)
     problem = shapes.problem(Shape(((0, 1), (2, 3)), 6))
     segments, cuts = Segments(problem), np.arange(4)
-    kept = KeepAll(problem, segments, cuts)
+    kept = KeepAll(problem, cuts)
     for cut in (1, 2):
         stages = evaluate(problem, Decision.keeping_all((0, cut, 3))).stages
         for s, (i, j) in enumerate(((0, cut), (cut, 3))):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jvpipe.planners.model.keep_all import KeepAll, nothing_fits
+from jvpipe.papers.kept_stages import KeptStages
+from jvpipe.papers.limits import nothing_fits
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.small import problems
@@ -13,7 +14,7 @@ from tests.planners.small import problems
 @settings(max_examples=15, deadline=None)
 @given(problems(most_layers=6, tight=False))
 def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
-    kept, choices = KeepAll(problem), [0] * len(problem.costs.layers)
+    kept, choices = KeptStages(problem), [0] * len(problem.costs.layers)
     for a, i in enumerate(kept.cuts):
         for b, j in enumerate(kept.cuts):
             if j <= i:

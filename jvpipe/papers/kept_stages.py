@@ -1,0 +1,44 @@
+"""What every stage takes and holds if each residual is kept, for planners that do not choose fates.
+
+Legend: grids are those of `KeepAll`.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from jvpipe.planners.model.keep_all import KeepAll
+from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.segments import Grid, between, sums
+
+
+class KeptStages(KeepAll):
+    """The numbers of `stage_cost` for all segments, with `options[0]` of each layer."""
+
+    def forward_s(self, s: int) -> Grid:
+        """Counts the seconds of stage s's forward."""
+        return self._inside(between(self.segments.forward_of(s), self.cuts, self.cuts))
+
+    def compute_s(self, s: int) -> Grid:
+        """Counts the seconds of stage s's forward and backward."""
+        extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
+        return self._inside(between(self.segments.compute_of(s) + extra_s, self.cuts, self.cuts))
+
+    def seconds(self, s: int) -> Grid:
+        """Says how far apart micro-batches are: of stage s's work and of what takes its own link, the longer."""
+        return np.maximum(self.compute_s(s), self._block.traffic_s)
+
+    @cached_property
+    def comm_s(self) -> Grid:
+        """Seconds of what comes from earlier stages, and of its cotangents."""
+        return self._inside(self._block.comm_s)
+
+    def where_it_fits(self, s: int, grid: Grid) -> Grid:
+        """Gives the grid, infinite where stage s would be over the limit."""
+        limit = self.problem.memory_limit_bytes
+        return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
+
+    def decision(self, places: Sequence[int]) -> Decision:
+        """Decides for the cuts at these places."""
+        return Decision.keeping_all([int(self.cuts[place]) for place in places])

@@ -1,0 +1,408 @@
+"""The options of a pipeline, each defined once: type, default, unit, check, help, group, and who takes it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Flag, auto
+from functools import cache, partial
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+from jax.sharding import PartitionSpec
+
+from jvpipe.cost.cluster_file import find_cluster
+from jvpipe.cost.hardware import Cluster
+from jvpipe.cost.targets import Target, find_target
+from jvpipe.ir.reductions import AuxReduction, StateReduction, checked_reduction
+from jvpipe.papers.registry import find_planner
+from jvpipe.planners.user_fates import MODES
+from jvpipe.session.arguments import (
+    checked_fates,
+    checked_name,
+    checked_replicas,
+    checked_schedule,
+    checked_stacked,
+    checked_stages,
+    one_of,
+    whole_number,
+    whole_numbers,
+)
+from jvpipe.session.inner_axes import checked_sharding
+from jvpipe.session.measuring import checked_speeds
+from jvpipe.util.brief import brief
+from jvpipe.util.given import checked_flag, checked_frozen
+from jvpipe.util.sizes import parse_bytes, parse_limits
+
+Check = Callable[[str, Any], Any]
+"""Takes an option as its user calls it, and what is given for it; gives what that means, or a ValueError."""
+MOST_PLACES = 10**5
+"""Stages, devices and micro-batches at most: each micro-batch on each stage is simulated."""
+
+
+class Taker(Flag):
+    """Who takes an option: a Python call, a command line and its files."""
+
+    PIPELINE = auto()
+    PLAN_FOR = auto()
+    TRAIN = auto()
+    PLAN = auto()
+
+
+PIPELINE, PLAN_FOR, TRAIN, PLAN = Taker
+CALLS, COMMANDS = PIPELINE | PLAN_FOR, TRAIN | PLAN
+RUNS, PLANS = PIPELINE | TRAIN, PLAN_FOR | PLAN
+EVERY = CALLS | COMMANDS
+Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
+"""What an option is about, in the order of the help and of the page of options."""
+Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
+"""What a resumed run makes of an option: takes another value, refuses one, or plans anew for one; passes over that of
+the run, which held for one start, one start of all processes, or one of these."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """All that is said of an option; its name, type and default are those of the field that it defines."""
+
+    check: Check
+    help: str
+    group: Group
+    unit: str
+    takers: Taker
+    resumed: Resumed
+    was: tuple[str, ...]
+    name: str = ""
+    type: Any = None
+    default: Any = None
+
+    @property
+    def flag(self) -> str:
+        """Its name on a command line."""
+        return f"--{self.name.strip('_').replace('_', '-')}"
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value in a file may have."""
+        alone = get_origin(self.type) is tuple
+        parts = (self.type,) if alone else get_args(self.type) or (self.type,)
+        return tuple(get_origin(part) or part for part in parts)
+
+    def checked(self, said: str, value: Any) -> Any:
+        """What a value means; nothing is left out where that is the default.
+
+        Args:
+            said: how the user calls the option.
+            value: as given.
+
+        Raises:
+            ValueError: it cannot be: the message has the value, and what would do.
+        """
+        return value if value is None and self.default is None else self.check(said, value)
+
+
+def option(
+    default: Any,
+    check: Check,
+    help: str,
+    group: Group,
+    unit: str = "",
+    takers: Taker = COMMANDS,
+    resumed: Resumed = "open",
+    was: tuple[str, ...] = (),
+) -> Any:
+    """Defines the option of a dataclass's field.
+
+    Args:
+        default: what holds unless it is given; None where that is decided or left out.
+        check: of what is given.
+        help: a sentence or some.
+        group: what it is about.
+        unit: what a number counts, or a text is.
+        takers: who takes it, of those that have the dataclass.
+        resumed: what a resumed run makes of it.
+        was: the names that it had a release ago.
+    """
+    told = Option(check, help, group, unit, takers, resumed, was)
+    return field(default=default, metadata={"option": told})
+
+
+@cache
+def options_of(holder: type[Any]) -> Mapping[str, Option]:
+    """The options that a dataclass defines for who takes them, by name."""
+    told = {
+        each.name: replace(
+            each.metadata["option"], name=each.name, type=each.type, default=each.default
+        )
+        for each in fields(holder)
+    }
+    return {name: each for name, each in told.items() if each.takers & holder.taker}
+
+
+def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
+    """The names of the options of which a resumed run makes the same."""
+    return tuple(name for name, each in options_of(holder).items() if each.resumed in kinds)
+
+
+def _cluster(said: str, value: Any) -> Cluster:
+    return value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
+
+
+def checked_target(name: str, value: Any) -> Target | bool:
+    """Whether a compiler is asked, or for which device: a target's name."""
+    if isinstance(value, str):
+        return find_target(value)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"{name} must be True, or the name of a target such as 'h100', not {brief(value)}"
+        )
+    return value
+
+
+def _planner(said: str, value: Any) -> str:
+    return find_planner(checked_name(said, value, "jvpipe")).name
+
+
+_COUNT = partial(whole_number, most=MOST_PLACES)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options of a pipeline, whoever makes or plans it: as files have them, Python calls take more types."""
+
+    taker: ClassVar[Taker] = EVERY
+    """Who takes the options of this dataclass."""
+
+    stages: int | None = option(
+        None,
+        partial(checked_stages, most=MOST_PLACES),
+        "Over how many devices, or groups of --replicas; 2 if left out, decided with --replicas auto and by plan with "
+        "--devices.",
+        "pipeline",
+        "stages",
+        EVERY,
+        "plans",
+    )
+    replicas: str | None = option(
+        None,
+        checked_replicas,
+        "How many devices each stage has, such as 2,1; auto to have that decided, and the number of stages.",
+        "pipeline",
+        "devices",
+        EVERY,
+        "plans",
+    )
+    devices: int | None = option(
+        None,
+        _COUNT,
+        "How many devices stages share that may have several each; if left out as many as --replicas take, else all of "
+        "--hardware, or all that there are, one per core if they are CPUs.",
+        "pipeline",
+        "devices",
+        COMMANDS | PLAN_FOR,
+        "plans",
+    )
+    microbatches: int | None = option(
+        None,
+        _COUNT,
+        "Into how many parts a batch is split; 4 if left out, decided by plan with --devices or --replicas.",
+        "pipeline",
+        "micro-batches",
+        EVERY,
+        "plans",
+    )
+    cuts: str | None = option(
+        None,
+        whole_numbers,
+        "How many layers each stage has, such as 10:4; decided if left out.",
+        "pipeline",
+        "layers",
+        PLANS,
+    )
+    schedule: str = option(
+        "1f1b",
+        checked_schedule,
+        "In which order the micro-batches run.",
+        "pipeline",
+        "",
+        EVERY,
+        "plans",
+    )
+    planner: str = option(
+        "jvpipe",
+        _planner,
+        "How layers are spread over stages.",
+        "pipeline",
+        "",
+        COMMANDS | PIPELINE,
+        "plans",
+    )
+    hardware: str | None = option(
+        None,
+        _cluster,
+        "A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph.",
+        "pipeline",
+        "",
+        PLANS,
+    )
+    stacked: str | None = option(
+        None,
+        checked_stacked,
+        "What the optimizer sees of layers that the model scans over: with per_layer each alone, else their arrays.",
+        "pipeline",
+        "",
+        EVERY,
+    )
+    frozen: tuple[str, ...] = option(
+        (),
+        checked_frozen,
+        'A pattern of the paths of parameters that stay as they are, such as "base/*"; may be given again.',
+        "pipeline",
+        "pattern",
+        EVERY,
+    )
+    speeds: tuple[float, ...] | None = option(
+        None,
+        checked_speeds,
+        "How fast each device is beside the others; measured if left out.",
+        "pipeline",
+        "",
+        PIPELINE,
+    )
+    sharding: Mapping[str, PartitionSpec] | None = option(
+        None,
+        checked_sharding,
+        "How parameters lie over the axes of meshes, by patterns of their paths.",
+        "pipeline",
+        "",
+        PIPELINE,
+    )
+    batch_axis: str | None = option(
+        None,
+        partial(checked_name, usual="data"),
+        "The axis of the meshes along which the examples of a micro-batch are cut.",
+        "pipeline",
+        "",
+        PIPELINE,
+    )
+    has_aux: bool = option(
+        False,
+        checked_flag,
+        "The loss returns something beside.",
+        "model",
+        "",
+        CALLS,
+    )
+    has_state: bool = option(
+        False,
+        checked_flag,
+        "The loss carries a model state.",
+        "model",
+        "",
+        CALLS,
+    )
+    aux_reduce: Mapping[str, str] | None = option(
+        None,
+        partial(checked_reduction, kind=AuxReduction),
+        "What leaves of aux become over micro-batches and replicas, by patterns of their paths.",
+        "model",
+        "",
+        PIPELINE,
+    )
+    model_state_reduce: Mapping[str, str] | None = option(
+        None,
+        partial(checked_reduction, kind=StateReduction),
+        "What leaves of the model state become over replicas, likewise.",
+        "model",
+        "",
+        PIPELINE,
+    )
+    compile: bool = option(
+        False,
+        checked_target,
+        "Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes on "
+        "until a plan keeps the limit so.",
+        "memory",
+        "",
+        PLANS,
+    )
+    memory_limit: str | None = option(
+        None,
+        lambda said, value: parse_limits(value),
+        "What each device may hold, such as 16GiB, or 24GiB,11GiB for two; what it has if left out, if it says so.",
+        "memory",
+        "bytes",
+        EVERY,
+        "plans",
+    )
+    host_memory_limit: str | None = option(
+        None,
+        lambda said, value: parse_bytes(value),
+        "What values swapped to the host may take there, of all devices together.",
+        "memory",
+        "bytes",
+        RUNS,
+        "plans",
+    )
+    checkpoint: str | None = option(
+        None,
+        one_of("checkpoint", MODES),
+        f"Which micro-batches are computed again from their stage's input: {', '.join(MODES)}.",
+        "memory",
+        "",
+        RUNS,
+        "plans",
+    )
+    fates: Mapping[str, str] | None = option(
+        None,
+        partial(checked_fates, of="tensors, such as {'*/attention/*': 'swap'}"),
+        "What becomes of tensors between a forward and its backward, by patterns of their names.",
+        "memory",
+        "",
+        PIPELINE,
+    )
+    state_fates: Mapping[str, str] | None = option(
+        None,
+        partial(checked_fates, of="parameters, such as {'*': 'swap'}"),
+        "Where the optimizer's state lies between updates, by patterns of the paths of parameters.",
+        "memory",
+        "",
+        CALLS,
+    )
+    grad_norm: bool = option(
+        False,
+        checked_flag,
+        "Also reports the global norm of the gradient.",
+        "run",
+        "",
+        PIPELINE,
+    )
+    remeasure: bool = option(
+        False,
+        checked_flag,
+        "Measures layers anew; else what an earlier run of the same model has measured on this machine is used.",
+        "run",
+        "",
+        RUNS,
+        "start",
+    )
+
+
+def checked(taker: Taker, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options of a Python call mean, by name.
+
+    Args:
+        taker: the call.
+        given: its arguments, and perhaps more.
+
+    Raises:
+        ValueError: one cannot be.
+    """
+    every = options_of(PipelineOptions).items()
+    return {name: each.checked(name, given[name]) for name, each in every if taker in each.takers}
+
+
+def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
+    """The options of a command line that a Python call takes too, by name."""
+    every = options_of(PipelineOptions).items()
+    return {
+        name: getattr(options, name)
+        for name, each in every
+        if taker in each.takers and each.takers & COMMANDS
+    }

@@ -1,0 +1,72 @@
+"""The page of options, which their definitions say: `python -m tests.docs.options_page` writes docs/options.md."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from jvpipe.cli.options import TrainOptions
+from jvpipe.cli.plan import PlanOptions
+from jvpipe.session.options import PIPELINE, PLAN_FOR, Group, Option, PipelineOptions, options_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+HOLDERS = {"train": TrainOptions, "plan": PlanOptions}
+CALLS = {"Pipeline": PIPELINE, "plan_for": PLAN_FOR}
+RESUMED = {
+    "open": "may be another",
+    "fixed": "stays as it was",
+    "plans": "another plans anew",
+    "start": "of one start",
+    "processes": "of one start",
+    "own": "of one process",
+}
+HEAD = """# Options
+
+Every option of `jvpipe.Pipeline`, `jvpipe.plan_for` and both commands, as they are defined in
+`jvpipe/session/options.py` and `jvpipe/cli/options.py`. Python has their names without hyphens, and takes
+sequences, plans and schedules too where text stands for them; files of `--config` have either name. The last
+column is what `--resume` makes of another value than the run had. This page is made of the definitions
+(`python -m tests.docs.options_page`).
+"""
+
+
+def takers(each: Option) -> list[str]:
+    """Who takes an option, in the words of the page."""
+    commands = [name for name, holder in HOLDERS.items() if each in options_of(holder).values()]
+    whole = each in options_of(PipelineOptions).values()
+    calls = [name for name, call in CALLS.items() if whole and call in each.takers]
+    return [*calls, *commands]
+
+
+def rows(group: str) -> Iterator[str]:
+    """The lines of a group's table."""
+    every = [
+        each
+        for holder in (PipelineOptions, TrainOptions, PlanOptions)
+        for each in options_of(holder).values()
+    ]
+    for each in dict.fromkeys(every):
+        if each.group != group:
+            continue
+        who = takers(each)
+        name = each.flag if {"train", "plan"} & {*who} else each.name
+        default = "" if each.default in (None, (), False) else f"`{each.default}`"
+        resumed = RESUMED[each.resumed] if "train" in who else ""
+        help = each.help.replace("|", "\\|")
+        yield f"| `{name}` | {help} | {each.unit} | {default} | {', '.join(who)} | {resumed} |"
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for group in get_args(Group):
+        title = f"## {group.capitalize()}"
+        head = (
+            "| option | what it says | of | default | taken by | resumed |",
+            "|---|---|---|---|---|---|",
+        )
+        parts.append("\n".join([title, "", *head, *rows(group), ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
