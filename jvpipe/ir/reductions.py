@@ -38,7 +38,7 @@ R = TypeVar("R", AuxReduction, StateReduction)
 
 
 def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
-    """Reductions by pattern, as a user gave them.
+    """Reads reductions by pattern, as a user gave them.
 
     Args:
         option: its name.
@@ -78,7 +78,7 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
     >>> chosen("aux_reduce", {"*": AuxReduction.LAST, "a/*": AuxReduction.SUM}, ["a/b", "c"])
     (<AuxReduction.SUM: 'sum'>, <AuxReduction.LAST: 'last'>)
     """
-    said: dict[str, R] = {}
+    by_path: dict[str, R] = {}
     for pattern, reduction in patterns.items():
         matched = [path for path in paths if fnmatchcase(path, pattern)]
         if not matched:
@@ -87,5 +87,5 @@ def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tupl
             raise ValueError(
                 f"{option} pattern '{pattern}' matches no leaf: there are {some or 'none'}{more}"
             )
-        said.update(dict.fromkeys(matched, reduction))
-    return tuple(said.get(path) for path in paths)
+        by_path.update(dict.fromkeys(matched, reduction))
+    return tuple(by_path.get(path) for path in paths)

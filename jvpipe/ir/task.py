@@ -59,10 +59,12 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
             f"{brief(lists)} holds no lists: give plan.tasks of a plan whose order was chosen, else those of a rule, "
             "jvpipe.schedules.find_schedule('1f1b').tasks(devices, microbatches)"
         )
-    rows = [row.split() if isinstance(row, str) else row for row in lists]
-    told = [[_for_torch(str(task)) for task in row] for row in rows]
+    rows = []
+    for tasks in lists:
+        texts = tasks.split() if isinstance(tasks, str) else map(str, tasks)
+        rows.append([_for_torch(text) for text in texts])
     with Path(path).open("w", newline="") as file:
-        csv.writer(file).writerows(told)
+        csv.writer(file).writerows(rows)
 
 
 def _for_torch(text: str) -> str:

@@ -142,8 +142,12 @@ class Value(NamedTuple):
         )
 
     def __str__(self) -> str:
-        layer = [] if self.layer == NONE else [f"layer {self.layer}"]
-        numbers = (("micro-batch", self.microbatch), ("version", self.version))
-        told = [f"{name} {n}" for name, n in numbers if n != NEVER]
-        told += [] if self.examples is None else [f"examples {self.examples}"]
-        return " ".join([self.kind, str(self.index), *layer, *told])
+        words = [self.kind, str(self.index)]
+        if self.layer != NONE:
+            words.append(f"layer {self.layer}")
+        for name, number in (("micro-batch", self.microbatch), ("version", self.version)):
+            if number != NEVER:
+                words.append(f"{name} {number}")
+        if self.examples is not None:
+            words.append(f"examples {self.examples}")
+        return " ".join(words)

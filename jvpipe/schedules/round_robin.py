@@ -72,9 +72,9 @@ def check_turns(schedule: Schedule, plan: Plan, microbatches: int) -> None:
             f"multiple of {list(plan.replicas)}, such as jvpipe.schedules.PipeDream(update_every="
             f"{math.lcm(*plan.replicas)}), and micro-batches that it divides"
         )
-    most = max(RoundRobin(plan.replicas).in_flight)
-    if schedule.rule == "one behind" and microbatches < most:
+    in_flight = max(RoundRobin(plan.replicas).in_flight)
+    if schedule.rule == "one behind" and microbatches < in_flight:
         raise ValueError(
-            f"{schedule.name} on stages of {list(plan.replicas)} devices needs at least {most} micro-batches, "
+            f"{schedule.name} on stages of {list(plan.replicas)} devices needs at least {in_flight} micro-batches, "
             f"{microbatches} are given: with fewer, a micro-batch would still be in flight two updates later"
         )

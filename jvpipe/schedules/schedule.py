@@ -191,9 +191,9 @@ class Schedule:
                 f"{-(-microbatches // every) * every}"
             )
         if self.rule == "one behind" and microbatches < devices:
-            given = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
+            count = f"{microbatches} {'is' if microbatches == 1 else 'are'} given"
             raise ValueError(
-                f"{self.name} on {devices} stages needs at least {devices} micro-batches, {given}: with fewer, a "
+                f"{self.name} on {devices} stages needs at least {devices} micro-batches, {count}: with fewer, a "
                 f"micro-batch would still be in flight two updates later. Use microbatches={devices}"
             )
 

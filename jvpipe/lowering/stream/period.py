@@ -163,18 +163,18 @@ def dropping(drain: Step, last: Step) -> Step:
     >>> [(str(row), row.frees) for row in dropping(drain, last).lowered.rows]
     [('DROP', (0,))]
     """
-    old, known = drain.lowered, len(drain.before)
+    old, inherited = drain.lowered, len(drain.before)
     at = {spot: b for b, spot in enumerate(drain.before)}
     left = zip(last.after, last.lowered.final, strict=True)
     missing = at.keys() - {*last.after}
     assert not missing, f"{missing} was left by no step"
     # The buffers are those that the step leaves, in its order, then those that the drain makes.
     buffers = [_renamed(last.lowered.buffers[b], spot) for spot, b in left]
-    buffers += old.buffers[known:]
+    buffers += old.buffers[inherited:]
     unread = [i for i, spot in enumerate(last.after) if spot not in at]
     # From the numbers of the drain to the new ones.
     ids = {at[spot]: i for i, spot in enumerate(last.after) if spot in at}
-    ids |= {b: b + len(unread) for b in range(known, len(old.buffers))}
+    ids |= {b: b + len(unread) for b in range(inherited, len(old.buffers))}
     drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
