@@ -203,6 +203,7 @@ class ShapeEffort:
         planned: shapes that are planned exactly at most.
         worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
         microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
+        few_tasks: forwards up to which a plan is simulated rather than estimated.
     """
 
     sizes: int = 3
@@ -221,6 +222,7 @@ class ShapeEffort:
     planned: int = 3
     worth_a_plan: float = 1.005
     microbatches: int = 4
+    few_tasks: int = 32
 
 
 CUTS, FATE, LIMIT = CutEffort(), FateEffort(), LimitEffort()

@@ -31,8 +31,10 @@ class RoughPlan:
 
     @cached_property
     def estimate_s(self) -> float:
-        """About the seconds of a step."""
+        """About the seconds of a step; of few tasks those that are simulated."""
         stages = self.evaluation.stages
+        if self.problem.microbatches * len(stages) <= SHAPE.few_tasks:
+            return self.simulated().step_s
         period_s = max(_period_s(stages), _network_s(self.problem, stages))
         return _estimate_s(stages, self.problem.microbatches, period_s)
 

@@ -8,7 +8,7 @@ their shape, and a layer, a replica or the size of micro-batches at a time. Whoe
 shapes planned exactly, as if they were given.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -127,9 +127,9 @@ class _Search:
     def starts(self) -> list[RoughPlan]:
         """The fastest simulated plan of each kind of shape, and of the few shapes that are fastest."""
         ranked = sorted(self.simulated.values(), key=_step_s)
-        shapes = dict[Hashable, RoughPlan]()
+        shapes = dict[Replicas, RoughPlan]()
         for plan in ranked:
-            shapes.setdefault(plan.shape.places, plan)
+            shapes.setdefault(plan.shape.replicas, plan)
         some = [*of_each_kind(ranked).values(), *list(shapes.values())[: SHAPE.starts]]
         return list({plan.path: plan for plan in some}.values())
 
