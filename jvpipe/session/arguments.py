@@ -312,7 +312,8 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     """
     if isinstance(replicas, str) and replicas == "auto":
         return replicas
-    if not isinstance(replicas, str) and several(replicas) is None:
+    names_none = isinstance(replicas, str) and not any(letter.isdigit() for letter in replicas)
+    if names_none or (not isinstance(replicas, str) and several(replicas) is None):
         raise ValueError(
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )

@@ -430,7 +430,10 @@ def option_parts(settings: Settings) -> Parts:
     stages, schedule = settings.stages, settings.schedule
     told |= {
         "stages": stages.to_json() if isinstance(stages, Plan) else stages,
-        "schedule": (schedule.name, schedule.options),
+        "schedule": schedule.name,
+        "options of the schedule": schedule.options,
+        "memory_limit": told.pop("limits"),
+        "host_memory_limit": told.pop("host_limit_bytes"),
         "devices": [device.device_kind for device in settings.devices],
     }
     return [*versions(), *((name, without_addresses(str(value))) for name, value in told.items())]

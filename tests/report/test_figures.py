@@ -59,11 +59,11 @@ def test_a_thin_box_between_wide_ones_is_seen(tmp_path: Path) -> None:
 
 def test_the_picture_of_the_readme_shows_all_sends() -> None:
     by_row = sends_by_row(Path(__file__).parents[2] / "docs" / "plan.png")
-    edges = np.flatnonzero(np.diff(np.pad(by_row == 8, 1)))
+    edges = np.flatnonzero(np.diff(np.pad(by_row == 4, 1)))
     heights = edges[1::2] - edges[::2]
     assert (
         heights > 10
-    ).sum() == 6  # a row for each direction between four stages, eight sends in each
+    ).sum() == 6  # a row for each direction between four stages, four sends in each
 
 
 def test_shows_rows_numbers_memory_and_the_limit(tmp_path: Path) -> None:

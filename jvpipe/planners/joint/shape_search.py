@@ -44,6 +44,7 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     >>> from jvpipe.cost.cluster_file import find_cluster
     >>> from jvpipe.cost.local_costs import LocalCosts
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),) * 4)
+    >>> from jvpipe.planners.model.problem import Problem
     >>> model = Problem(costs, 1, ONE_F_ONE_B, 1)
     >>> rough_plans(Shapes(model, LocalCosts((1,), (costs,)), find_cluster("v100-b"), 4, 8))[0].shape
     4 devices, micro-batches of 8
