@@ -162,7 +162,10 @@ def test_a_cluster_too_small_says_by_how_much() -> None:
         ({"devices": 5}, "5 devices: fast has 4, use fewer devices or a cluster of more machines"),
         ({"devices": 0}, "devices must be a whole number of at least 1, not 0"),
         ({"devices": 2, "replicas": "2:1"}, r"replicas \(2, 1\) take 3 devices, there are 2"),
-        ({"replicas": "two"}, "each of replicas must be a whole number of at least 1, not 'two'"),
+        (
+            {"replicas": "two"},
+            r"replicas must be the devices of each stage, such as \(2, 1\), or 'auto', not 'two'",
+        ),
         (
             {"replicas": (3, 1), "microbatches": 32},
             "3 replicas cannot share micro-batches of 2 examples, each needs 1",
