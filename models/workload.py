@@ -139,6 +139,18 @@ class Workload:
         """The model state before any step; None if there is none."""
         return None if self.model_state is None else self.model_state()
 
+    def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
+        """What `jvpipe.plan_for` takes of a model, by name; a batch has the usual size unless one is given."""
+        return {
+            "loss_fn": self.loss_fn,
+            "params": self.init,
+            "batch": self.abstract_batch(batch_size or self.batch_size),
+            "optimizer": self.optimizer(self.steps),
+            "model_state": self.initial_state(),
+            "has_aux": self.has_aux,
+            "has_state": self.has_state,
+        }
+
     def batches(self, seed: int, batch_size: int) -> Batches:
         """The batches to train on, of the default data."""
         return self._default_data(seed, batch_size).train

@@ -22,18 +22,7 @@ MIB = 2**20
 def cell(model: str, size: str, hardware: str, stages: int) -> jvpipe.Forecast:
     """The plan of a model, signed by the hardware's compiler."""
     workload = find_model(model, size, {})
-    return jvpipe.plan_for(
-        workload.loss_fn,
-        workload.init,
-        workload.abstract_batch(workload.batch_size),
-        stages,
-        hardware=hardware,
-        optimizer=workload.optimizer(workload.steps),
-        model_state=workload.initial_state(),
-        has_aux=workload.has_aux,
-        has_state=workload.has_state,
-        compile=True,
-    )
+    return jvpipe.plan_for(**workload.to_plan(), stages=stages, hardware=hardware, compile=True)
 
 
 def lines(found: jvpipe.Forecast) -> Iterator[str]:

@@ -39,17 +39,11 @@ def forecast_of(name: str, size: str, fields: dict[str, Any], schedule: str) -> 
     """Our plan of a workload."""
     work = models.load(name, size, **fields)
     found = plan_for(
-        work.loss_fn,
-        work.init,
-        work.abstract_batch(BATCH_SIZE),
-        STAGES,
+        **work.to_plan(BATCH_SIZE),
+        stages=STAGES,
         hardware="h100",
         microbatches=MICROBATCHES,
         schedule=schedule,
-        optimizer=work.optimizer(work.steps),
-        model_state=work.initial_state(),
-        has_aux=work.has_aux,
-        has_state=work.has_state,
     )
     assert isinstance(found, Forecast)
     return found

@@ -31,17 +31,11 @@ def plan_of(name: str, schedule: str) -> Plan | str:
     work = models.load(name, "mini")
     try:
         found = plan_for(
-            work.loss_fn,
-            work.init,
-            work.abstract_batch(work.batch_size),
-            STAGES,
+            **work.to_plan(),
+            stages=STAGES,
             hardware="h100",
             microbatches=MICROBATCHES,
             schedule=schedule,
-            optimizer=work.optimizer(work.steps),
-            model_state=work.initial_state(),
-            has_aux=work.has_aux,
-            has_state=work.has_state,
         )
     except ValueError as refused:
         return str(refused)

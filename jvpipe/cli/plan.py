@@ -217,16 +217,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
     told = passed(options, PLAN_FOR)
     told["compile"] = options.target or options.compile
     return plan_for(
-        workload.loss_fn,
-        workload.init,
-        workload.abstract_batch(options.batch_size or workload.batch_size),
-        **told,
-        planner=names,
-        optimizer=workload.optimizer(workload.steps),
-        model_state=workload.initial_state(),
-        has_aux=workload.has_aux,
-        has_state=workload.has_state,
-        title=workload.title,
+        **workload.to_plan(options.batch_size), **told, planner=names, title=workload.title
     )
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from jvpipe._jax import Device
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
+from jvpipe.util.sizes import GIB
 
 PRODUCTS, MEMORY, LINKS = 0.6, 0.8, 0.8
-_GIB = 2**30
 
 
 def _gpu(
@@ -28,7 +28,7 @@ def _gpu(
     """A GPU from its data sheet; `vector_tflops` are those of its float32 units, a multiply-add counted as two."""
     return Accelerator(
         name,
-        memory_gib * _GIB,
+        memory_gib * GIB,
         MEMORY * memory_bytes_per_s,
         {dtype: PRODUCTS * 1e12 * rate for dtype, rate in tflops.items()},
         launch_s=3e-6,
@@ -80,7 +80,7 @@ TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
 TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4)
 _ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
 CORE = Accelerator(
-    "CPU core", 4 * _GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10
+    "CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10
 )
 
 PRESETS = {

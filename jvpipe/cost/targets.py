@@ -12,8 +12,7 @@ from jvpipe.cost import presets
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.util.extras import MissingExtraError
 from jvpipe.util.names import did_you_mean
-
-_GIB = 2**30
+from jvpipe.util.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +102,11 @@ _A100 = "NVIDIA A100-SXM4-"
 TARGETS = {
     target.name: target
     for target in (
-        _gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, (3352e9, 80 * _GIB), 50, 228),
-        _gpu("h200", "NVIDIA H200", (9, 0), 132, 128, 1.98, (4800e9, 141 * _GIB), 50, 228),
-        _gpu("a100", _A100 + "80GB", (8, 0), 108, 64, 1.41, (2039e9, 80 * _GIB), 40, 164),
-        _gpu("a100-40gb", _A100 + "40GB", (8, 0), 108, 64, 1.41, (1555e9, 40 * _GIB), 40, 164),
-        _gpu("v100", "Tesla V100-SXM2-16GB", (7, 0), 80, 64, 1.53, (898e9, 16 * _GIB), 6, 96),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, (3352e9, 80 * GIB), 50, 228),
+        _gpu("h200", "NVIDIA H200", (9, 0), 132, 128, 1.98, (4800e9, 141 * GIB), 50, 228),
+        _gpu("a100", _A100 + "80GB", (8, 0), 108, 64, 1.41, (2039e9, 80 * GIB), 40, 164),
+        _gpu("a100-40gb", _A100 + "40GB", (8, 0), 108, 64, 1.41, (1555e9, 40 * GIB), 40, 164),
+        _gpu("v100", "Tesla V100-SXM2-16GB", (7, 0), 80, 64, 1.53, (898e9, 16 * GIB), 6, 96),
         _gpu(
             "rtx4090",
             "NVIDIA GeForce RTX 4090",
@@ -115,7 +114,7 @@ TARGETS = {
             128,
             128,
             2.52,
-            (1008e9, 24 * _GIB),
+            (1008e9, 24 * GIB),
             72,
             100,
             1536,

@@ -41,7 +41,6 @@ class AnsweredPlan:
         microbatches: of a step.
         bottleneck_s: seconds of the slowest stage.
         step_s: seconds of a simulated step.
-        lower_bound_s: seconds that no plan under the limit is below.
         bubble_fraction: the idle share of the devices.
         peak_bytes: the most that any device holds.
         shape: how many devices the stages have, in words, where that was decided too; then `shapes` are
@@ -59,7 +58,6 @@ class AnsweredPlan:
     microbatches: int = 0
     bottleneck_s: float = math.inf
     step_s: float = math.inf
-    lower_bound_s: float = math.inf
     bubble_fraction: float = 0.0
     peak_bytes: int = 0
     shape: str = ""
@@ -69,8 +67,8 @@ class AnsweredPlan:
     reason: str = ""
     smallest_limit_bytes: int = 0
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the answer in the form of `--json`."""
+    def as_json(self, lower_bound_s: float) -> dict[str, Any]:
+        """Returns the answer in the form of `--json`; no plan under the limit takes fewer than `lower_bound_s`."""
         head = {"planner": self.planner, "schedule": self.schedule, "feasible": self.feasible}
         if self.plan is None:
             return head | {
@@ -89,7 +87,7 @@ class AnsweredPlan:
             "stages": stages,
             "bottleneck_s": self.bottleneck_s,
             "step_s": self.step_s,
-            "lower_bound_s": self.lower_bound_s if math.isfinite(self.lower_bound_s) else None,
+            "lower_bound_s": lower_bound_s if math.isfinite(lower_bound_s) else None,
             "bubble_fraction": self.bubble_fraction,
             "planning_s": self.planning_s,
             "splits": list(self.plan.splits),
@@ -101,15 +99,19 @@ class AnsweredPlan:
             found["shapes"] = [asdict(shape, dict_factory=_with_lists) for shape in self.shapes]
         return found
 
-    def summary(self) -> str:
-        """Says how long a step is, how slow the slowest stage and how idle the devices."""
+    def summary(self, lower_bound_s: float) -> str:
+        """Says how long a step is, how slow the slowest stage and how idle the devices.
+
+        Args:
+            lower_bound_s: seconds that no plan under the limit is below.
+        """
         shape = f"on {self.devices} devices {self.shape}, " if self.shape else ""
         size = f" of {self.batch // self.microbatches}" if self.shape else ""
         reduce_s = max(costs["reduce_s"] for costs in self.costs)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
         bound = "no plan keeps the limit"
-        if math.isfinite(self.lower_bound_s):
-            bound = f"no plan is under {1e3 * self.lower_bound_s:.2f}"
+        if math.isfinite(lower_bound_s):
+            bound = f"no plan is under {1e3 * lower_bound_s:.2f}"
         splits = self.plan.splits if self.plan else ()
         split = f"; {len(splits)} layers are cut in two" if splits else ""
         return (

@@ -312,8 +312,11 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
     """
     if isinstance(replicas, str) and replicas == "auto":
         return replicas
-    names_none = isinstance(replicas, str) and not any(letter.isdigit() for letter in replicas)
-    if names_none or (not isinstance(replicas, str) and several(replicas) is None):
+    if isinstance(replicas, str):
+        has_numbers = any(letter.isdigit() for letter in replicas)
+    else:
+        has_numbers = several(replicas) is not None
+    if not has_numbers:
         raise ValueError(
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )

@@ -97,8 +97,7 @@ class Forecast:
     @cached_property
     def answered(self) -> tuple[AnsweredPlan, ...]:
         """The answers as plain numbers, which tables and JSON are made of."""
-        bound_s, shapes = self.lower_bound_s, self.shapes
-        return tuple(_answered_plan(self.problem, each, bound_s, shapes) for each in self.answers)
+        return tuple(_answered_plan(self.problem, each, self.shapes) for each in self.answers)
 
     @cached_property
     def simulation(self) -> Timeline:
@@ -159,7 +158,7 @@ class Forecast:
 
     def to_json(self) -> Any:
         """The answer as `--json` holds it; of several planners a list, the best first."""
-        answers = [plan.as_json() for plan in self.answered]
+        answers = [plan.as_json(self.lower_bound_s) for plan in self.answered]
         return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
@@ -172,7 +171,7 @@ class Forecast:
             best = self.answered[0]
             console.print(stage_table(best))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
-            for line in (best.summary(), *compiled, *self.reasons):
+            for line in (best.summary(self.lower_bound_s), *compiled, *self.reasons):
                 console.print(line, highlight=False)
 
     def __str__(self) -> str:
@@ -188,15 +187,12 @@ class Forecast:
         return decision
 
 
-def _answered_plan(
-    problem: Problem, answer: Answer, bound_s: float, shapes: Shapes | None
-) -> AnsweredPlan:
+def _answered_plan(problem: Problem, answer: Answer, shapes: Shapes | None) -> AnsweredPlan:
     """Returns an answer as plain numbers.
 
     Args:
         problem: what was asked.
         answer: a planner's.
-        bound_s: seconds per step that no plan under the limit is below.
         shapes: those of which the problem is one, where the shape was decided too.
     """
     schedule, lists = problem.schedule.name, problem.schedule.lists
@@ -226,7 +222,6 @@ def _answered_plan(
         bottleneck_s=answer.evaluation.bottleneck_s,
         peak_bytes=answer.evaluation.peak_bytes,
         step_s=simulated_step_s(problem, stages),
-        lower_bound_s=bound_s,
         bubble_fraction=bubble_fraction(problem, stages, shapes and shapes.devices),
         shape=shape_words(problem) if shapes else "",
         shapes=_answered_shapes(answer) if shapes else (),

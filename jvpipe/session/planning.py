@@ -56,12 +56,7 @@ def decide(
     limit, planner = problem.memory_limit_bytes, find_planner(request.planner)
     if limit is None or not planner.asks_seconds:
         return ask(request.planner, problem, request.places, fixed=request.fixed)
-    less = {each.devices: each.less_bytes for each in problem.groups}
-
-    def needed_of(plan: Plan) -> Sequence[int]:
-        held = zip(held_bytes_of(plan), plan.stages, strict=True)
-        return [size + less.get(stage.devices, 0) for size, stage in held]
-
+    needed_of = _needed_of(problem, held_bytes_of)
     roomy = (
         request.schedule == AUTO or LIMITS.counted_times * least_kept_bytes(problem) <= limit
     )  # others may hold less than 1F1B
@@ -113,13 +108,26 @@ def planned_again(
             return ask(planner.name, problem, places, fixed=True)
         except Infeasible:
             return None
+    needed_of = _needed_of(problem, held_bytes_of)
+    return _within(request, problem, None, needed_of)
+
+
+def _needed_of(
+    problem: Problem, held_bytes_of: Callable[[Plan], Sequence[int]]
+) -> Callable[[Plan], Sequence[int]]:
+    """Makes what tells the limit, of the roomiest device, that each stage of a plan needs.
+
+    Args:
+        problem: says how much less room other devices have.
+        held_bytes_of: what the device of each stage holds at most.
+    """
     less = {group.devices: group.less_bytes for group in problem.groups}
 
     def needed_of(plan: Plan) -> Sequence[int]:
         held = zip(held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in held]
 
-    return _within(request, problem, None, needed_of)
+    return needed_of
 
 
 class _Least(NamedTuple):

@@ -9,6 +9,7 @@ reads, and no layer before one that it follows:
 The batch is one micro-batch: what the function gives need not have an entry for each example.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -167,20 +168,22 @@ def _carried(
         compiled: the function.
         there: what the training has, by name and place, in whatever process; None in others than this one.
     """
+    hosts = session.settings.hosts
+    if hosts is None:
+        return {}
     process = [device.process_index for device in session.settings.devices]
+    holders = defaultdict[tuple[ValueKind, str | int], list[int]](list)  # places, by name
+    for name, place in there:
+        holders[name].append(place)
     copies, spots, arrays = list[Carried](), list[_Spot](), list[jax.Array | None]()
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
-        holders = [place for known, place in there if known == name]
-        if holders and process[buffer.place] not in {process[place] for place in holders}:
-            like = compiled.lying(buffer.value, buffer.place)
-            copies.append(Carried(process[holders[0]], process[buffer.place], like))
+        places = holders.get(name, ())
+        if places and process[buffer.place] not in {process[place] for place in places}:
+            copies.append(compiled.carried(buffer, process[places[0]]))
             spots.append((name, buffer.place))
-            arrays.append(there[name, holders[0]])
-    if not copies:
-        return {}
-    assert session.settings.hosts is not None, "one process has all"
-    return dict(zip(spots, session.settings.hosts.carry(copies, arrays), strict=True))
+            arrays.append(there[name, places[0]])
+    return dict(zip(spots, hosts.carry(copies, arrays), strict=True)) if copies else {}
 
 
 def _name(graph: LayerGraph, buffer: Buffer) -> tuple[ValueKind, str | int]:

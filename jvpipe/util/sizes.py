@@ -7,6 +7,7 @@ from jvpipe.util.brief import brief
 
 _BINARY = {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+GIB = 1024**3
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
 """More than anything holds, and still counted one by one by floats."""

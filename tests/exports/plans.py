@@ -119,18 +119,6 @@ def check(given: Plan, said: Said) -> None:
 def planned(workload: str, schedule: str) -> Plan:
     """Our plan of a workload at its mini size on two devices."""
     work = models.load(workload, "mini")
-    found = plan_for(
-        work.loss_fn,
-        work.init,
-        work.abstract_batch(work.batch_size),
-        2,
-        hardware="h100",
-        microbatches=4,
-        schedule=schedule,
-        optimizer=work.optimizer(work.steps),
-        model_state=work.initial_state(),
-        has_aux=work.has_aux,
-        has_state=work.has_state,
-    )
+    found = plan_for(**work.to_plan(), stages=2, hardware="h100", microbatches=4, schedule=schedule)
     assert isinstance(found, Forecast)
     return found.plan

@@ -39,7 +39,7 @@ from jvpipe.programs.model import Share, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.engine.binding import Bound, bind
-from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.hosts import Carried, Hosts
 from jvpipe.runtime.engine.inner_layout import laid_graph, laid_programs
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.placing import Placing
@@ -393,6 +393,11 @@ class CompiledPlan:
     def lying(self, value: Value, place: int) -> jax.ShapeDtypeStruct:
         """Returns the shape, type and place of an array that lies on the devices between steps."""
         return self.row_programs.placed(value, self.devices[place])
+
+    def carried(self, buffer: Buffer, source: int) -> Carried:
+        """Returns the copy that brings an array to where a buffer lies, from process `source`."""
+        target = self.devices[buffer.place].process_index
+        return Carried(source, target, self.lying(buffer.value, buffer.place))
 
 
 def _in_words(row: Row) -> str:

@@ -300,8 +300,7 @@ class ModelSwitch:
                     sharding = self._new.lying(buffer.value, home).sharding
                     value = jax.device_put(value, sharding, may_alias=False)
                     sent.append((home, value))
-                like = self._new.lying(buffer.value, buffer.place)
-                copy = Carried(process, device.process_index, like)
+                copy = self._new.carried(buffer, process)
                 crossing.append(_Crossing(key_of(buffer), copy, value))
             elif is_own and how == "stay":
                 placed[key_of(buffer)] = value

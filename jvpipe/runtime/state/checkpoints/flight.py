@@ -86,7 +86,7 @@ def brought_arrays(
         target = devices[buffer.place].process_index
         if source != target:
             crossing.append(i)
-            copies.append(Carried(source, target, compiled.lying(buffer.value, buffer.place)))
+            copies.append(compiled.carried(buffer, source))
             sources.append(state.arrays[at])
     if crossing:
         assert compiled.hosts is not None
