@@ -1,6 +1,7 @@
 """Task lists at the level of stages as work for the simulator: what planners count with.
 
-    F, B            forward and backward of a stage; R, recomputing, right before B
+    F, B            forward and backward of a stage
+    R               what is computed again before the first of the cotangents is read: while these are on their way
     I, W            the halves of a backward that is not whole: what is said of B below holds for I
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
@@ -20,7 +21,8 @@ on which those of several stages wait for each other.
 
 A device's link to its host carries OUT and IN and, if the host is between the devices, the device's
 sends too, all one at a time; otherwise devices whose stages follow each other have a link for each
-direction. R waits for the cotangents, as B does.
+direction. R waits for its turn and for what was swapped; what a backward computes again within its
+own program is part of B.
 
 `jvpipe.simulate.rows` simulates the rows that a controller dispatches
 (tests/simulate/test_two_levels.py holds the two together). Bytes are the same. Seconds are, too,
@@ -29,7 +31,6 @@ with these exceptions:
     with swaps    the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe)
                   the rows' IN waits for the task before it in the dispatch to end, here for the B before it to begin
                   (1F1B)
-    with R        the rows recompute while the cotangents are on their way
 
 Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times.
 Both lie between a step whose copies take no time and that step plus all its copies.
@@ -411,16 +412,18 @@ def _device(
                     yield SEND + m, last
             case Kind.B | Kind.I:
                 after = half_answer if (s + 1, m) in halves else answer
-                needs = (F + m,) if after is None else (F + m, after + m)
+                needs: tuple[int, ...] = (F + m,)
                 if on.swaps and last != (F + m,):
                     # Before its first B a device has room once the OUT before the last has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
-                begun = (*last, *needs, *outs[-1:])
-                if on.recompute:  # right before the backward, when the cotangents are there
+                if on.recompute:
                     yield R + m, needs
-                    needs = (R + m,)
+                    needs = last = (R + m,)
+                if after is not None:
+                    needs = (*needs, after + m)
+                begun = (*last, *needs, *outs[-1:])
                 last = (parts[PARTS.index(kind)] + m,)
                 yield last[0], needs
                 if returns:

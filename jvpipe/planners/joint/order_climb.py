@@ -216,13 +216,16 @@ def _move(
     now, ends = course.ends[mine[first - 1]] if first else 0.0, dict[int, float]()
     for step in steps:
         there = ends.get(source[step])
-        now = max(now, course.there[step] if there is None else there) + seconds[step]
+        begins = course.there[step] if there is None else there - course.early_s[step]
+        now = max(now, begins) + seconds[step]
         ends[step] = now
     path_s, tails = 0.0, dict[int, float]()
     later = seconds[mine[end]] + course.tails[mine[end]] if end < len(mine) else 0.0
     for step in reversed(steps):
         target = to[step]
-        answer = seconds[target] + tails[target] if target in tails else answers[step]
+        answer = answers[step]
+        if target in tails:
+            answer = seconds[target] - course.early_s[target] + tails[target]
         tails[step] = max(later, answer)
         path_s = max(path_s, ends[step] + tails[step])
         later = tails[step] + seconds[step]

@@ -3,6 +3,7 @@
 Legend: for V stages and M micro-batches a step is a number, (kind V + stage) M + micro-batch; its kind is 0 for a
 forward, 1 for a backward or its first half, 2 for a second half. A step's tail is how long the order goes on after its
 end, at least. A block is a run of steps of one device on a longest path: each starts when the one before it ends.
+A backward is there early: by what it computes again before it reads its cotangents.
 
 The clock is the simulator's without swaps, where no two transfers share a link; what counts in the end is simulated
 (`simulated_step_s`).
@@ -65,6 +66,8 @@ class Course:
         self.send_s = [
             s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)
         ] + [0.0] * self.cells
+        backwards_s = [s for s in loads.early_s for _ in range(M)]
+        self.early_s = [0.0] * self.cells + backwards_s + [0.0] * self.cells
         for cell, half in enumerate(self.half):
             if half:
                 self.cut(cell, half=True)
@@ -115,7 +118,7 @@ class Course:
             self.to,
             self.send_s,
         )
-        device = self.device
+        device, early_s = self.device, self.early_s
         there = [-1.0] * (4 * cells)  # the last part stands for what would follow second halves
         there[: self.M] = [0.0] * self.M
         starts, ends, ran = [0.0] * (3 * cells), [0.0] * (3 * cells), list[int]()
@@ -149,9 +152,10 @@ class Course:
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     before = links.get(link, 0.0)
-                    there[target] = links[link] = (before if before > now else now) + takes_s
+                    arrives = links[link] = (before if before > now else now) + takes_s
                 else:
-                    there[target] = now
+                    arrives = now
+                there[target] = arrives - early_s[target]
                 if target in waits:
                     ready.append(waits.pop(target))
             free[d] = now
@@ -162,11 +166,12 @@ class Course:
         """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
         tails, answers = [0.0] * (3 * self.cells), [0.0] * (3 * self.cells)
         seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
+        early_s = self.early_s
         later, links = [0.0] * len(self.lists), dict[tuple[int, int], float]()
         for step in reversed(self.ran):
             d, target = device[step], to[step]
             if target >= 0:
-                answer = seconds[target] + tails[target]
+                answer = seconds[target] - early_s[target] + tails[target]
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
@@ -199,7 +204,7 @@ class Course:
 
     def _sender(self, step: int, near_s: float) -> int:
         """The step whose end a step waits for: its source, or one whose transfer is before that of the source."""
-        source, arrives = self.source[step], self.there[step]
+        source, arrives = self.source[step], self.there[step] + self.early_s[step]
         d, e = self.device[source], self.device[step]
         for at in range(self.place[source], -1, -1):
             other = self.lists[d][at]

@@ -24,6 +24,8 @@ Known = dict[tuple[int, int, tuple[int, ...]], StageCost]
 class Loads:
     """A plan's stages for orders, in the order of the forward; B and I include what is computed again before them.
 
+    With `early_s` of that they begin before their cotangents are there.
+
     Sends take no time between stages on one device. `room_bytes` is what each device has for micro-batches in flight,
     infinite without a limit, if that many are `in_flight` on each stage: `early` are a stage, the one that makes a
     value for it, and its bytes, which lie there once for each micro-batch that is in flight on that one and not yet on
@@ -41,6 +43,7 @@ class Loads:
     splits: tuple[bool, ...]
     in_flight: tuple[int, ...]
     early: tuple[tuple[int, int, int], ...]
+    early_s: tuple[float, ...]
 
     @staticmethod
     def of(problem: Problem, decision: Decision, known: Known | None = None) -> "Loads":
@@ -89,6 +92,7 @@ class Loads:
             early=()
             if problem.memory_limit_bytes is None
             else tuple(_early(problem, decision.bounds)),
+            early_s=tuple(x.early_s for x in stages),
         )
 
     @property

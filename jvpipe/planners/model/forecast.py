@@ -41,19 +41,21 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def least_steps_s(
-    problem: Problem, stages_s: Float[np.ndarray, "stages 6 runs"]
+    problem: Problem, stages_s: Float[np.ndarray, "stages 7 runs"]
 ) -> Float[np.ndarray, " runs"]:
     """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the
-            halves of one, of the link before it, and of its own link; infinite where a stage cannot be.
+        stages_s: of each plan's stages the seconds of a forward, of what is computed again before a backward, of that
+            with what else it computes again, of the halves of one, of the link before it, and of its own link;
+            infinite where a stage cannot be.
     """
     stages, _, runs = stages_s.shape
-    forward_s, backward_s, input_s, weight_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
+    forward_s, early_s, backward_s, input_s, weight_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
     loads_s = np.zeros((stages, len(PARTS), runs))
     loads_s[:, PARTS.index(Kind.F)] = forward_s
+    loads_s[:, PARTS.index(Kind.R)] = early_s
     loads_s[:, PARTS.index(Kind.B)] = backward_s
     loads_s[:, PARTS.index(Kind.I)] = input_s
     loads_s[:, PARTS.index(Kind.W)] = weight_s
@@ -61,7 +63,7 @@ def least_steps_s(
     loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    no_more = Features(recompute=False, swaps=False)
+    no_more = Features(recompute=bool(early_s.any()), swaps=False)
     stream = _stream(problem.schedule, stages, problem.microbatches, no_more)
     by_task_s = possible_s[stream.slots]
     least_s = _steps_s(problem, stream, stream.work.many_starts_s(by_task_s) + by_task_s)
@@ -174,13 +176,13 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
     return [
         StageLoad(
             forward_s=c.forward_s,
-            backward_s=c.backward_s,
-            recompute_s=c.recompute_s,
+            backward_s=c.waiting_s + c.backward_s,
+            recompute_s=c.early_s,
             out_s=c.swap_s / 2,
             in_s=c.swap_s / 2,
             send_s=sent_s,
             return_s=c.comm_s / 2,
-            input_s=c.halves_s[0],
+            input_s=c.waiting_s + c.halves_s[0],
             weight_s=c.halves_s[1],
             reduce_s=c.reduce_s,
             static_bytes=c.held.static + c.held.beyond,

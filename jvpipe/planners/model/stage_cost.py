@@ -14,7 +14,13 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.shared_state import spared_bytes
-from jvpipe.planners.model.stage_bytes import LayerBytes, StageBytes, layers_bytes, on_device_bytes
+from jvpipe.planners.model.stage_bytes import (
+    LayerBytes,
+    StageBytes,
+    early_s,
+    layers_bytes,
+    on_device_bytes,
+)
 from jvpipe.schedules.schedule import Holding
 
 
@@ -32,6 +38,7 @@ class StageCost:
     replicas: int = 1
     halves_s: tuple[float, float] = (0.0, 0.0)  # of a backward that is not whole
     reduce_s: float = 0.0  # per step, in which replicas add up gradients
+    early_s: float = 0.0  # of what is computed again, what runs while the cotangents are on their way
 
     @property
     def compute_s(self) -> float:
@@ -39,12 +46,17 @@ class StageCost:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
+    def waiting_s(self) -> float:
+        """What its backwards compute again once they have their cotangents."""
+        return self.recompute_s - self.early_s
+
+    @property
     def loads_s(self) -> tuple[float, ...]:
-        """Its seconds as `least_steps_s` takes them: of a forward, a backward, its halves, and of both links."""
+        """Its seconds as `least_steps_s` takes them: forward, early, backward, its halves, and both links."""
         input_s, weight_s = self.halves_s
-        again_s = self.recompute_s
-        whole_s = self.backward_s + again_s
-        return self.forward_s, whole_s, again_s + input_s, weight_s, self.comm_s, self.link_s
+        backward_s, input_s = self.waiting_s + self.backward_s, self.waiting_s + input_s
+        work_s = self.forward_s, self.early_s, backward_s, input_s, weight_s
+        return *work_s, self.comm_s, self.link_s
 
     @property
     def seconds(self) -> float:
@@ -95,6 +107,7 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         replicas=group.replicas,
         halves_s=(sum((x for x, _ in halves), 0.0), sum((x for _, x in halves), 0.0)),
         reduce_s=reduce_s,
+        early_s=early_s(layers, choices[i:j]),
     )
 
 
@@ -264,7 +277,9 @@ class Evaluation:
     """A decision's stages and its surrogate seconds per step.
 
     The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B), or that of each
-    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do.
+    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do. What is
+    computed again counts as if no cotangent were ever awaited: the simulator knows better, and is asked before plans
+    are chosen.
     """
 
     stages: tuple[StageCost, ...]

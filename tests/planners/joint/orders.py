@@ -6,7 +6,7 @@ from dataclasses import replace
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.order_loads import Loads
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.schedule import Schedule
 
@@ -43,7 +43,16 @@ def placed(problem: Problem, schedule: Schedule) -> tuple[Problem, Decision]:
     return replace(problem, stages=stages, schedule=schedule), Decision.keeping_all(bounds)
 
 
-def loads_of(problem: Problem, schedule: Schedule) -> Loads:
-    """The loads of even cuts."""
+def computing_again(decision: Decision) -> Decision:
+    """The same cuts; all but a stage's input is computed again, most of it before the cotangents are there."""
+    begins = set(decision.bounds)
+    every = range(len(decision.choices))
+    return replace(
+        decision, choices=tuple(RECOMPUTE if i in begins else RECOMPUTE_CHAIN for i in every)
+    )
+
+
+def loads_of(problem: Problem, schedule: Schedule, *, again: bool = False) -> Loads:
+    """The loads of even cuts; everything is kept, or computed again."""
     other, decision = placed(problem, schedule)
-    return Loads.of(other, decision)
+    return Loads.of(other, computing_again(decision) if again else decision)
