@@ -82,7 +82,7 @@ def _of_any_order(problem: Problem) -> float:
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Round trips of stages beside each other, as many as end while the simulator times a stream."""
-    own_s = [np.maximum(t, x.traffic_s) for t, x in stages]
+    own_s = [np.maximum(t + x.once_s / problem.microbatches, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
     trips = Trips(ways_s, [x.comm_s for _, x in stages], own_s)
     period_s = (1 - CUTS.trip_tolerance) * trips.least_cap_s()
@@ -99,7 +99,7 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
 
 
 def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
-    """M micro-batches of a stage, and the work and the transfers before it."""
+    """M micro-batches of a stage, and the work and the transfers before it, or what it does once a step."""
     m, crossed_s, every = (
         problem.microbatches,
         np.zeros(1),
@@ -109,7 +109,7 @@ def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
         there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
         every.append(
             np.maximum(
-                m * t + x.reduce_s + segments.least_compute_s[x.starts][:, None] + there_s,
+                m * t + np.maximum(x.once_s, segments.least_compute_s[x.starts][:, None] + there_s),
                 m * x.traffic_s,
             )
         )

@@ -114,7 +114,7 @@ def _moves(course: Course, draw: Random) -> Iterator[Move | None]:
     for block in blocks:
         if course.starts[course.lists[block.device][block.first]] > 0.0:
             yield from _ahead(course, block, draw)
-        if course.ends[course.lists[block.device][block.last]] < course.step_s * (1 - SAME):
+        if course.tails[course.lists[block.device][block.last]] > course.updates_s[block.device]:
             yield from _behind(course, block, draw)
 
 
@@ -220,7 +220,8 @@ def _move(
         now = max(now, begins) + seconds[step]
         ends[step] = now
     path_s, tails = 0.0, dict[int, float]()
-    later = seconds[mine[end]] + course.tails[mine[end]] if end < len(mine) else 0.0
+    behind = end < len(mine)
+    later = seconds[mine[end]] + course.tails[mine[end]] if behind else course.updates_s[d]
     for step in reversed(steps):
         target = to[step]
         answer = answers[step]

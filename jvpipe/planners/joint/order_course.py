@@ -11,6 +11,7 @@ The clock is the simulator's without swaps, where no two transfers share a link;
 
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 from random import Random
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class Course:
         ] + [0.0] * self.cells
         backwards_s = [s for s in loads.early_s for _ in range(M)]
         self.early_s = [0.0] * self.cells + backwards_s + [0.0] * self.cells
+        self.updates_s = [loads.updates_s(d) for d in range(len(self.lists))]
         for cell, half in enumerate(self.half):
             if half:
                 self.cut(cell, half=True)
@@ -123,7 +125,10 @@ class Course:
         there[: self.M] = [0.0] * self.M
         starts, ends, ran = [0.0] * (3 * cells), [0.0] * (3 * cells), list[int]()
         free, done, ready = [0.0] * len(lists), [0] * len(lists), list(range(len(lists)))
-        spare_s = [limit_s - sum(map(seconds.__getitem__, steps)) for steps in lists]
+        spare_s = [
+            limit_s - sum(map(seconds.__getitem__, steps)) - update_s
+            for steps, update_s in zip(lists, self.updates_s, strict=True)
+        ]
         waits, links = dict[int, int](), dict[tuple[int, int], float]()
         while ready:
             d = ready.pop()
@@ -160,14 +165,15 @@ class Course:
                     ready.append(waits.pop(target))
             free[d] = now
         self.there, self.starts, self.ends, self.ran = there, starts, ends, ran
-        self.step_s = max(free) if len(ran) == sum(map(len, lists)) else float("inf")
+        whole = len(ran) == sum(map(len, lists))
+        self.step_s = max(map(add, free, self.updates_s)) if whole else float("inf")
 
     def follow(self) -> None:
         """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
         tails, answers = [0.0] * (3 * self.cells), [0.0] * (3 * self.cells)
         seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
         early_s = self.early_s
-        later, links = [0.0] * len(self.lists), dict[tuple[int, int], float]()
+        later, links = list(self.updates_s), dict[tuple[int, int], float]()
         for step in reversed(self.ran):
             d, target = device[step], to[step]
             if target >= 0:
@@ -186,7 +192,8 @@ class Course:
     def path(self, draw: Random) -> list[Block]:
         """The blocks of a longest path, the last one first; of several paths one that is drawn."""
         starts, ends, near_s = self.starts, self.ends, SAME * self.step_s
-        step = max((steps[-1] for steps in self.lists if steps), key=ends.__getitem__)
+        every = zip(self.lists, self.updates_s, strict=True)
+        step = max((ends[x[-1]] + update_s, x[-1]) for x, update_s in every if x)[1]
         blocks, last = [], self.place[step]
         while True:
             d, at = self.device[step], self.place[step]

@@ -28,7 +28,9 @@ def problem_of(
         kept = draw.randint(4, 12)
         halves = SplitCost(i_s, w_s, draw.randint(0, 6), draw.randint(0, 6)) if split else None
         options = (Option(kept), Option(0, extra_s=f, extra_bytes=kept))
-        some.append(LayerCost(f"layer{i}", f, i_s + w_s, options, 2, 2, 2, 1, 1, halves))
+        some.append(
+            LayerCost(f"layer{i}", f, i_s + w_s, options, 2, 2, 2, 1, 1, halves, update_s=f / 4)
+        )
     edges = tuple(Edge(i, (i + 1,), 1) for i in range(layers - 1))
     costs = Costs(tuple(some), edges)
     return Problem(

@@ -96,7 +96,11 @@ def test_a_longest_path_goes_from_the_start_to_the_end(schedule: Schedule, link:
     for seed in range(3):
         *_, first = blocks = course.path(Random(seed))
         assert course.starts[course.lists[first.device][first.first]] == 0
-        assert course.ends[course.lists[blocks[0].device][blocks[0].last]] == course.step_s
-        busy_s = [course.seconds[x] for d, i, j in blocks for x in course.lists[d][i : j + 1]]
+        last = blocks[0]
+        updates_s = course.updates_s[last.device]
+        assert course.ends[course.lists[last.device][last.last]] + updates_s == course.step_s
+        busy_s = [updates_s] + [
+            course.seconds[x] for d, i, j in blocks for x in course.lists[d][i : j + 1]
+        ]
         assert sum(busy_s) <= course.step_s + 1e-9
         assert link != INFINITE or sum(busy_s) == pytest.approx(course.step_s)
