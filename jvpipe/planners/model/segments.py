@@ -290,7 +290,7 @@ class Segments:
         shared_bytes = self._tensors.over(starts, ends)
         once_s, reducing_bytes = self._updates_s(s, starts, ends), np.zeros_like(transit)
         if (group := self.problem.group(s)).replicas > 1:
-            once_s = once_s + seconds(group.reduces, between(self._reduced_bytes, starts, ends))
+            once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
             reducing_bytes = static + 2 * self._most_reduced_bytes(starts, ends)
         return Block(
@@ -318,6 +318,14 @@ class Segments:
     def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
         """The gradients of the layer of each segment that has most."""
         return _most(np.diff(self._reduced_bytes), starts, ends)
+
+    def _reduce_s(self, s: int, link: Link, starts: Cuts, ends: Cuts) -> Grid:
+        """An all-reduce of the gradients of each segment, as far as its last backward cannot hide it, at least."""
+        whole_s = seconds(link, between(self._reduced_bytes, starts, ends))
+        if not self.problem.overlaps:
+            return whole_s
+        backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
+        return np.where(whole_s > 0, np.maximum(whole_s - backward_s, link.latency_s), 0.0)
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """The updates of a step, of which each replica takes its share."""

@@ -50,6 +50,9 @@ def test_what_the_last_backward_hides_of_an_all_reduce() -> None:
     # backwards of 6, 4, 2 s, the last layer's first; reduces of 0, 100, 25 s
     assert after == pytest.approx(125)
     assert during == pytest.approx(125 - 2)
+    problem = shapes_of(COSTS, flat(4, 4.0), 24, overlaps=True).problem(path[0])
+    least_s = Segments(problem).block(0, np.array([0]), np.array([3])).once_s.item()
+    assert least_s == pytest.approx(125 - (2 + 4 + 6)), "what all backwards could hide"
 
 
 def test_computing_again_takes_a_forward_more_and_keeps_less() -> None:
