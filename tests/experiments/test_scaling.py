@@ -19,6 +19,7 @@ def test_a_row_of_what_was_measured() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_cuts_inside_layers_leave_no_stage_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evenness, "STAGES", 3)
     whole, inside, places, gain, _ = evenness.row(run.Subject("resnet", "50", 16)).split(" | ")[1:]
