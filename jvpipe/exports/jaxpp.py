@@ -118,7 +118,7 @@ def _tables(text: str) -> dict[str, list[Any]]:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(
-            f"this is no Python: {getattr(error, 'msg', 'it nests too deeply')}"
+            f"this is not Python: {getattr(error, 'msg', 'it nests too deeply')}"
         ) from None
     tables = dict[str, list[Any]]()
     for node in tree.body:

@@ -119,7 +119,7 @@ def _unrolled(layout: str) -> str:
         match = _WORD.match(layout, at)
         if match is None:
             raise ValueError(
-                f"{brief(layout[at:])} is no layout: E, t, L and | can be read, m cannot"
+                f"{brief(layout[at:])} is not a layout: E, t, L and | can be read, m cannot"
             )
         group, times, letter, count = match.groups()
         number = int(times or count or 1)

@@ -55,7 +55,9 @@ def stack_of(outline: Outline, strict: bool = True) -> Stack:
     starts = [block_of.index(name) for name in names]
     if len(names) < 2 or (strict and len(families) > 1):
         has = ", ".join(families) or "no numbered modules"
-        raise ValueError(f"the model is no embedding, one stack of blocks and a head: it has {has}")
+        raise ValueError(
+            f"the model is not an embedding, one stack of blocks and a head: it has {has}"
+        )
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)

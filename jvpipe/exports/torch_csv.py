@@ -148,7 +148,7 @@ def _tasks(row: Iterable[str]) -> Iterable[Task]:
     for cell in row:
         match = _CELL.fullmatch(cell)
         if match is None:
-            raise ValueError(f"'{cell}' is no action of torch's: write 2F0, 2SEND_F0")
+            raise ValueError(f"'{cell}' is not an action of torch's: write 2F0, 2SEND_F0")
         if match[2] and "_" not in match[2]:
             yield Task(int(match[1]), Kind(match[2]), int(match[3]))
 

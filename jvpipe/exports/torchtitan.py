@@ -50,7 +50,7 @@ def _read(text: str, outline: Outline) -> Plan:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"this is no TOML: {error}") from None
+        raise ValueError(f"this is not TOML: {error}") from None
     table = _table(tables, "parallelism")
     checkpoints = _table(tables, "activation_checkpoint")
     counts = _counts(table.get("module_fqns_per_model_part"))

@@ -105,7 +105,7 @@ def _check_flight(flight: Mapping[str, Any], step: int) -> None:
     used = (layer for run in runs if run for _, layer, *_ in run[0])
     beyond = next((layer for layer in used if layer >= layers), None)
     if beyond is not None:
-        raise ValueError(f"{_WHERE}: flight.versions tell of layer {beyond}, the plan has {layers}")
+        raise ValueError(f"{_WHERE}: flight.versions names layer {beyond}, the plan has {layers}")
     starts = [start for start, _ in legs]
     if starts != sorted(set(starts)):
         raise ValueError(f"{_WHERE}: flight.legs begin at micro-batches {starts}, not in turn")
