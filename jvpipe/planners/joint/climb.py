@@ -3,6 +3,7 @@
 A neighbour has one bound at another place, or two beside each other, or one taken away and another put in, so that the
 stages between move on to the next device; its fates are chosen again in each way that there is, with and without swaps.
 Or one layer's fate is another: who chooses fates takes a link that is not full for free, the simulator sees who waits.
+Or the layers that a stage ends with become a run, which is computed again while the stage awaits its cotangents.
 
 Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
 then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
