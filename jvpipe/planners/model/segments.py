@@ -319,6 +319,11 @@ class Segments:
         """The gradients of the layer of each segment that has most."""
         return _most(np.diff(self._reduced_bytes), starts, ends)
 
+    @cached_property
+    def _update_s(self) -> OverJ:
+        """What the optimizer takes for each layer, each time."""
+        return np.array([layer.update_s for layer in self.costs.layers])
+
     def _reduce_s(self, s: int, link: Link, starts: Cuts, ends: Cuts) -> Grid:
         """An all-reduce of the gradients of each segment, as far as its last backward cannot hide it, at least."""
         whole_s = seconds(link, between(self._reduced_bytes, starts, ends))
@@ -329,9 +334,8 @@ class Segments:
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """The updates of a step, of which each replica takes its share."""
-        slowness = self.problem.slowness(s)
-        each_s = np.array([layer.update_s for layer in self.costs.layers])
-        each_s = self.problem.updates * (each_s * slowness if slowness else each_s)
+        slowness, each_s = self.problem.slowness(s), self.problem.updates * self._update_s
+        each_s = each_s * slowness if slowness else each_s
         whole_s, replicas = between(sums(each_s), starts, ends), self.problem.group(s).replicas
         if replicas == 1:
             return whole_s

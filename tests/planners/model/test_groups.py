@@ -66,7 +66,7 @@ def test_computing_again_takes_a_forward_more_and_keeps_less() -> None:
 
 def test_segments_count_a_group_as_its_stage_is_counted() -> None:
     sizes = {"optimizer_bytes": 70, "state_bytes": 60, "temporary_bytes": 9}
-    layers = [replace(x, **sizes, update_s=i) for i, x in enumerate(LAYERS)]
+    layers = [replace(x, **sizes, update_s=float(i)) for i, x in enumerate(LAYERS)]
     shapes = shapes_of(chain(layers, [8, 16], batch=2), flat(4, 4.0), 24)
     problem = shapes.problem(Shape(((0, 1), (2, 3)), 6))
     segments, cuts = Segments(problem), np.arange(4)
