@@ -141,13 +141,13 @@ class Kernels:
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
-    Random bits of threefry are elementwise. A scatter that puts one value into each row is a comparison with the
-    numbers of columns on a TPU.
+    Random bits of threefry are elementwise, except on CPUs. A scatter that puts one value into each row is a
+    comparison with the numbers of columns on a TPU.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
     if is_random(eqn):
-        return "fry" not in str(_jax.aval(eqn.invars[0]).dtype)
+        return platform == "cpu" or "fry" not in str(_jax.aval(eqn.invars[0]).dtype)
     return is_heavy(eqn) or eqn.primitive.name in REDUCTIONS
 
 

@@ -1,7 +1,7 @@
 """The bytes that a program holds beside its inputs and results, from its equations alone.
 
 What compilers do with them, seen in what they compile for H100s and TPUs (`experiments/absent_hardware`), stands in
-these rules.
+these rules. Of CPUs, whose compiler makes one result per kernel, the first one alone holds.
 
     kernels    a value that the roofline has in memory gets a buffer, from its kernel to the last kernel that reads it
     siblings   elementwise kernels over arrays of one shape that read the same array become one, where the last of
@@ -60,9 +60,11 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     jaxpr = merged(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
-    elsewhere |= _inside_results(jaxpr, kernels)
-    steps = _with_siblings(list(_steps(jaxpr, kernels, device)))
     size = nbytes
+    steps = list(_steps(jaxpr, kernels, device))
+    if device.platform != "cpu":
+        elsewhere |= _inside_results(jaxpr, kernels)
+        steps = _with_siblings(steps)
     if device.platform == "tpu":
         elsewhere = elsewhere - _laid_twice(jaxpr, kernels) | _inside_kernels(jaxpr, kernels)
         steps = _with_relaid(steps, _relaid(jaxpr))

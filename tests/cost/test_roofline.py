@@ -26,8 +26,14 @@ def device(**kwargs: float) -> Accelerator:
         "products": float("inf"),
     }
     rates |= kwargs
-    flops = {"float32": rates.pop("products")}
-    return Accelerator("d", 10**9, flops_per_s=flops, **rates)
+    return Accelerator(
+        "d",
+        10**9,
+        rates["memory_bytes_per_s"],
+        {"float32": rates["products"]},
+        rates["launch_s"],
+        rates["elementwise_per_s"],
+    )
 
 
 def program(fn: Callable[..., Any], arrays: int = 1) -> ClosedJaxpr:
