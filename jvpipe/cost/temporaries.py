@@ -9,6 +9,7 @@ these rules. Of CPUs, whose compiler makes one result per kernel, the first one 
     results    what one elementwise kernel makes a result of lies where that will be; a product that is added to a sum
                is added up where the sum lies
     parts      products whose sums are cut need more while they run: see `split_products`
+    pools      the backward of a maximum over windows finds where each was, in whole numbers: one for each dimension
 
 and on a TPU in these besides, with the bytes that arrays take in tiles.
 
@@ -99,10 +100,19 @@ class _Step:
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        is_product = eqn.primitive.name == "dot_general" and device.cores
-        own_bytes = Product.of(eqn).split_bytes(device.cores) if is_product else 0
         made = kernels.written.intersection(eqn.outvars)
-        yield _Step(frozenset(kernel.reads), frozenset(made), _loop(eqn), own_bytes)
+        yield _Step(frozenset(kernel.reads), frozenset(made), _loop(eqn), _own_bytes(eqn, device))
+
+
+def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
+    """Counts what a kernel of a GPU needs for itself."""
+    name = eqn.primitive.name
+    if name == "dot_general" and device.cores:
+        return Product.of(eqn).split_bytes(device.cores)
+    if name == "select_and_scatter_add" and device.platform == "cuda":
+        pooled = eqn.invars[0]
+        return (1 + len(_jax.aval(pooled).shape)) * nbytes(pooled)
+    return 0
 
 
 def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
