@@ -166,6 +166,7 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         device.number("elementwise_per_s", like.elementwise_per_s if like else math.inf),
         like.platform if like else "cuda",
         like.cores if like else 0,
+        like.scratch_bytes if like else 0,
     )
 
 
