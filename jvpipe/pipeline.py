@@ -101,6 +101,10 @@ class Pipeline:
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
+        group: consecutive layers of a stage run as one program in each direction, so that a device which is faster than
+            the host's dispatch is kept busy; every result has the bits that it has with layers apart, which is what
+            False keeps. Unless given, on all devices but CPUs, where it pays for layers of less than a millisecond.
+            A layer that moves runs by its own programs until those of its group are compiled beside the run.
         remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
@@ -149,6 +153,7 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
         told = checked(PIPELINE, locals())

@@ -365,6 +365,15 @@ class PipelineOptions:
         "",
         CALLS,
     )
+    group: bool | None = option(
+        None,
+        checked_flag,
+        "Consecutive layers of a stage run as one program, with the bits of layers apart; if left out, on all devices "
+        "but CPUs.",
+        "run",
+        "",
+        RUNS,
+    )
     grad_norm: bool = option(
         False,
         checked_flag,
