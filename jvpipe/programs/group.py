@@ -14,6 +14,7 @@ import jax
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr
 from jvpipe.ir.rows import Wire
+from jvpipe.programs.convolutions import in_order
 from jvpipe.programs.store import Program
 
 
@@ -37,7 +38,7 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
         values = dict(zip(reads, arrays, strict=True))
         for program, (taken, yielded) in zip(programs, parts, strict=True):
             if program.key not in traced:
-                traced[program.key] = jax.make_jaxpr(program.fn)(*program.inputs)
+                traced[program.key] = in_order(jax.make_jaxpr(program.fn)(*program.inputs))
             out = _jax.apart(traced[program.key], [values[i] for i in taken])
             values |= zip(yielded, out, strict=False)  # a mark comes last
         return (*(values[i] for i in writes), jax.numpy.int32(0))
