@@ -101,10 +101,11 @@ class Pipeline:
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
-        group: consecutive layers of a stage run as one program in each direction, so that a device which is faster than
-            the host's dispatch is kept busy; every result has the bits that it has with layers apart, which is what
-            False keeps. Unless given, on all devices but CPUs, where it pays for layers of less than a millisecond.
-            A layer that moves runs by its own programs until those of its group are compiled beside the run.
+        group: consecutive layers of a stage run as one program in each direction, with the bits of layers apart, which
+            False keeps so. It takes fewer dispatches, which is what limits small layers and fast devices, and longer to
+            compile. Unless given, on all devices but CPUs. Layers that call the host run by programs of their own, and
+            so do those that have moved, until their groups are compiled beside the run. Where groups would not keep
+            the limit, and under `sharding`, layers stay apart.
         remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 

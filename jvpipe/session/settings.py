@@ -150,6 +150,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
     group = take("group")
+    if group is None:
+        group = used[0].platform != "cpu"
     return Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -166,7 +168,9 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
         replicas=() if counts is None else replicas_at(counts),
         shares=shares,
         sharding=laid,
-        group=used[0].platform != "cpu" if group is None else group,
+        group=group
+        and laid
+        is None,  # how arrays lie within a group of devices is told of each layer's programs
         reductions=reductions,
         **told,
     )

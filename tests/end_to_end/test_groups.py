@@ -63,10 +63,10 @@ def test_groups_keep_every_bit(name: str, stages: int, schedule: str, seed: int)
 
 
 def test_a_group_is_one_program_per_direction() -> None:
-    m = CASES["pre-norm"]()
+    m = CASES["mlp"]()
     _, _, apart = trained(m, 2, "1f1b")
     _, _, pipe = trained(m, 2, "1f1b", group=True)
-    assert layer_programs(pipe) == 4 < layer_programs(apart) / 2
+    assert (layer_programs(pipe), layer_programs(apart)) == (4, 10)
     assert not apart.session.compiled.grouped, "on CPUs layers stay apart unless that is asked for"
 
 
@@ -125,7 +125,7 @@ def test_layers_that_move_run_alone_until_their_groups_are_compiled(
 def test_layers_stay_apart_where_groups_would_not_keep_the_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    m = CASES["pre-norm"]()
+    m = CASES["mlp"]()
     apart, pipe = (trained(m, 2, "1f1b", group=group)[2] for group in (False, True))
     held, more = (max(peak.bytes for peak in p.session.compiled.peaks[:-1]) for p in (apart, pipe))
     assert held < more, "what a group makes within itself lies beside what it takes"
@@ -135,14 +135,12 @@ def test_layers_stay_apart_where_groups_would_not_keep_the_limit(
 
 
 def test_a_measured_group_is_told_layer_by_layer() -> None:
-    m = CASES["pre-norm"]()
-    _, _, pipe = trained(m, 1, "gpipe", group=True)
+    m = CASES["mlp"]()
+    _, _, pipe = trained(m, 2, "1f1b", group=True)
     state = pipe.init(m.params, batches_of(m)[0], m.rng, m.state)
     pipe.session.monitor()
     state, _ = pipe.step(state, batches_of(m)[0])
-    spans = [
-        s for s in pipe.session.measured().spans if s.kind == "F" and s.args["microbatch"] == 0
-    ]
-    assert [s.args["layer"] for s in spans] == list(range(len(pipe.session.graph.layers)))
+    spans = [s for s in pipe.session.measured().spans if s.name == "0F0"]
+    assert [s.args["layer"] for s in spans] == [0, 1, 2]
     assert all(a.end_s == b.start_s for a, b in pairwise(spans))
-    assert min(pipe.session.measured().layer_s(len(spans))) > 0
+    assert min(pipe.session.measured().layer_s(5)) > 0
