@@ -17,13 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jvpipe.ir.buffers import Lowered
-from jvpipe.ir.kinds import Kind
+from jvpipe.ir.kinds import KINDS, Grouped, Kind
 from jvpipe.ir.rows import GroupRun, Row
 from jvpipe.lowering.liveness import freeing
-
-_LEADING = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U, Kind.E)
-"""What groups are of; a recomputed forward joins that of the backward that it is for."""
-_BEFORE = (Kind.FEED, Kind.ZERO)
 
 
 def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -> Lowered:
@@ -121,16 +117,16 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
             is_other_task = group.key[:2] != key[:2]
             if is_other_task or (place != here and group.precedes(row)):
                 yield from groups.pop(place).rows()
-        group = groups.get(here)
-        if kind in _LEADING and joins(row):
+        group, role = groups.get(here), KINDS[row.kind].grouped
+        if KINDS[kind].grouped is Grouped.PART and joins(row):
             if group and group.takes(row, key):
                 group.parts.append(row)
                 continue
             groups[here] = _Group(key, [row])
-        elif group and row.kind in _BEFORE:
+        elif group and role is Grouped.BEFORE:
             yield row
             continue
-        elif group and row.kind is Kind.SEND and row.run is None:
+        elif group and role is Grouped.AFTER and row.run is None:  # not to another process
             group.copies.append(row)
             continue
         else:
@@ -148,8 +144,9 @@ def _kinds(rows: Sequence[Row]) -> list[Kind]:
     kinds: list[Kind] = []
     following: dict[int, Kind] = {}  # by place: of the next row that leads a group
     for row in reversed(rows):
-        if row.kind in _LEADING:
+        role = KINDS[row.kind].grouped
+        if role is Grouped.PART:
             following[row.place] = row.kind
-        is_again = row.kind is Kind.R
-        kinds.append(following.get(row.place, row.kind) if is_again else row.kind)
+        with_next = role is Grouped.WITH_NEXT
+        kinds.append(following.get(row.place, row.kind) if with_next else row.kind)
     return kinds[::-1]

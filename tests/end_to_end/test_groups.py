@@ -74,9 +74,18 @@ def moved(
     m: Case, schedule: str | Schedule, at: tuple[int, int], *, group: bool
 ) -> tuple[list[str], jvpipe.Pipeline]:
     """Digests of a run that moves layers, before and after it; groups are there before the last step."""
-    kinds = {"has_aux": m.has_aux, "has_state": m.has_state}
-    options: dict[str, Any] = {"planner": "even", "devices": jax.devices()[:3], "group": group}
-    pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, schedule, **options, **kinds)
+    pipe = jvpipe.Pipeline(
+        m.loss_fn,
+        optax.adamw(1e-2),
+        2,
+        MICRO,
+        schedule,
+        planner="even",
+        devices=jax.devices()[:3],
+        has_aux=m.has_aux,
+        has_state=m.has_state,
+        group=group,
+    )
     batches = batches_of(m, 6)
     state, found = pipe.init(m.params, batches[0], m.rng, m.state), []
     for step, batch in enumerate(batches):
