@@ -229,6 +229,15 @@ def _outlined() -> Any:
     return primitive
 
 
+def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr such that its results have the bits that they have where it is all of a program.
+
+    On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
+    """
+    barrier = jax.lax.optimization_barrier
+    return list(barrier(outlined(closed, barrier(list(values)))))
+
+
 # `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
 # micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks them, `device_put` serves.
 # Between CPU devices even those wake a thread for each copy (36 microseconds); for a few bytes that are there it pays

@@ -101,6 +101,11 @@ class Pipeline:
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
+        group: consecutive layers of a stage run as one program in each direction, with the same results bitwise as
+            layers apart, which False keeps. It takes fewer dispatches, which is what limits small layers and fast
+            devices, and longer to compile. Unless given, on all devices but CPUs. Layers that call the host run by
+            programs of their own, and so do those that have moved, until their groups are compiled beside the run. If
+            groups would not keep the limit, and under `sharding`, layers stay apart.
         remeasure: measure again what an earlier process has measured. Seconds are kept, and found again, if JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
@@ -149,6 +154,7 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
         told = checked(PIPELINE, locals())
