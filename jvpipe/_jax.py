@@ -148,8 +148,10 @@ def scope(eqn: JaxprEqn) -> str:
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
-    own = eqn.source_info
-    return own if outer is None else outer.replace(name_stack=outer.name_stack + own.name_stack)
+    source = eqn.source_info
+    return (
+        source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
+    )
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

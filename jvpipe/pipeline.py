@@ -157,8 +157,8 @@ class Pipeline:
         group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
-        told = checked(PIPELINE, locals())
-        self.session = Session(settings_of(loss_fn, optimizer, devices, told))
+        options = checked(PIPELINE, locals())
+        self.session = Session(settings_of(loss_fn, optimizer, devices, options))
 
     def __repr__(self) -> str:
         session, plans = self.session, self.session.compiled_plans
@@ -397,10 +397,10 @@ class Pipeline:
         """Goes on with another model, under a new plan, from the next step on.
 
         Steps in flight are finished first. A parameter with the path, shape and type of one of the present
-        model keeps its value and its optimizer state,
-        and so does a leaf of the model state. What the new model lacks waits on the host until a later model has it
-        again. The rest begins as given, with fresh optimizer state. Layers that some model had are not compiled again;
-        a loss that was met before, the very object, is neither traced nor planned again.
+        model keeps its value and its optimizer state, and so does a leaf of the model state. Leaves that the new
+        model lacks wait on the host until a later model has them again. The rest begins as given, with fresh
+        optimizer state. Layers that some model had are not compiled again; a loss that was met before, the very
+        object, is neither traced nor planned again.
 
         Args:
             state: the newest; consumed.
@@ -432,8 +432,8 @@ class Pipeline:
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():
-            known, present = self.session.known_models, self.session.compiled_plans
-            known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
+            models, present = self.session.known_models, self.session.compiled_plans
+            models.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
 
     # Checkpoints
 
