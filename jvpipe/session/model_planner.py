@@ -164,7 +164,7 @@ class ModelPlanner:
             if not sizes:
                 raise
             kept = None
-        if kept is not None and not (sizes and _pays_for_room(kept)):
+        if kept is not None and not (sizes and pays_for_room(kept.planned)):
             return kept
         try:
             away = self._state_away(traced, sizes, finer=finer)
@@ -410,10 +410,9 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _pays_for_room(chosen: Chosen) -> bool:
+def pays_for_room(planned: Planned | None) -> bool:
     """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
-    planned = chosen.planned
-    if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
+    if planned is None or not any(planned.decision.choices):
         return False
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + LIMITS.noticed) * kept.step_s

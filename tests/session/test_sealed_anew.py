@@ -300,7 +300,7 @@ def test_arrays_in_flight_that_are_not_as_they_were(
         if damage == "gone":
             del arrays[name]
         else:
-            other = np.zeros(arrays[name].shape, np.uint32).view(np.int32)
+            other = np.zeros(arrays[name].shape, np.uint32)  # no optimizer has any such state
             arrays[name] = other if damage == "type" else arrays[name].reshape(-1)[:1]
 
     line = refused(with_arrays(flying, tmp_path / "state", change), "pipedream")
