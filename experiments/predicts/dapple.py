@@ -5,7 +5,7 @@ operation by operation.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,14 +30,11 @@ class Setting:
     again: bool
 
 
+_ORDERS: Mapping[str, Order] = {"GPipe": "gpipe", "DAPPLE": "1f1b"}
+_COUNTS = {"GPipe": (2,), "GPipe + RC": (2, 5), "DAPPLE": (2, 8, 16), "DAPPLE + RC": (2, 8, 16)}
 SETTINGS: Mapping[str, Setting] = {
-    f"{system}{' + RC' if again else ''}, M={m}": Setting(order, m, again)
-    for system, order, again, counts in (
-        ("GPipe", "gpipe", False, (2,)),
-        ("GPipe", "gpipe", True, (2, 5)),
-        ("DAPPLE", "1f1b", False, (2, 8, 16)),
-        ("DAPPLE", "1f1b", True, (2, 8, 16)),
-    )
+    f"{system}, M={m}": Setting(_ORDERS[system.split()[0]], m, system.endswith("RC"))
+    for system, counts in _COUNTS.items()
     for m in counts
 }
 
@@ -47,23 +44,20 @@ def layers() -> list[Layer]:
     return layers_of("bert", "48 published=1 tokens=384", MICRO_BATCH, DEVICE)
 
 
-def predicted(layers: list[Layer], setting: Setting) -> float:
+def predicted(layers: Sequence[Layer], setting: Setting) -> float:
     """Predicts the examples per second of a setting."""
     before_s = list(accumulate(layer.seconds for layer in layers))
     cut = bisect_right(before_s, before_s[-1] / 2)
     halves = layers[:cut], layers[cut:]
     send_s = CLUSTER.network.seconds(layers[cut - 1].handed_bytes)
-    each = [
-        Stage(
-            forward_s, forward_s if setting.again else 0.0, sum(x.backward_s for x in half), send_s
-        )
-        for half in halves
-        if (forward_s := sum(x.forward_s for x in half))
-    ]
-    parameters = max(sum(x.parameters for x in half) for half in halves)
-    step = step_s(setting.order, each, setting.microbatches)
-    return (
-        MICRO_BATCH
-        * setting.microbatches
-        / (step + update_s(optax.adamw(1e-3), parameters, DEVICE))
-    )
+    stages = [_stage(half, setting.again, send_s) for half in halves]
+    parameters = max(sum(layer.parameters for layer in half) for half in halves)
+    work_s = step_s(setting.order, stages, setting.microbatches)
+    step = work_s + update_s(optax.adamw(1e-3), parameters, DEVICE)
+    return MICRO_BATCH * setting.microbatches / step
+
+
+def _stage(layers: Sequence[Layer], again: bool, send_s: float) -> Stage:
+    forward_s = sum(layer.forward_s for layer in layers)
+    backward_s = sum(layer.backward_s for layer in layers)
+    return Stage(forward_s, forward_s if again else 0.0, backward_s, send_s)

@@ -10,6 +10,7 @@ from experiments.planners.questions import question_of
 from jvpipe.cost import roofline
 from jvpipe.cost.frameworks import Framework
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.ir.values import ValueKind
 from jvpipe.models import load
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
@@ -59,8 +60,9 @@ def layers_of(model: str, size: str, examples: int, device: Accelerator) -> list
         Layer(
             layer.name,
             *seconds[id(made)],
-            sum(traced.graph.tensors[t].array.bytes for t in layer.writing("tensor")),
-            sum(traced.graph.parameters[p].array.bytes for p in layer.reading("parameter")) // 4,
+            sum(traced.graph.tensors[t].array.bytes for t in layer.writing(ValueKind.TENSOR)),
+            sum(traced.graph.parameters[p].array.bytes for p in layer.reading(ValueKind.PARAMETER))
+            // 4,
         )
         for layer, made in zip(traced.graph.layers, programs, strict=True)
     ]

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from experiments.predicts.layers import Layer, layers_of, run_by
+import optax
+
+from experiments.predicts.layers import Layer, layers_of, run_by, update_s
 from experiments.predicts.pipeline import Stage, step_s
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.families import PYTORCH
 
 CLUSTER = find_cluster("p40")
-DEVICE = run_by(PYTORCH, CLUSTER.device)
+DEVICE, SGD = run_by(PYTORCH, CLUSTER.device), optax.sgd(0.1)
 Share = tuple[int, float]
 """One of their layers, and how much of one of ours it stands for."""
 
@@ -116,4 +118,17 @@ def predicted(model: str, setting: Setting) -> float:
     layers = layers_of(model, size, setting.batch // setting.microbatches, DEVICE)
     each = list(stages(layers, setting, shares))
     several = setting.microbatches > 1
-    return setting.batch / step_s("gpipe", each, setting.microbatches, all_again=not several)
+    step = step_s("gpipe", each, setting.microbatches, all_again=not several)
+    return setting.batch / (step + update_s(SGD, _most_parameters(layers, setting, shares), DEVICE))
+
+
+def _most_parameters(
+    layers: Sequence[Layer], setting: Setting, shares: Callable[[str], list[Share]]
+) -> int:
+    """Counts the parameters of the stage that has most: all update at once."""
+    ends = list(accumulate(setting.balance))
+    counts = [0.0] * len(ends)
+    for layer in layers:
+        for theirs, share in shares(layer.name):
+            counts[bisect_right(ends, theirs)] += share * layer.parameters
+    return round(max(counts))
