@@ -41,7 +41,7 @@ def scaled(
         growth_updates: after how many updates without an overflow the scale is doubled.
 
     Raises:
-        ValueError: `scale` is no power of two, or `growth_updates` is below 1.
+        ValueError: `scale` is not a power of two, or `growth_updates` is below 1.
 
     >>> made = scaled(lambda params, batch, rng: jnp.mean(params * batch), optax.sgd(1.0))
     >>> params = made.init(jnp.float32(1.0))

@@ -1,4 +1,4 @@
-"""Losses of Flax NNX modules: dropout draws anew for each micro-batch, running statistics are kept.
+"""Losses of Flax NNX modules: dropout draws again for each micro-batch, running statistics are kept.
 
 A module of NNX holds parameters, statistics and streams of random numbers in one object. A pipeline wants them apart:
 

@@ -16,7 +16,7 @@ Pair = tuple[str, str]
 _PLACE = re.compile(r"%\(\w+\)[sdi]|%[sdi]|\{\w*\}")
 """Where a value is to be filled in, there is an X."""
 _CODE = re.compile(r"[<>=_/\\]")
-"""In messages that are no plain sentences: those are left out."""
+"""Marks of messages that are not plain sentences. Such messages are left out."""
 
 
 def catalogue_pairs(source: str, target: str) -> list[Pair]:
@@ -58,7 +58,7 @@ def read_messages(content: bytes) -> Iterator[Pair]:
 
 
 def _texts(language: str) -> dict[str, str]:
-    """What is said in a language, by its English; English itself is told by the catalogues of another one."""
+    """Returns the messages of a language, by their English; English itself is told by the catalogues of another one."""
     pairs: dict[str, str] = {}
     for file in _catalogues("de" if language == "en" else language):
         for english, translated in read_messages(file.read_bytes()):

@@ -87,7 +87,7 @@ class ChatTemplate:
     def _program(self) -> Any:
         """The template as those of transformers run: in a sandbox, with the functions that they may call.
 
-        `strftime_now` is none of them: a record is not to depend on the day, and templates have a date without it.
+        `strftime_now` is none of them: a record must not depend on the day, and templates have a date without it.
         """
         with extra("hf"):
             from jinja2 import TemplateSyntaxError, nodes
@@ -164,14 +164,14 @@ class Chats:
 
     @property
     def name(self) -> str:
-        """Of the template."""
+        """The name of the template: a digest of its source and tokens."""
         said = json.dumps([self.template.source, *sorted(self.template.tokens.items())])
         return f"chats-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
     def records(
         self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
     ) -> Int32[np.ndarray, "N 2 T"]:
-        """Those of conversations in JSON.
+        """Yields the records of conversations in JSON.
 
         Raises:
             ValueError: what `ChatTemplate.rendered` raises, of which conversation.
@@ -182,7 +182,7 @@ class Chats:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Likewise, of conversations that come one by one."""
+        """Yields the records of conversations that come one by one."""
         rows = documents.map(lambda document: self._record(document, tokenizer, tokens))
         return rows.filter(lambda row: bool(row[1].any()))
 

@@ -79,7 +79,7 @@ class Packed:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Likewise, of texts that come one by one."""
+        """Yields the records of texts that come one by one."""
         return PackedTexts(documents, tokenizer, tokens)
 
 

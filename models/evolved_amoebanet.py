@@ -58,7 +58,7 @@ class EvolvedAmoebaNetConfig(ClassConfig):
         super().__post_init__()
 
     def channels(self, group: int) -> int:
-        """Of all blocks of a group."""
+        """Returns the channels of the blocks of a group."""
         return self.filters << group
 
     def group(self, slot: int) -> int:

@@ -60,7 +60,7 @@ TASKS = (
     ),
     *("task_specific_params", "_num_labels"),
 )
-"""Of heads that are not read."""
+"""Settings of heads, which are not read."""
 EXECUTION = (
     *(
         "_attn_implementation",

@@ -200,7 +200,7 @@ FORMAT = Format(
     copies={"lm_head.weight": "wte.weight"},
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),
 )
-"""GPT2LMHeadModel and GPT2Model; the masks of attention are no weights."""
+"""GPT2LMHeadModel and GPT2Model; the masks of attention are not weights."""
 
 
 def workload(size: str | None = None, **options: Any) -> Workload:

@@ -74,7 +74,7 @@ def pinned(given: str, folder: Path) -> str:
 
 
 def data_set(given: str | Path) -> Callable[[], Any]:
-    """Opens a data set of a hub to be streamed: each call of what is given back begins anew.
+    """Opens a data set of a hub to be streamed: each call of what is given back begins again.
 
     Args:
         given: `owner/name[@REVISION][:CONFIG]`; its split `train` is read.

@@ -113,7 +113,7 @@ def _spans(told: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _period(letters: str) -> str:
-    """The shortest text that gives these letters if it is said again and again.
+    """Returns the shortest text that gives these letters when it is repeated.
 
     >>> _period("LLGLLGLL")
     'LLG'

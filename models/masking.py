@@ -24,7 +24,7 @@ def mask_record(
 ) -> Batch:
     """Hides a share `mask_rate` of a record's ordinary tokens, `masked` (K) at most (arXiv:1810.04805, 3.1).
 
-    Of those, 80% become the mask of `marks`, 10% a random token and 10% stay. Returns `tokens` [T], and `positions`,
+    80% of them become the mask of `marks`, 10% a random token, and 10% stay. Returns `tokens` [T], and `positions`,
     `targets` and `weights` [K]: weight 1 where there is a token to predict, 0 in the rest.
     """
     assert marks.mask is not None, "looked at before"
@@ -92,7 +92,7 @@ class Predicted(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of a record."""
+        """The number of tokens of a record."""
         ...
 
     @property

@@ -16,7 +16,7 @@ from jvpipe.util.extras import extra
 
 
 def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
-    """Of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
+    """Computes the perplexity of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
     loss = jax.jit(lambda batch: prediction_loss(logits(params, batch, None), batch))
     losses = [loss(batch) for batch in batches]
     return float(np.exp(sum(float(x.total) for x in losses) / sum(float(x.weight) for x in losses)))

@@ -30,7 +30,8 @@ def open_text(
 ) -> Data:
     """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
 
-    What is no path, but a name of a hub, is streamed. `transform` takes the size of the tokenizer's vocabulary and its
+    Data named on a hub, and not by a path, are streamed. `transform` takes the size of the tokenizer's
+    vocabulary and its
     marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
 
     Raises:
@@ -88,7 +89,7 @@ def open_next_tokens(
 ) -> Data:
     """Text as batches whose every token is predicted from those before it; raises what `open_text` does.
 
-    Of conversations, data with `messages` in place of a `text`, what the assistant says is predicted.
+    Data with `messages` in place of a `text` are conversations: what the assistant says is predicted.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):

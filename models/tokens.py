@@ -38,7 +38,7 @@ class Marks:
 
 
 OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
-"""Of the tokenizers that are trained here."""
+"""The marks of the tokenizers that are trained here."""
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
@@ -100,7 +100,7 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     """The tokenizer in `folder/tokenizer.json`; trained on `documents` and written there if absent.
 
     Raises:
-        ValueError: the file is no tokenizer, or has more tokens than the model.
+        ValueError: the file is not a tokenizer, or has more tokens than the model.
 
     """
     path = folder / "tokenizer.json"

@@ -27,13 +27,13 @@ class Folder:
     files: Mapping[str, tuple[Path, str]] = field(repr=False)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of a tensor."""
+        """Returns the shape of a tensor."""
         file, own = self.files[name]
         with safe_open(file, "numpy") as tensors:
             return tuple(tensors.get_slice(own).get_shape())
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """That of a tensor's numbers.
+        """Returns the type of a tensor's numbers.
 
         Raises:
             ValueError: they are of a type that stands for others, as those of quantized models.

@@ -42,7 +42,7 @@ class Source(NamedTuple):
     layers: int | None = None
 
     def of(self, layer: int) -> "Source":
-        """Those of one of the layers."""
+        """The parameters of one of the layers."""
         return Source(tuple(name.format(layer) for name in self.names), self.turned)
 
 
@@ -52,8 +52,8 @@ class Format:
 
     `fields` maps the settings of a folder to fields of our configuration; settings that it does not ask for and that
     are not `harmless` are refused. `sources` maps a configuration to the source of each parameter, by its path joined
-    by dots. Of other tensors, `copies` maps those that repeat a source to it, and patterns of `ignored` tell those
-    that our model has no use for.
+    by dots. `copies` maps tensors that repeat a source to it, and patterns of `ignored` match tensors that our model
+    has no use for.
     """
 
     fields: Callable[[Settings, Folder], dict[str, Any]]

@@ -208,7 +208,7 @@ def _module(name: str) -> Any:
 def configured(
     model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]
 ) -> Config:
-    """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
+    """The configuration of a size, with fields replaced by `options`; ValueError for a name that does not exist."""
     if size not in sizes:
         raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
     return with_fields(model, sizes[size], options)

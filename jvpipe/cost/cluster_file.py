@@ -16,7 +16,7 @@ memory_bytes = "24GiB"
 memory_bytes_per_s = 0.7e12
 launch_s = 5e-6              # may be left out, as may elementwise_per_s
 flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
-tiling = { units = 80, start = 32, winograd = 0.8 }  # may be left out: products are dealt out without loss then
+tiling = { cores = 80, start = 32, winograd = 0.8 }  # may be left out: products are dealt out without loss then
 
 [host]                       # the links: host always, peer for several devices, network for several machines
 bytes_per_s = 12e9
@@ -168,7 +168,8 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         flops_per_s,
         device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
         _elementwise_per_s(device, like),
-        _tiling(device) if "tiling" in entry else like and like.tiling,
+        like.platform if like else "cuda",
+        *_cores(device, like),
     )
 
 
@@ -179,12 +180,14 @@ def _elementwise_per_s(device: "_Table", like: Accelerator | None) -> float:
     return like.elementwise_per_s if like else math.inf
 
 
-def _tiling(device: "_Table") -> Tiling:
-    """How products are dealt out to the units of a device: all of it is said, or nothing."""
-    tiling = device.inner("tiling", "a table such as { units = 80, start = 32, winograd = 0.8 }")
-    tiling.know("units start winograd")
+def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, Tiling | None]:
+    """The cores of a device, and how products are dealt out to them: all of it is said, or nothing."""
+    if "tiling" not in device.entries:
+        return (like.cores, like.tiling) if like else (0, None)
+    tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
+    tiling.know("cores start winograd")
     start, winograd = (tiling.number(name, zero=True) for name in ("start", "winograd"))
-    return Tiling(tiling.count("units"), start, winograd)
+    return tiling.count("cores"), Tiling(start, winograd)
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:

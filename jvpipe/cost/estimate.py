@@ -1,5 +1,6 @@
 """The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
 
+from dataclasses import replace
 from functools import partial
 
 from jvpipe.cost import roofline
@@ -8,6 +9,8 @@ from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
 from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
+from jvpipe.cost.temporaries import temporary_bytes
+from jvpipe.cost.tiles import in_tiles
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
@@ -50,11 +53,14 @@ def estimate(
     >>> traced = build_graph(trace_loss(loss_fn, weights, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), None))
     >>> costs = estimate(traced, find_cluster("v100-a"))
     >>> [round(1e3 * layer.forward_s) for layer in costs.layers]
-    [10, 10, 10]
+    [11, 11, 11]
     """
     store, said = store or shared_store(), said or {}
     everything = layer_programs(store, traced)
-    signatures = [programs.signature for programs in everything]
+    signatures = tuple(programs.signature for programs in everything)
+    if cluster.device.platform == "tpu":
+        traced, signatures = replace(traced, graph=in_tiles(traced.graph)), in_tiles(signatures)
+        optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     distinct = {id(programs): programs for programs in everything}
     each = {
         key: with_said_work(_work(programs, cluster.device), programs, said)
@@ -89,6 +95,6 @@ def _work(programs: LayerPrograms, device: Accelerator) -> Work:
     return Work(
         roofline.seconds(programs.forward, device),
         roofline.seconds(programs.backward, device),
-        roofline.temporary_bytes(programs.forward),
-        roofline.temporary_bytes(programs.backward),
+        temporary_bytes(programs.forward, device),
+        temporary_bytes(programs.backward, device),
     )

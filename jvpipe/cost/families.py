@@ -24,7 +24,7 @@ class Family:
     """Devices that reach the same shares of what their makers state.
 
     Attributes:
-        products: of the peak of float32, by tiles that fill all units.
+        products: of the peak of float32, by tiles that fill all cores.
         memory: of the rate of the memory, by kernels that read and write all of it.
         launch_s: between two kernels.
         start: terms that each sum of a product seems to have beside its own (`Tiling`).
@@ -34,16 +34,19 @@ class Family:
     products: Constant
     memory: Constant
     launch_s: Constant
-    start: Constant
-    winograd: Constant
+    start: Constant | None = None
+    winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
         """The share of the peak that products of a type reach; only of float32 was it measured."""
         return self.products.value if dtype == "float32" else SHEET.products.value
 
-    def tiling(self, units: int) -> Tiling:
-        """Has products dealt out to so many units."""
-        return Tiling(units, self.start.value, self.winograd.value)
+    @property
+    def tiling(self) -> Tiling | None:
+        """How its products are dealt out, if that was measured."""
+        if self.start is None or self.winograd is None:
+            return None
+        return Tiling(self.start.value, self.winograd.value)
 
 
 _BY_IMAGES = "experiments/predicts, fitted half: torchgpipe's AmoebaNet-D and U-Net on P40s"
@@ -59,13 +62,11 @@ SHEET = Family(
     Constant(0.6, "assumed: large products with their launches and tails"),
     _MEMORY,
     _LAUNCH_S,
-    _START,
-    _WINOGRAD,
 )
 """What is assumed where nothing was measured; products are dealt out without loss then."""
 PASCAL = Family(Constant(0.78, _BY_IMAGES), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
 """The P40."""
-VOLTA = Family(Constant(0.9, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
+VOLTA = Family(Constant(0.85, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
 """Volta and Turing, products of float32 on their cores."""
 
 _HOST_S = (

@@ -50,8 +50,9 @@ class Accelerator:
 
     `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
     and not the bytes that they move are the limit. `launch_s` is what each kernel takes besides: so kernels of few
-    bytes reach less of `memory_bytes_per_s`, half of it at `launch_s * memory_bytes_per_s`. With a `tiling` products
-    reach `flops_per_s` where they fill all units. `framework` is what runs programs.
+    bytes reach less of `memory_bytes_per_s`, half of it at `launch_s * memory_bytes_per_s`. `platform` says whose
+    compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows.
+    With a `tiling` products reach `flops_per_s` where they fill all cores. `framework` is what runs programs.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Accelerator:
     flops_per_s: Mapping[str, float]
     launch_s: float = 5e-6
     elementwise_per_s: float = float("inf")
+    platform: str = "cuda"
+    cores: int = 0
     tiling: Tiling | None = None
     framework: Framework = XLA
 

@@ -9,6 +9,7 @@ Figures are sustained ones: what the maker states, times what training programs 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jvpipe._jax import Device
 from jvpipe.cost.families import PASCAL, SHEET, VOLTA, Family
@@ -24,8 +25,8 @@ def _gpu(
     memory_bytes_per_s: float,
     tflops: Mapping[str, float],
     vector_tflops: float,
+    cores: int = 0,
     family: Family = SHEET,
-    units: int = 0,
 ) -> Accelerator:
     """A GPU from its data sheet.
 
@@ -35,8 +36,8 @@ def _gpu(
         memory_bytes_per_s: at most.
         tflops: of products, by dtype, at most.
         vector_tflops: those of its float32 units, a multiply-add counted as two.
+        cores: its multiprocessors; 0: nobody knows.
         family: that it belongs to, measured for float32.
-        units: to which products are dealt out in tiles; 0: without loss.
     """
     return Accelerator(
         name,
@@ -45,7 +46,8 @@ def _gpu(
         {dtype: family.share(dtype) * 1e12 * rate for dtype, rate in tflops.items()},
         launch_s=family.launch_s.value,
         elementwise_per_s=0.5e12 * vector_tflops,
-        tiling=family.tiling(units) if units else None,
+        cores=cores,
+        tiling=family.tiling,
     )
 
 
@@ -63,16 +65,16 @@ _NVLINK_V100 = _link(
 )  # one of the six links of a device; a pair of devices has one or two
 _NVLINK_A100, _NVLINK_H100 = _link(300.0, 5e-6), _link(450.0, 5e-6)
 
-RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, VOLTA, 68)
+RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68, VOLTA)
 P40 = _gpu(
-    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, PASCAL, 30
+    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30, PASCAL
 )  # as torchgpipe counts its memory
-V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, VOLTA, 80)
-A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5)
-A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5)
-H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
-H200 = _gpu("H200 141 GB", 139, 4800e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0)
-RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6)
+V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80, VOLTA)
+A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
+A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
+H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0, 132)
+H200 = _gpu("H200 141 GB", 139, 4800e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0, 132)
+RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6, 128)
 
 
 def _tpu(
@@ -84,7 +86,8 @@ def _tpu(
 ) -> Accelerator:
     """A TPU from its data sheet; products of float32 run as bfloat16 there, unless a program asks for more."""
     rates = {"float32": tflops, "bfloat16": tflops}
-    return _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
+    alike = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
+    return replace(alike, platform="tpu")
 
 
 TPU_V4 = _tpu("TPU v4", 32, 1228e9, 275.0, 8.6)
@@ -92,9 +95,7 @@ TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2)
 TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
 TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4)
 _ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
-CORE = Accelerator(
-    "CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, elementwise_per_s=1e10
-)
+CORE = Accelerator("CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, 1e10, "cpu")
 
 PRESETS = {
     cluster.name: cluster

@@ -1,9 +1,9 @@
 """Products as devices work on them: in tiles of their results, so many at once.
 
-A tile is that part of a result which one unit of a device sums up at a time. All units work on a wave of tiles; the
-last wave takes as long as the others although some of its units are idle, and so do tiles that stick out of the result.
+A tile is that part of a result which one core of a device sums up at a time. All cores work on a wave of tiles; the
+last wave takes as long as the others although some of its cores are idle, and so do tiles that stick out of the result.
 Libraries have tiles of several sizes, the smaller of which load more operands for each operation, and cut long sums in
-parts for units that would be idle; they take what is fastest, and so does this model.
+parts for cores that would be idle; they take what is fastest, and so does this model.
 
 A convolution is a product too: of as many rows as its result has pixels, of sums over the pixels of a kernel and its
 inputs. Of 3 x 3 pixels without stride it is 16 products of a quarter of the rows and a ninth of the sums, by Winograd's
@@ -28,12 +28,10 @@ class Tiling:
     """How a device works on products.
 
     Attributes:
-        units: of the device, each of which works on one tile.
         start: terms that a sum seems to have beside its own: the first operands are awaited, results are written.
         winograd: the share of a product's rate that Winograd's algorithm reaches, which transforms images and kernels.
     """
 
-    units: int
     start: float = 0.0
     winograd: float = 0.0
 
@@ -109,40 +107,41 @@ def _convolution(eqn: JaxprEqn) -> Product:
 
 
 def product_s(
-    product: Product, tiling: Tiling, flops_per_s: float, result_bytes_per_s: float
+    product: Product, tiling: Tiling, cores: int, flops_per_s: float, result_bytes_per_s: float
 ) -> float:
     """Estimates the seconds of a product in the waves of tiles that are the fastest.
 
     Args:
         product: its shape.
         tiling: of the device.
-        flops_per_s: that all units reach together on the largest tiles.
+        cores: that it has, each of which works on one tile.
+        flops_per_s: that all cores reach together on the largest tiles.
         result_bytes_per_s: at which parts of sums are written, read and added up, as float32.
 
-    >>> gpu = Tiling(units=80)
-    >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80e9, 1e15), 6) for rows in (80, 81, 160)]
+    >>> gpu = Tiling()
+    >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]
     [0.003277, 0.003834, 0.006554]
     """
-    known = _waves_s(product, tiling, flops_per_s, result_bytes_per_s)
+    known_s = _waves_s(product, tiling, cores, flops_per_s, result_bytes_per_s)
     minimal = product.minimal
     if minimal is None or not tiling.winograd:
-        return known
+        return known_s
     rate = flops_per_s * tiling.winograd
-    return min(known, _waves_s(minimal, tiling, rate, result_bytes_per_s))
+    return min(known_s, _waves_s(minimal, tiling, cores, rate, result_bytes_per_s))
 
 
 def _waves_s(
-    product: Product, tiling: Tiling, flops_per_s: float, result_bytes_per_s: float
+    product: Product, tiling: Tiling, cores: int, flops_per_s: float, result_bytes_per_s: float
 ) -> float:
-    unit_flops_per_s = flops_per_s / tiling.units
+    core_flops_per_s = flops_per_s / cores
     bytes_ = 4 * product.count * product.rows * product.columns
     least = math.inf
     for rows, columns, share in TILES:
         tiles = product.count * -(-product.rows // rows) * -(-product.columns // columns)
         for parts in _PARTS:
             terms = -(-product.depth // parts) + tiling.start
-            waves = -(-tiles * parts // tiling.units)
-            seconds = waves * 2 * rows * columns * terms / (unit_flops_per_s * share)
+            waves = -(-tiles * parts // cores)
+            seconds = waves * 2 * rows * columns * terms / (core_flops_per_s * share)
             if parts > 1:
                 seconds += 2 * parts * bytes_ / result_bytes_per_s
             least = min(least, seconds)

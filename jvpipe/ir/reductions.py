@@ -10,7 +10,7 @@ from jvpipe.util.brief import brief
 
 
 class AuxReduction(StrEnum):
-    """What becomes of a leaf of aux over the slices of a micro-batch, and then over the micro-batches of a step."""
+    """How a leaf of aux is reduced over the slices of a micro-batch, and then over the micro-batches of a step."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -46,7 +46,7 @@ def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
         kind: of reductions.
 
     Raises:
-        ValueError: it is no such mapping, or names another reduction.
+        ValueError: it is not such a mapping, or names another reduction.
 
     >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
     {'largest': <AuxReduction.MAX: 'max'>}

@@ -131,7 +131,7 @@ Run = (
     | ArriveRun
     | None
 )
-"""What tells rows of one kind and layer apart; None where the kind says it all."""
+"""What tells rows of one kind and layer apart; None if the kind says it all."""
 
 
 @dataclass(frozen=True, slots=True)

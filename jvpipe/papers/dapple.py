@@ -2,7 +2,7 @@
 
 Legend, in the paper's symbols:
     F_s, B_s    forward and backward seconds of stage s, of which there are 2 S - 1: transfers are stages between stages
-    AR_s        the all-reduce of its gradients; none where a stage has one device
+    AR_s        the all-reduce of its gradients; 0 if a stage has one device
     M           micro-batches
     Q           the pivot: the stage with the fewest bubbles
     T_w         warm-up, sum of F_s for s <= Q

@@ -24,7 +24,7 @@ from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 
 MOST_COUNTS = 16
-"""Of more devices a stage gets a multiple of the least number that leaves so many counts."""
+"""With more devices, a stage gets a multiple of the least number that leaves that many counts."""
 Free = tuple[int, ...]
 Places = tuple[int, ...]
 

@@ -251,7 +251,7 @@ def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
         values: as the user gave them.
 
     Raises:
-        ValueError: they are no such numbers.
+        ValueError: they are not such numbers.
 
     >>> numbers_of(0, "late", [0, 1])
     (0, 1)

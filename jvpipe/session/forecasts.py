@@ -37,9 +37,9 @@ from jvpipe.session.model_planner import (
     state_bytes,
 )
 from jvpipe.session.options import PLAN_FOR, checked
-from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.signing import Signer, signed
+from jvpipe.session.splitting import CutCandidate, Splitter, uneven
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.util.brief import brief
@@ -392,7 +392,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     if cluster is None or decision is None or given is None:
         return whole
     planned = Planned(given, whole.problem, decision)
-    if not crowded(planned):
+    if not uneven(planned):
         return whole
     start_s = time.perf_counter()
     model = question.trace()

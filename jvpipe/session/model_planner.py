@@ -26,8 +26,9 @@ from jvpipe.schedules.auto import AUTO
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
 from jvpipe.session.measuring import LIMITS, Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import SPLITTING, CutCandidate, Splitter, decide
+from jvpipe.session.planning import decide
 from jvpipe.session.settings import Settings, dealt
+from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -247,7 +248,7 @@ class ModelPlanner:
                 else (self._candidate(traced), SPLITTING.rounds)
             )
             if finer:
-                best = splitter.better(best, self._candidate, rounds, limited=limited)
+                best = splitter.better(best, self._candidate, rounds)
             if question:
                 self.archive.keep(list(map(float, best.traced.splits)), *question)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)

@@ -133,17 +133,17 @@ def test_a_file_of_a_few_lines(tmp_path: Path) -> None:
         ),
         (
             "launch_s = 0",
-            "tiling = { units = 80, winograd = 0.8 }",
+            "tiling = { cores = 80, winograd = 0.8 }",
             r"lab.toml:12: device.tiling.start is missing: it is a number",
         ),
         (
             "launch_s = 0",
             "tiling = { start = 32, winograd = 0.8 }",
-            r"lab.toml:12: device.tiling.units is missing: it is a whole number",
+            r"lab.toml:12: device.tiling.cores is missing: it is a whole number",
         ),
         (
             "launch_s = 0",
-            "tiling = { units = 80, start = nan, winograd = 0.8 }",
+            "tiling = { cores = 80, start = nan, winograd = 0.8 }",
             r"lab.toml:12: device.tiling.start must be a finite number of at least 0, not nan",
         ),
         ('name = "ours"', "name = 5", r"lab.toml:8: device.name must be a text, not 5"),
@@ -180,8 +180,9 @@ flops_per_s = { float32 = 1e13 }
 
 
 def test_products_are_dealt_out_as_a_file_says_or_as_in_the_preset(tmp_path: Path) -> None:
-    said = GOOD.replace("launch_s = 0", "tiling = { units = 80, start = 32, winograd = 0.8 }")
-    assert find_cluster(written(tmp_path, said)).device.tiling == Tiling(80, 32.0, 0.8)
+    said = GOOD.replace("launch_s = 0", "tiling = { cores = 80, start = 32, winograd = 0.8 }")
+    device = find_cluster(written(tmp_path, said)).device
+    assert (device.cores, device.tiling) == (80, Tiling(32.0, 0.8))
     like = 'host.bytes_per_s = 1e10\ndevice = { like = "v100-a", memory_bytes = "8GiB" }'
     found = find_cluster(written(tmp_path, f"devices_per_machine = 1\n{like}"))
     assert found.device.tiling == PRESETS["v100-a"].device.tiling

@@ -9,8 +9,8 @@ import pytest
 
 from jvpipe.cost.tiling import Product, Tiling, product_of, product_s
 
-UNITS, RATE = 10, 1e12
-FULL = 2 * 128 * 128 * 100 / (RATE / UNITS)
+CORES, RATE = 10, 1e12
+FULL = 2 * 128 * 128 * 100 / (RATE / CORES)
 """Seconds of a wave of the largest tiles, of sums over 100 terms."""
 
 
@@ -21,11 +21,11 @@ def products(fn: Any, *shapes: tuple[int, ...]) -> list[Product]:
 
 
 def seconds(product: Product, **said: float) -> float:
-    return product_s(product, Tiling(UNITS, **said), RATE, math.inf)
+    return product_s(product, Tiling(**said), CORES, RATE, math.inf)
 
 
 def test_a_full_wave_reaches_the_rate() -> None:
-    whole = Product(1, 128 * UNITS, 128, 100)
+    whole = Product(1, 128 * CORES, 128, 100)
     assert seconds(whole) == pytest.approx(FULL)
     assert seconds(whole) == pytest.approx(whole.flops / RATE)
 
@@ -35,17 +35,17 @@ def test_a_wave_that_is_not_full_takes_as_long() -> None:
 
 
 def test_a_tile_that_sticks_out_takes_as_long_as_one_that_does_not() -> None:
-    assert seconds(Product(1, 128 * UNITS - 60, 128, 100)) == pytest.approx(FULL)
+    assert seconds(Product(1, 128 * CORES - 60, 128, 100)) == pytest.approx(FULL)
 
 
 def test_every_tile_has_a_start() -> None:
-    assert seconds(Product(UNITS, 128, 128, 100), start=50.0) == pytest.approx(1.5 * FULL)
+    assert seconds(Product(CORES, 128, 128, 100), start=50.0) == pytest.approx(1.5 * FULL)
 
 
-def test_long_sums_are_cut_for_idle_units_unless_their_parts_take_too_long_to_add() -> None:
+def test_long_sums_are_cut_for_idle_cores_unless_their_parts_take_too_long_to_add() -> None:
     long = Product(1, 128, 128, 10**6)
     assert seconds(long) < long.flops / RATE * 1.3
-    slow = product_s(long, Tiling(UNITS), RATE, 1e3)
+    slow = product_s(long, Tiling(), CORES, RATE, 1e3)
     assert slow > 3 * seconds(long)
 
 

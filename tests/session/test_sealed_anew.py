@@ -175,7 +175,7 @@ AT_REST: dict[str, tuple[Change, str]] = {
     ),
     "a node of a class that is none": (
         put("shapes", "params", value={"node": ["json:loads", None, []]}),
-        "'json:loads' is no class of containers",
+        "'json:loads' is not a class of containers",
     ),
     "containers that nest": (
         put("shapes", "params", value={"list": nested(500)}),
