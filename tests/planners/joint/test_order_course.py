@@ -36,21 +36,6 @@ def test_the_clock_is_the_simulators(schedule: Schedule, link: Link) -> None:
 
 
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
-def test_an_order_is_clocked_for_other_loads_and_given_up_where_these_take_too_long(
-    schedule: Schedule,
-) -> None:
-    order = order_of(schedule.tasks(3, 7))
-    one, other = (
-        loads_of(problem_of(13, 3, 7, seed, link=Link(4.0, 0.25)), schedule) for seed in range(2)
-    )
-    course, fresh = Course(one, order), Course(other, order)
-    course.take(other, fresh.step_s)
-    assert (course.step_s, course.starts, course.held) == (fresh.step_s, fresh.starts, fresh.held)
-    course.take(other, fresh.step_s - 0.1)
-    assert course.step_s == float("inf")
-
-
-@pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
 def test_no_rule_is_under_the_bound(schedule: Schedule) -> None:
     for seed in range(4):
         loads = loads_of(problem_of(12, 4, 6, seed, link=Link(4.0)), schedule)
