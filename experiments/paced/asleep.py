@@ -1,21 +1,25 @@
 """Layers that sleep, simulated against measured: NPROC=1 python -m experiments.paced.asleep [--only CASE]
 
 A layer's forward and backward, and its update, sleep in a foreign call (`experiments/migration/nap.cc`), so that eight
-devices keep two cores idle. What is simulated is what the session says of its plan: layers, updates and links as it has
-measured them, and the stages that planners count with.
+devices keep two cores idle. Simulated are the rows of a step, whose programs are measured one by one; of a stream, the
+stages that planners count with.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from jvpipe.cost.measure import measure_programs
+from jvpipe.ir.kinds import KINDS, Link
+from jvpipe.ir.rows import Row
+from jvpipe.simulate.rows import simulate
 
 FORWARD_S, BACKWARD_S, UPDATE_S, WIDTH = 0.03, 0.06, 0.05, 32
 STEPS, BOUND = 7, 0.03
@@ -45,7 +49,7 @@ def cases() -> Iterator[Case]:
     """Yields the cases: what is computed again, updates, and the sums of replicas."""
     for schedule in ("gpipe", "1f1b"):
         options = {"stages": 8, "schedule": schedule, "checkpoint": "always"}
-        yield Case(f"again, {schedule}", 16, 4, 0.0, WIDTH, {**options, "planner": "torchgpipe"})
+        yield Case(f"again, {schedule}", 8, 4, 0.0, WIDTH, {**options, "planner": "torchgpipe"})
     for schedule in ("1f1b", "pipedream"):
         options = {"stages": 4, "schedule": schedule, "planner": "torchgpipe"}
         yield Case(f"updates, {schedule}", 8, 8, UPDATE_S, WIDTH, options)
@@ -123,9 +127,10 @@ def run(case: Case) -> tuple[float, float]:
     assert len(pipe.session.compiled.graph.layers) == case.layers, (
         "each sleeps in a layer of its own"
     )
-    simulated_s = told_s(pipe, again="checkpoint" in case.options)
-    taken = []
-    if not pipe.session.compiled.schedule.synchronous:
+    taken, simulated_s = [], pipe.session.planned.step_s
+    if pipe.session.compiled.schedule.synchronous:
+        simulated_s = by_rows_s(pipe)
+    else:
         # A stream has no end of a step: all that its steps take, but for those that fill it.
         run_s = []
         for steps in (2, 2 + STEPS):
@@ -142,23 +147,25 @@ def run(case: Case) -> tuple[float, float]:
     return simulated_s, statistics.median(taken[1:])
 
 
-def told_s(pipe: Any, *, again: bool) -> float:
-    """Returns what a step is said to take.
+def by_rows_s(pipe: Any) -> float:
+    """Returns the simulated seconds of a step's rows, whose programs are measured.
 
     Args:
-        pipe: that has planned.
-        again: whether stages keep their inputs alone, which the user has said and the planner was not told.
+        pipe: that has compiled a step.
     """
-    from jvpipe.planners.model.forecast import simulated_step_s
-    from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
-    from jvpipe.planners.model.stage_cost import evaluate
+    compiled, link = pipe.session.compiled, pipe.session.planned.problem.peer
+    lowered = compiled.lowered
+    computing = [row for row in lowered.rows if KINDS[row.kind].computes]
+    programs = {id(row): compiled.row_programs.program(lowered, row) for row in computing}
+    runs = measure_programs(compiled.store, list(programs.values()), jax.devices()[0])
 
-    problem, decision = pipe.session.planned.problem, pipe.session.planned.decision
-    if again:
-        every = range(decision.bounds[-1])
-        choices = (RECOMPUTE if i in decision.bounds else RECOMPUTE_CHAIN for i in every)
-        decision = replace(decision, choices=tuple(choices))
-    return simulated_step_s(problem, evaluate(problem, decision).stages)
+    def seconds_of(row: Row) -> float:
+        if id(row) in programs:
+            return runs[programs[id(row)].key].seconds
+        sent = row.writes if KINDS[row.kind].link is Link.PEER else ()
+        return link.seconds(sum(lowered.buffers[b].bytes for b in sent))
+
+    return simulate(lowered, seconds_of).step_s
 
 
 def main() -> None:

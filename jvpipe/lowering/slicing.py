@@ -124,7 +124,7 @@ class Slicing(ReplicaParts):
         assert isinstance(op.run, LayerRun)
         sliced = self._layouts[op.run.layout].sliced
         of_replicas = [sliced[e] for e in self.where.slices(op.layer) if e is not None]
-        if op.kind is Kind.W:
+        if KINDS[op.kind].between:  # the second half of a backward
             left = [each.halves[op.layer].handed for each in of_replicas]
         else:
             left = [each.signatures[op.layer].residuals for each in of_replicas]
