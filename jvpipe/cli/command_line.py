@@ -67,25 +67,40 @@ def read(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = f"jvpipe {jvpipe.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
-    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
-    for name, each in options.items():
-        more: dict[str, Any] = {"action": "store_true"}
-        if bool not in each.kinds:
-            repeated = tuple in each.kinds
-            more = {
-                "action": "append" if repeated else "store",
-                "metavar": (each.unit or "name").upper(),
-            }
-        add = groups[each.group].add_argument
-        add(each.flag, dest=name, default=argparse.SUPPRESS, help=_help(each), **more)
+    add_options(parser, options)
     told, unknown = parser.parse_known_args(words)
     if unknown:
         raise ValueError(
             did_you_mean("option", unknown[0], [each.flag for each in options.values()])
         )
     return {name: _of_text(options[name], value) for name, value in vars(told).items()}
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, Option]
+) -> list[argparse.Action]:
+    """Adds options to a parser, each in its group, and `--version`; returns what argparse makes of the options.
+
+    Args:
+        parser: of a command.
+        options: its options, by name.
+    """
+    version = f"jvpipe {jvpipe.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
+    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
+    actions = []
+    for name, each in options.items():
+        kind: dict[str, Any] = {"action": "store_true"}
+        if bool not in each.kinds:
+            repeated = tuple in each.kinds
+            kind = {
+                "action": "append" if repeated else "store",
+                "metavar": (each.unit or "name").upper(),
+            }
+        add = groups[each.group].add_argument
+        action = add(each.flag, dest=name, default=argparse.SUPPRESS, help=_help(each), **kind)
+        actions.append(action)
+    return actions
 
 
 def _help(each: Option) -> str:

@@ -157,6 +157,7 @@ _OF_MODELS = (
     "dtype",
     "set",
     "frozen",
+    "state_fates",
 )
 """Options that a graph file leaves no room for."""
 

@@ -143,7 +143,7 @@ Run = (
     | GroupRun
     | None
 )
-"""What tells rows of one kind and layer apart; None where the kind says it all."""
+"""What tells rows of one kind and layer apart; None if the kind says it all."""
 
 
 @dataclass(frozen=True, slots=True)

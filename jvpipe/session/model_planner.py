@@ -26,8 +26,9 @@ from jvpipe.schedules.auto import AUTO
 from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
 from jvpipe.session.measuring import LIMITS, Measurement, Request
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import SPLITTING, CutCandidate, Splitter, decide
+from jvpipe.session.planning import decide
 from jvpipe.session.settings import Settings, dealt
+from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -164,7 +165,7 @@ class ModelPlanner:
             if not sizes:
                 raise
             kept = None
-        if kept is not None and not (sizes and _pays_for_room(kept)):
+        if kept is not None and not (sizes and pays_for_room(kept.planned)):
             return kept
         try:
             away = self._state_away(traced, sizes, finer=finer)
@@ -247,7 +248,7 @@ class ModelPlanner:
                 else (self._candidate(traced), SPLITTING.rounds)
             )
             if finer:
-                best = splitter.better(best, self._candidate, rounds, limited=limited)
+                best = splitter.better(best, self._candidate, rounds)
             if question:
                 self.archive.keep(list(map(float, best.traced.splits)), *question)
         checked = self._check(best.traced, best.planned.plan, best.optimizer)
@@ -410,10 +411,9 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _pays_for_room(chosen: Chosen) -> bool:
+def pays_for_room(planned: Planned | None) -> bool:
     """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
-    planned = chosen.planned
-    if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
+    if planned is None or not any(planned.decision.choices):
         return False
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + LIMITS.noticed) * kept.step_s

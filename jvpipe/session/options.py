@@ -351,19 +351,23 @@ class PipelineOptions:
     )
     fates: Mapping[str, str] | None = option(
         None,
-        partial(checked_fates, of="tensors, such as {'*/attention/*': 'swap'}"),
+        partial(
+            checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
+        ),
         "What becomes of tensors between a forward and its backward, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
     )
-    state_fates: Mapping[str, str] | None = option(
+    state_fates: str | None = option(
         None,
-        partial(checked_fates, of="parameters, such as {'*': 'swap'}"),
-        "Where the optimizer's state lies between updates, by patterns of the paths of parameters.",
+        partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
+        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap, "
+        "several with commas between; decided under a limit if left out.",
         "memory",
-        "",
-        CALLS,
+        "PATTERN=FATE",
+        EVERY,
+        "plans",
     )
     group: bool | None = option(
         None,

@@ -183,6 +183,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--memory-limit": ("2GX", "write bytes, or a text such as '16GiB'"),
     "--host-memory-limit": ("-1", "write bytes"),
     "--checkpoint": ("alwys", "did you mean 'always'"),
+    "--state-fates": ("swap", "such as"),
     "--model": ("", "must be a name"),
     "--size": ("", "must be a name"),
     "--dtype": ("", "must be a name"),
