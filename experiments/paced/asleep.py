@@ -127,7 +127,9 @@ def run(case: Case) -> tuple[float, float]:
     assert len(pipe.session.compiled.graph.layers) == case.layers, (
         "each sleeps in a layer of its own"
     )
-    taken, simulated_s = [], pipe.session.planned.step_s
+    planned = pipe.session.planned
+    assert planned is not None, "a planner was asked"
+    taken, simulated_s = [], planned.step_s
     if pipe.session.compiled.schedule.synchronous:
         simulated_s = by_rows_s(pipe)
     else:
