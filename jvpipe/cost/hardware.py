@@ -51,8 +51,9 @@ class Accelerator:
     `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
     and not the bytes that they move are the limit. `launch_s` is what each kernel takes besides: so kernels of few
     bytes reach less of `memory_bytes_per_s`, half of it at `launch_s * memory_bytes_per_s`. `platform` says whose
-    compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows.
-    With a `tiling` products reach `flops_per_s` where they fill all cores. `framework` is what runs programs.
+    compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows;
+    `scratch_bytes` those that a TPU has beside its cores, where it keeps what is small. With a `tiling` products reach
+    `flops_per_s` where they fill all cores. `framework` is what runs programs.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Accelerator:
     elementwise_per_s: float = float("inf")
     platform: str = "cuda"
     cores: int = 0
+    scratch_bytes: int = 0
     tiling: Tiling | None = None
     framework: Framework = XLA
 

@@ -83,17 +83,18 @@ def _tpu(
     memory_bytes_per_s: float,
     tflops: float,
     vector_tflops: float,
+    scratch_mib: int = 0,
 ) -> Accelerator:
     """A TPU from its data sheet; products of float32 run as bfloat16 there, unless a program asks for more."""
     rates = {"float32": tflops, "bfloat16": tflops}
     alike = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
-    return replace(alike, platform="tpu")
+    return replace(alike, platform="tpu", scratch_bytes=scratch_mib * 2**20)
 
 
 TPU_V4 = _tpu("TPU v4", 32, 1228e9, 275.0, 8.6)
-TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2)
+TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2, 128)
 TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
-TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4)
+TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4, 128)
 _ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
 CORE = Accelerator("CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, 1e10, "cpu")
 

@@ -41,6 +41,9 @@ REDUCTIONS = _words(
 # Of their operand these read, or write, no more than a part: that of their result, of the update.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
+POOLS = _words(
+    "reduce_window_max reduce_window_min reduce_window_sum reduce_window select_and_scatter_add select_and_gather_add"
+)
 # What an equation counts as, in elementwise operations per value; 1 if it is not listed.
 _OPERATIONS: dict[str, float] = dict.fromkeys(
     _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
@@ -169,9 +172,12 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
 
 
 def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
-    """Tells whether the operands of a kernel are in memory, not made inside it; a TPU gathers from there alone."""
-    if eqn.primitive.name == "gather":
-        return platform == "tpu"
+    """Tells whether the operands of a kernel are in memory, not made inside it.
+
+    A GPU gathers and pools from what it makes at once.
+    """
+    if eqn.primitive.name in ("gather", *POOLS):
+        return platform != "cuda"
     return is_heavy(eqn) and eqn.primitive.name not in SCATTERS
 
 

@@ -9,24 +9,40 @@ these rules. Of CPUs, whose compiler makes one result per kernel, the first one 
     results    what one elementwise kernel makes a result of lies where that will be; a product that is added to a sum
                is added up where the sum lies
     parts      products whose sums are cut need more while they run: see `split_products`
+    pools      the backward of a maximum over windows finds where each was, in whole numbers: one for each dimension
+
+and on a TPU in these besides, with the bytes that arrays take in tiles.
+
+    halves     what is made for products alone is bfloat16, for so it multiplies float32; not in batches of products,
+               where copies take what this spares
+    epilogues  a product that one elementwise kernel reads is made inside it
+    relaid     an input that elementwise kernels read beside a batch of products is copied, to lie as these do; a
+               product of more than 128 rows each with a transposed table is copied where it is a result that kernels
+               read, too
+    scratch    small buffers lie in the memory beside the cores while there is room
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import Product
+from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
 """What these make is added to a sum as they make it."""
+_LANES = 128
+_SMALL = 4
+"""Of the memory beside the cores a buffer takes no more than this part."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -45,19 +61,26 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     jaxpr = merged(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
         elsewhere |= _inside_results(jaxpr, kernels)
         steps = _with_siblings(steps)
+    if device.platform == "tpu":
+        elsewhere = elsewhere - _laid_twice(jaxpr, kernels) | _inside_kernels(jaxpr, kernels)
+        steps = _with_relaid(steps, _relaid(jaxpr))
+        size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    alive = most = 0
-    ending: Counter[int] = Counter()
+    alive, most = Counter[bool](), 0  # what is small and what is not
+    ending: dict[int, Counter[bool]] = {}
     for i, step in enumerate(steps):
         for v in step.writes - elsewhere:
-            alive += nbytes(v)
-            ending[last.get(v, i)] += nbytes(v)
-        most = max(most, alive + step.own_bytes)
-        alive -= ending[i]
+            made = Counter({size(v) <= device.scratch_bytes // _SMALL: size(v)})
+            alive += made
+            ending[last.get(v, i)] = ending.get(last.get(v, i), Counter()) + made
+        beside = max(0, alive[True] - device.scratch_bytes)
+        most = max(most, alive[False] + beside + step.own_bytes)
+        alive -= ending.get(i, Counter())
     return most
 
 
@@ -77,10 +100,19 @@ class _Step:
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        is_product = eqn.primitive.name == "dot_general" and device.cores
-        own_bytes = Product.of(eqn).split_bytes(device.cores) if is_product else 0
         made = kernels.written.intersection(eqn.outvars)
-        yield _Step(frozenset(kernel.reads), frozenset(made), _loop(eqn), own_bytes)
+        yield _Step(frozenset(kernel.reads), frozenset(made), _loop(eqn), _own_bytes(eqn, device))
+
+
+def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
+    """Counts what a kernel of a GPU needs for itself."""
+    name = eqn.primitive.name
+    if name == "dot_general" and device.cores:
+        return Product.of(eqn).split_bytes(device.cores)
+    if name == "select_and_scatter_add" and device.platform == "cuda":
+        pooled = eqn.invars[0]
+        return (1 + len(_jax.aval(pooled).shape)) * nbytes(pooled)
+    return 0
 
 
 def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
@@ -109,6 +141,69 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         alone = {v for v in alike if readers[v] == 1}
         inside |= alone & summed if not alike.isdisjoint(jaxpr.invars) else alone
     return inside
+
+
+def _inside_kernels(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """The products that are made inside the one elementwise kernel that reads them."""
+    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    products = {v for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars}
+    fusing = {i for i in kernels.of if _loop(jaxpr.eqns[i]) is not None}
+    read = {v for i in fusing for v in kernels.of[i].reads}
+    return {v for v in products & read if readers[v] == 1}
+
+
+def _batched(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+
+
+def _halves(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """The values of float32 that elementwise kernels make for products alone, none of which is one of a batch."""
+    made = {
+        v for i in kernels.of if _loop(jaxpr.eqns[i]) is not None for v in jaxpr.eqns[i].outvars
+    }
+    others = {
+        v
+        for i, kernel in kernels.of.items()
+        if jaxpr.eqns[i].primitive.name != "dot_general" or _batched(jaxpr.eqns[i])
+        for v in kernel.reads
+    }
+    return {v for v in made - others if _jax.aval(v).dtype == "float32"}
+
+
+def _relaid(jaxpr: Jaxpr) -> set[Var]:
+    """The inputs that lie beside results of batches of products: as large as one of them, and elementwise of use."""
+    shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _batched(eqn)}
+    operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
+    return {v for v in jaxpr.invars if _jax.aval(v).shape in shapes} - operands
+
+
+def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """The products with a transposed table that are results, of which kernels read a copy that lies otherwise."""
+    turned = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
+    read = {v for kernel in kernels.of.values() for v in kernel.reads}
+    return {
+        eqn.outvars[0]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "dot_general"
+        and not _batched(eqn)
+        and not turned.isdisjoint(jaxprs.variables(eqn.invars))
+        and eqn.outvars[0] in read
+        and _jax.aval(eqn.outvars[0]).shape[-2:][0] > _LANES
+    }
+
+
+def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
+    """The steps, the first of which that reads an input that is relaid makes its copy."""
+    told, left = [], set(relaid)
+    for step in steps:
+        told.append(replace(step, writes=step.writes | (step.reads & left)))
+        left -= step.reads
+    return told
+
+
+def _tpu_bytes(v: Var, halves: set[Var]) -> int:
+    aval = _jax.aval(v)
+    return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1))
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:

@@ -363,6 +363,7 @@ class Measurement:
             peer=self.between_hosts or (links.send if links else INFINITE),
             peer_uses_host=bool(links and chooses and links.send_uses_host),
             lent=self._lent(),
+            overlaps=True,
         )
 
     def _lent(self) -> float:
