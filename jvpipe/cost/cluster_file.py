@@ -170,6 +170,7 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         _elementwise_per_s(device, like),
         like.platform if like else "cuda",
         *_cores(device, like),
+        scratch_bytes=like.scratch_bytes if like else 0,
     )
 
 
@@ -180,15 +181,14 @@ def _elementwise_per_s(device: "_Table", like: Accelerator | None) -> float:
     return like.elementwise_per_s if like else math.inf
 
 
-def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, int, Tiling | None]:
-    """The cores of a device, the bytes beside them, and how products are dealt out to them: all is said, or nothing."""
-    scratch_bytes = like.scratch_bytes if like else 0
+def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, Tiling | None]:
+    """The cores of a device, and how products are dealt out to them: all of it is said, or nothing."""
     if "tiling" not in device.entries:
-        return (like.cores, scratch_bytes, like.tiling) if like else (0, 0, None)
+        return (like.cores, like.tiling) if like else (0, None)
     tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
     tiling.know("cores start winograd")
     start, winograd = (tiling.number(name, zero=True) for name in ("start", "winograd"))
-    return tiling.count("cores"), scratch_bytes, Tiling(start, winograd)
+    return tiling.count("cores"), Tiling(start, winograd)
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:

@@ -64,9 +64,9 @@ class Accelerator:
     elementwise_per_s: float = float("inf")
     platform: str = "cuda"
     cores: int = 0
-    scratch_bytes: int = 0
     tiling: Tiling | None = None
     framework: Framework = XLA
+    scratch_bytes: int = 0
 
     def __post_init__(self) -> None:
         what = f"the device {self.name!r}"
