@@ -219,7 +219,8 @@ class CompiledPlans:
                 self._leaves,
             )
             compiled, self.planned, self.shape = self._planned(planner, traced)
-        compiled = self.in_groups(compiled)
+        if not self._follows:  # else another model waits: groups are compiled beside it
+            compiled = self.in_groups(compiled)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
