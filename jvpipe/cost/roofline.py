@@ -30,7 +30,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 # Other names of their operand: no kernel.
 _ALIASES = _words(
-    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier name stop_gradient copy copy_p "
+    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name stop_gradient copy copy_p "
     "reduce_precision sharding_constraint transpose"
 )
 # Nor are these, which readers make as they go.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +40,7 @@ from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
 from jvpipe.util.brief import brief
 from jvpipe.util.given import is_whole, several
-from jvpipe.util.sizes import limits_of_each
+from jvpipe.util.sizes import GIB, limits_of_each
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,15 @@ class LimitEffort:
             have the same.
         noticed: by how much longer steps are than with everything kept, from which on a plan is asked
             for whose optimizer state leaves.
+        whole: the part of what a GPU reports that plans may fill: its allocator gives memory out in
+            pieces, and what lies between them is lost.
     """
 
     attempts: int = 5
     counted_times: float = 1.2
     alike: float = 0.98
     noticed: float = 0.01
+    whole: float = 0.92
 
 
 LIMITS = LimitEffort()
@@ -188,7 +192,21 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
 
 
 def _reported(device: Device) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(LIMITS.whole * limit) if limit and device.platform == "gpu" else limit
+
+
+def host_limit(given: int | None, devices: Sequence[Device]) -> int | None:
+    """What the host may hold for all devices: as given, else what JAX lets GPUs pin; None if it sets no bound.
+
+    Args:
+        given: by the user.
+        devices: of all processes; each process with GPUs pins as much.
+    """
+    processes = {device.process_index for device in devices if device.platform == "gpu"}
+    if given is not None or not processes:
+        return given
+    return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
 
 
 # A plan is asked for: what planners want to know of a traced model and of the devices is measured.

@@ -31,7 +31,7 @@ from jvpipe.session.arguments import (
     checked_devices,
 )
 from jvpipe.session.inner_axes import inner_axes
-from jvpipe.session.measuring import check_speeds, device_limits
+from jvpipe.session.measuring import check_speeds, device_limits, host_limit
 from jvpipe.trace.digests import (
     array_digest,
     leaf_lines,
@@ -158,7 +158,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
         stages=stages,
         microbatches=microbatches,
         limits=device_limits(take("memory_limit"), used, planned, hosts),
-        host_limit_bytes=take("host_memory_limit"),
+        host_limit_bytes=host_limit(take("host_memory_limit"), used),
         speeds=speeds,
         fates=take("fates") or {},
         state_fates=take("state_fates") or {},
