@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from jvpipe.cli.options import (
     fields_of,
     kept_options,
 )
-from jvpipe.cli.own_model import find_model
+from jvpipe.cli.own_model import USUAL_RATE, find_model
 from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
 from jvpipe.models.recipe import Recipe
 from jvpipe.models.workload import OF_FOLDERS, format_of
@@ -36,7 +36,7 @@ from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES
-from jvpipe.session.options import PIPELINE, passed
+from jvpipe.session.options import PIPELINE, options_of, passed
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.util.extras import extra
@@ -77,10 +77,6 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
         (folder / beside.name).write_bytes(beside.read_bytes())
 
 
-_RATE = 1e-3
-"""Of a model with an optimizer of its own, if another is named."""
-
-
 def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
     """The model under the optimizer, the rate and the warm-up that were asked for.
 
@@ -101,7 +97,7 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
         raise ValueError(
             f"{given[0]}: {workload.name} has an optimizer of its own, change it there; or name another by --optimizer"
         )
-    recipe = workload.recipe or Recipe(_RATE)
+    recipe = workload.recipe or Recipe(USUAL_RATE)
     recipe = replace(
         recipe,
         optimizer_name=options.optimizer or recipe.optimizer_name,
@@ -175,7 +171,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
 
 
 def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """What a run begins with: the arrays of the folder, or the function that makes them.
+    """Returns what a run begins with: the arrays of the folder, or the function that makes them.
 
     Raises:
         ValueError: the folder is of another architecture; the first tensor that differs is named.
@@ -186,22 +182,9 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
     from jvpipe.models.hub import model_folder
     from jvpipe.models.weight_folder import open_folder
 
-    folder = open_folder(model_folder(options.init_from))
-    return in_folder(folder, workload, jax.random.key(options.seed))
-
-
-def write_weights(options: TrainOptions, workload: models.Workload, params: Tree) -> None:
-    """Writes a trained model to the folder of `--export-weights`, laid out as the one that it began with.
-
-    Raises:
-        ValueError: that one is not there any more.
-        OSError: nothing can be written.
-    """
-    assert options.init_from is not None
-    assert options.export_weights is not None
-    from jvpipe.models.checkpoints import to_folder
-
-    to_folder(workload, params, options.init_from, options.export_weights)
+    with phase("reading the weights"):
+        folder = open_folder(model_folder(options.init_from))
+        return in_folder(folder, workload, jax.random.key(options.seed))
 
 
 # A run of the command line, made ready: its folder, its data, its pipeline and its state.
@@ -271,9 +254,9 @@ def prepare(options: TrainOptions, hosts: Hosts, held: ExitStack) -> tuple[Job, 
     assert options.microbatches is not None
     search = hosts.together("model", lambda: _search(options, workload, hosts))
     schedule = find_schedule(options.schedule)
-    updates = options.steps * (
-        1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches)
-    )
+    microbatches = options.microbatches
+    in_step = 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
+    updates = options.steps * in_step
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
@@ -300,20 +283,17 @@ def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
         counted = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
+        asked = dataclasses.asdict(options)
         before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
-        plan = given = given_plan(dataclasses.asdict(options), before)
+        plan = given = given_plan(asked, before)
         if resumed and not given:
-            plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
+            plan = kept_plan(resumed.plan, asked, before)
         if plan is None:
             return replace(counted, stages=options.stages_asked), before, None, False
         schedule = find_schedule(plan.schedule or options.schedule)
         stages = options.stages if options.shares else pipeline_length(plan, schedule)
-        return (
-            replace(counted, stages=stages, schedule=schedule.name),
-            before,
-            plan,
-            given is not None,
-        )
+        counted = replace(counted, stages=stages, schedule=schedule.name)
+        return counted, before, plan, given is not None
 
     options, before, plan, given = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
@@ -327,9 +307,8 @@ def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
     )
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
-    hosts.agree(
-        "the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()]
-    )
+    config = _config(options, workload)
+    hosts.agree("the model of the processes", [(name, str(x)) for name, x in config.items()])
     run = _held_folder(options, workload, hosts, held)
 
     def last_plan() -> jvpipe.Plan | None:
@@ -337,7 +316,7 @@ def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
             run.refuse_if_used()
             return plan
         usual = find_model(options.model, options.size).settings
-        run.check(_config(options, workload), {"model_config": usual})
+        run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
         if plan and not given and run.checkpoints():  # layers may have moved since it was made
@@ -355,24 +334,22 @@ def _held_folder(
 
     def hold() -> str:
         if options.run_dir is None:
-            return str(hold_new(held, _new_folder(workload)).path)
+            title = workload.title.replace(" ", "-")
+            return str(hold_new(held, f"runs/{title}-{datetime.now():%Y%m%d-%H%M%S}").path)
         held.enter_context(RunDir(Path(options.run_dir)).held())
         return options.run_dir
 
     run = RunDir(Path(hosts.decided("run's folder", hold)))
-    hosts.agree(
-        "the folder of the run as processes see it",
-        [(str(run.path), hosts.together("folder", run.identity))],
-    )
+    seen = [(str(run.path), hosts.together("folder", run.identity))]
+    hosts.agree("the folder of the run as processes see it", seen)
     return run
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
     """Writes what a run is resumed with; `files` are digests of what belongs to it."""
     options, run = job.options, job.run
-    run.write_plan(
-        job.pipe.plan
-    )  # before the options that it was made for: they say whether it may be used again
+    # Before the options that it was made for: they say whether it may be used again.
+    run.write_plan(job.pipe.plan)
     config = _config(options, job.workload) | kept_options(options)
     told = {"data_digest": job.data.digest, "files": files, MARK: mark(run.path, options.model)}
     run.write_config(config | told)
@@ -433,7 +410,7 @@ def _state(job: Job) -> jvpipe.State:
     params = (
         job.search.first.params
         if job.search
-        else job.hosts.together("weights", lambda: _first_params(job))
+        else job.hosts.together("weights", lambda: first_params(job.options, job.workload))
     )
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
@@ -457,11 +434,6 @@ def _go_back(data: models.Data, last: Path) -> None:
         raise DamageError(f"{last}: its place in the data is none, {told}") from problem
 
 
-def _first_params(job: Job) -> Any:
-    with phase("reading the weights") if job.options.init_from else nullcontext():
-        return first_params(job.options, job.workload)
-
-
 def keep_compiled() -> None:
     """Keeps compiled programs in the user's cache, so that the next start finds them."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -469,10 +441,6 @@ def keep_compiled() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _new_folder(workload: models.Workload) -> str:
-    return f"runs/{workload.title.replace(' ', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _search(
@@ -494,20 +462,15 @@ def _search(
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
     """The part of the configuration that a resumed run must share: model, batch, seed, every parameter's shape."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
-    return {
-        **{name: getattr(options, name) for name in FIXED},
-        "model_config": workload.settings,
-        "parameters": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()},
-    }
+    parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
+    fixed = {name: getattr(options, name) for name in FIXED}
+    return {**fixed, "model_config": workload.settings, "parameters": parameters}
 
 
 def resume_command(job: Job) -> str:
     """The command line that goes on with a run."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
-    for flag, path in {
-        "--figure": job.options.figure,
-        "--export": job.options.export,
-        "--export-weights": job.options.export_weights,
-    }.items():
-        command += [flag, path] if path else []
+    for name in ("figure", "export", "export_weights"):
+        if path := getattr(job.options, name):
+            command += [options_of(TrainOptions)[name].flag, path]
     return shlex.join(command)

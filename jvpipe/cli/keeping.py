@@ -59,11 +59,6 @@ class Evaluations:
         """As checkpoints keep it; nothing where there was none."""
         return {} if self == Evaluations() else asdict(self)
 
-    @staticmethod
-    def from_json(kept: dict[str, Any]) -> "Evaluations":
-        """What `to_json` gave."""
-        return Evaluations(**kept)
-
 
 def evaluations_before(job: Job) -> Evaluations:
     """Those that the last checkpoint of a resumed run tells of."""
@@ -73,7 +68,7 @@ def evaluations_before(job: Job) -> Evaluations:
         return Evaluations()
     with damage_of(kept[-1]):
         compare("evaluations", told, _KEPT)
-    return Evaluations.from_json(told)
+    return Evaluations(**told)
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:

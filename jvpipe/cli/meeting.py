@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -200,148 +200,6 @@ class Given(NamedTuple):
         return {name: [digest(value), value[:_SHOWN]] for name, value in self.values}
 
 
-class MeetingServer:
-    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
-
-    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense holds up
-    nobody. Only a process with the secret, and a number that is free, can end the meeting by what it was given.
-
-    Args:
-        listener: a socket that listens.
-        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
-        count: of the processes, this one included.
-        given: to this process.
-    """
-
-    def __init__(
-        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
-    ) -> None:
-        self._listener, self._kept, self._count, self._given = listener, kept, count, given
-        self._present: set[int] = set()
-        self._visits: set[asyncio.Task[None]] = set()
-        self._refusals: set[str] = set()
-        self._met: Future[dict[str, Any]] = Future()
-        self._bonds = Bonds()
-
-    def wait(self, timeout_s: float) -> "Bonds":
-        """Returns the connections to all processes once they are there.
-
-        Args:
-            timeout_s: how long they may take.
-
-        Raises:
-            ValueError: one was given something else.
-            HostLost: some have not come in time.
-        """
-        run = threading.Thread(
-            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
-        )
-        run.start()
-        _port_in(self._met.result())
-        return self._bonds
-
-    def _run(self, timeout_s: float) -> None:
-        try:
-            asyncio.run(self._serve(timeout_s))
-        except Exception as error:
-            if self._met.done():
-                raise
-            self._met.set_exception(error)  # else this process would wait for ever
-
-    async def _serve(self, timeout_s: float) -> None:
-        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._end_if_complete()
-        server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
-        until_s = time.monotonic() + timeout_s
-        while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
-            await asyncio.wait({self._end}, timeout=min(PATIENCE.say_s, left_s))
-            if not self._end.done() and left_s > PATIENCE.say_s:
-                _say(f"waiting for {self._missing()}")
-        if not self._end.done():
-            self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # this process may end as soon as it knows, so the others hear first
-            await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
-        self._met.set_result(self._end.result())
-        await server.serve_forever()
-
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; one of a stranger ends without a word."""
-        lines = SignedLines(reader, writer, self._given.secret, "server")
-        visit = asyncio.current_task()
-        assert visit is not None, "the server runs each in a task"
-        self._visits.add(visit)
-        try:
-            if len(self._visits) <= PATIENCE.crowd:
-                host, *_ = writer.get_extra_info("peername") or ["unknown"]
-                await self._receive(lines, host)
-        except (OSError, ValueError):
-            pass
-        finally:
-            self._visits.discard(visit)
-            if lines not in self._bonds:
-                lines.close()
-
-    async def _receive(self, lines: SignedLines, host: str) -> None:
-        try:
-            async with asyncio.timeout(PATIENCE.handshake_s):
-                await lines.greet()
-                process, parts = _introduced(await lines.hear())
-        except AnotherSecretError:
-            self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
-            await lines.say()  # the client sees by itself that this is not proved with its secret
-            return
-        own = self._given.parts
-        if process in self._present:
-            self._refuse(f"a second process {process}, on {host}")
-            why = f"there is a process {process} already: the run goes on without another one"
-            await lines.say(refused=why, again=True)
-        elif differing := _differing(own, parts, 0, process):
-            if self._end.done():
-                self._refuse(f"process {process} on {host}: {differing}")
-            else:
-                self._end.set_result({"refused": differing, "again": False})
-            await lines.say(refused=_differing(parts, own, process, 0), again=False)
-        elif process < self._count:
-            await self._keep(lines, process)
-
-    async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
-        self._present.add(process)
-        self._end_if_complete()
-        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
-        try:
-            while not self._end.done() and not left.done():
-                await lines.say(missing=self._missing())
-                awaited = {self._end, left}
-                await asyncio.wait(
-                    awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            if self._end.done():
-                await lines.say(**self._end.result())
-                self._bonds.hold(lines, left, f"process {process}")
-        finally:
-            if lines not in self._bonds:
-                left.cancel()
-                await asyncio.gather(left, return_exceptions=True)
-            if not self._end.done():
-                self._present.discard(process)
-
-    def _end_if_complete(self) -> None:
-        if len(self._present) == self._count - 1 and not self._end.done():
-            self._end.set_result({"port": self._kept.getsockname()[1]})
-
-    def _missing(self) -> str:
-        missing = [i for i in range(1, self._count) if i not in self._present]
-        host, port, *_ = self._listener.getsockname()
-        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
-
-    def _refuse(self, whom: str) -> None:
-        """Says each refusal once, so that who knocks again and again does not fill the log."""
-        if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
-            self._refusals.add(whom)
-            _say(f"refused {whom}")
-
-
 class Bonds:
     """The connections that stay open after a meeting, for as long as both ends are there."""
 
@@ -387,7 +245,158 @@ class Bonds:
         wait(told, PATIENCE.farewell_s)
 
 
-class Attendance:
+class _Meeting:
+    """A side of a meeting, which is held in a thread of its own that stays for as long as the run lasts."""
+
+    def __init__(self) -> None:
+        self._met: Future[Any] = Future()
+        self.bonds = Bonds()
+
+    def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
+        """Begins the meeting, and waits for what it comes to."""
+
+        def run() -> None:
+            try:
+                asyncio.run(meeting)
+            except Exception as error:
+                if self._met.done():
+                    raise
+                self._met.set_exception(error)  # else this process would wait for ever
+
+        threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
+        return self._met.result()
+
+
+class MeetingServer(_Meeting):
+    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
+
+    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense holds up
+    nobody. Only a process with the secret, and a number that is free, can end the meeting by what it was given.
+
+    Args:
+        listener: a socket that listens.
+        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
+        count: of the processes, this one included.
+        given: to this process.
+    """
+
+    def __init__(
+        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
+    ) -> None:
+        super().__init__()
+        self._listener, self._kept, self._count, self._given = listener, kept, count, given
+        self._present: set[int] = set()
+        self._visits: set[asyncio.Task[None]] = set()
+        self._refusals: set[str] = set()
+
+    def wait(self, timeout_s: float) -> Bonds:
+        """Returns the connections to all processes once they are there.
+
+        Args:
+            timeout_s: how long they may take.
+
+        Raises:
+            ValueError: one was given something else.
+            HostLost: some have not come in time.
+        """
+        _port_in(self._meet(self._serve(timeout_s)))
+        return self.bonds
+
+    async def _serve(self, timeout_s: float) -> None:
+        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._end_if_complete()
+        server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
+        until_s = time.monotonic() + timeout_s
+        while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.wait({self._end}, timeout=min(PATIENCE.say_s, left_s))
+            if not self._end.done() and left_s > PATIENCE.say_s:
+                _say(f"waiting for {self._missing()}")
+        if not self._end.done():
+            self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
+        if self._visits:  # this process may end as soon as it knows, so the others hear first
+            await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
+        self._met.set_result(self._end.result())
+        await server.serve_forever()
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection; one of a stranger ends without a word."""
+        lines = SignedLines(reader, writer, self._given.secret, "server")
+        visit = asyncio.current_task()
+        assert visit is not None, "the server runs each in a task"
+        self._visits.add(visit)
+        try:
+            if len(self._visits) <= PATIENCE.crowd:
+                host, *_ = writer.get_extra_info("peername") or ["unknown"]
+                await self._receive(lines, host)
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._visits.discard(visit)
+            if lines not in self.bonds:
+                lines.close()
+
+    async def _receive(self, lines: SignedLines, host: str) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE.handshake_s):
+                await lines.greet()
+                process, parts = _introduced(await lines.hear())
+        except AnotherSecretError:
+            self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
+            await lines.say()  # the client sees by itself that this is not proved with its secret
+            return
+        own = self._given.parts
+        if process in self._present:
+            self._refuse(f"a second process {process}, on {host}")
+            why = f"there is a process {process} already: the run goes on without another one"
+            await lines.say(refused=why, again=True)
+        elif differing := _differing(own, parts, 0, process):
+            if self._end.done():
+                self._refuse(f"process {process} on {host}: {differing}")
+            else:
+                self._end.set_result({"refused": differing, "again": False})
+            await lines.say(refused=_differing(parts, own, process, 0), again=False)
+        elif process < self._count:
+            await self._keep(lines, process)
+
+    async def _keep(self, lines: SignedLines, process: int) -> None:
+        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
+        self._present.add(process)
+        self._end_if_complete()
+        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
+        try:
+            while not self._end.done() and not left.done():
+                await lines.say(missing=self._missing())
+                awaited = {self._end, left}
+                await asyncio.wait(
+                    awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            if self._end.done():
+                await lines.say(**self._end.result())
+                self.bonds.hold(lines, left, f"process {process}")
+        finally:
+            if lines not in self.bonds:
+                left.cancel()
+                await asyncio.gather(left, return_exceptions=True)
+            if not self._end.done():
+                self._present.discard(process)
+
+    def _end_if_complete(self) -> None:
+        if len(self._present) == self._count - 1 and not self._end.done():
+            self._end.set_result({"port": self._kept.getsockname()[1]})
+
+    def _missing(self) -> str:
+        missing = [i for i in range(1, self._count) if i not in self._present]
+        host, port, *_ = self._listener.getsockname()
+        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
+
+    def _refuse(self, whom: str) -> None:
+        """Says each refusal once, so that who knocks again and again does not fill the log."""
+        if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
+            self._refusals.add(whom)
+            _say(f"refused {whom}")
+
+
+class Attendance(_Meeting):
     """The side of the other processes: comes to process 0, and stays in touch while the run lasts.
 
     Args:
@@ -398,9 +407,8 @@ class Attendance:
     """
 
     def __init__(self, host: str, port: int, process: int, given: Given) -> None:
+        super().__init__()
         self._host, self._port, self._process, self._given = host, port, process, given
-        self._met: Future[int] = Future()
-        self.bonds = Bonds()
 
     def wait(self, timeout_s: float) -> int:
         """Returns the port where JAX brings the processes together, once all have come.
@@ -412,19 +420,7 @@ class Attendance:
             ValueError: process 0 has never answered, or was given something else.
             HostLost: there is such a process already, or some have not come in time.
         """
-        run = threading.Thread(
-            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
-        )
-        run.start()
-        return self._met.result()
-
-    def _run(self, timeout_s: float) -> None:
-        try:
-            asyncio.run(self._attend(timeout_s))
-        except Exception as error:
-            if self._met.done():
-                raise
-            self._met.set_exception(error)  # else this process would wait for ever
+        return self._meet(self._attend(timeout_s))
 
     async def _attend(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s

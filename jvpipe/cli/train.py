@@ -15,7 +15,7 @@ from typing import Any
 import jvpipe
 from jvpipe.cli import outputs
 from jvpipe.cli.command_line import given, parse
-from jvpipe.cli.job import Job, prepare, resume_command, write_weights
+from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.keeping import held_out_loss
 from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.processes import Watch, join, leave
@@ -137,7 +137,11 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             outputs.write_safetensors(Path(job.options.export), params)
             print(f"parameters in {job.options.export}")
         if job.options.export_weights:
-            write_weights(job.options, job.workload, params)
+            from jvpipe.models.checkpoints import to_folder  # needs an extra
+
+            begun_from = job.options.init_from
+            assert begun_from is not None, "that is checked"
+            to_folder(job.workload, params, begun_from, job.options.export_weights)
             print(f"weights in {job.options.export_weights}")
     except OSError as problem:
         saved = job.run.checkpoints()[-1]

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any
 
@@ -238,11 +238,6 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
         has_state: whether the loss takes and returns model state.
     """
     check_loss(loss_fn, has_state=has_state)
-    check_optimizer(optimizer)
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for what is no optax transformation."""
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(
@@ -321,3 +316,34 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
     return whole_numbers(name, replicas)
+
+
+_SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"
+
+
+def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
+    """How fast each device is beside the others; none if nobody says.
+
+    >>> checked_speeds("speeds", np.array([2, 1]))
+    (2.0, 1.0)
+    >>> checked_speeds("speeds", [2, 0])
+    Traceback (most recent call last):
+    ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
+    """
+    given: list[Any] = (
+        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
+    )
+    numbers = all(
+        (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given
+    )
+    if not numbers:
+        raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
+    return tuple(float(x) for x in given)
+
+
+def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
+    """Raises ValueError unless there is a speed for each device, or none."""
+    if speeds and len(speeds) != devices:
+        raise ValueError(
+            f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
+        )

@@ -25,7 +25,7 @@ from jvpipe.runtime.state.migrate import (
 from jvpipe.runtime.state.model_change import ModelSwitch, Parked, plan_model_switch
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.compiled_plans import CompiledPlans
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 from jvpipe.session.trees import micro_batch_shapes, shapes_of
 from jvpipe.trace.leaves import abstract
 
@@ -140,8 +140,7 @@ class Migrations:
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
-        if new.hosts is not None:
-            new.hosts.agree("the rows of a migration", agreed_rows(migration.new))
+        agree_on_rows(migration.new, "the rows of a migration")
         if self._controller.monitor:
             migration.bound.compile_marks()
         return migration

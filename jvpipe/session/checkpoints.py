@@ -18,7 +18,7 @@ from jvpipe.runtime.state.checkpoints.parts import open_together, read_together,
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 from jvpipe.session.trees import shapes_of
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief
@@ -187,8 +187,7 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     except ValueError as problem:
         raise ValueError(f"{saved.folder}: {problem}") from problem
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
-    if hosts is not None:  # nothing crosses before all are ready
-        hosts.agree("the rows that processes run", agreed_rows(compiled))
+    agree_on_rows(compiled)
     model = session.compiled_plans.model_id
     return State(
         placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model

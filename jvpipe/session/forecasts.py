@@ -16,9 +16,7 @@ from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
@@ -107,9 +105,12 @@ def plan_for(
         ValueError: for what cannot be used, with the values and the cure.
     """
     names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
-    usual = _usual(optimizer)
-    check_functions(loss_fn, usual, has_state=told["has_state"])
-    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=usual)
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adamw(1e-3)
+    check_functions(loss_fn, optimizer, has_state=told["has_state"])
+    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
     return _planned(partial(model, model_state=model_state), names, told, title)
 
 
@@ -160,10 +161,15 @@ class _Asking:
             limits: of the devices.
         """
         question, cluster = replace(self.question, said=said), self.cluster
-        if self.pins is None:
-            return _with_state(_straight(question, cluster, limits, self.names, self.title))
-        shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
-        return _with_state(_shaped(question, shapes, self.names[0], self.title))
+        if self.pins is not None:
+            shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
+            (planner, *_) = self.names
+            problem, best = _answer(planner, shapes.model, partial(ask_shapes, planner, shapes))
+            return _with_state(Forecast(problem, (best,), self.title, question, shapes))
+        problem = question.problem(cluster, limits)
+        forecast = asked(problem, self.names, self.title, question)
+        cuts_layers = not any(find_planner(name).as_paper for name in self.names)
+        return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
         """The plan that the compiler of the hardware signs.
@@ -184,47 +190,6 @@ class _Asking:
         )
 
 
-def _usual(optimizer: Any) -> Any:
-    """The optimizer; AdamW unless given."""
-    if optimizer is not None:
-        return optimizer
-    import optax
-
-    return optax.adamw(1e-3)
-
-
-def _shaped(question: Question, shapes: Shapes, planner: str, title: str) -> Forecast:
-    """Asks a planner that decides how many devices each stage has.
-
-    Args:
-        question: has the model.
-        shapes: those that there are.
-        planner: its name.
-        title: of a figure.
-    """
-    start_s = time.perf_counter()
-    try:
-        planned = ask_shapes(planner, shapes)
-    except Infeasible as infeasible:
-        refused = Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
-        return Forecast(shapes.model, (refused,), title, question, shapes)
-    best = _told(planner, planned, time.perf_counter() - start_s)
-    return Forecast(planned.problem, (best,), title, question, shapes)
-
-
-def _straight(
-    question: Question,
-    cluster: Cluster,
-    limit: int | tuple[int, ...] | None,
-    names: Sequence[str],
-    title: str,
-) -> Forecast:
-    """Asks planners about stages of one device each."""
-    forecast = asked(question.problem(cluster, limit), names, title, question)
-    splits = not any(find_planner(name).as_paper for name in names)
-    return with_splits(question, forecast) if splits else forecast
-
-
 def _with_state(forecast: Forecast) -> Forecast:
     """Puts into the plans where the optimizer's state lies, and counts the seconds of its way to the host and back."""
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
@@ -232,13 +197,13 @@ def _with_state(forecast: Forecast) -> Forecast:
         return forecast
     model = question.trace()
 
-    def told(given: Answer) -> Answer:
-        if given.plan is None:
-            return given
-        traced = split_as_planned(model.traced, given.splits)
-        return replace(given, plan=question.with_state_fates(traced, given.plan))
+    def placed(answer: Answer) -> Answer:
+        if answer.plan is None:
+            return answer
+        traced = split_as_planned(model.traced, answer.splits)
+        return replace(answer, plan=question.with_state_fates(traced, answer.plan))
 
-    answers = tuple(map(told, forecast.answers))
+    answers = tuple(map(placed, forecast.answers))
     assert answers[0].plan is not None
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
     updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
@@ -282,21 +247,25 @@ def asked(
     for name in names:
         check_chooser(problem.schedule, name)
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
-    given_by = {name: _answered(problem, name) for name in own_first}
-    answers = best_first(problem, [given for _, given in given_by.values()])
-    return Forecast(given_by[answers[0].planner][0], tuple(answers), title, question)
+    by_planner = {name: _answer(name, problem, partial(ask, name, problem)) for name in own_first}
+    answers = best_first(problem, [answer for _, answer in by_planner.values()])
+    return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def answer(problem: Problem, planner: str) -> Answer:
-    """Asks a planner, and looks at the clock."""
-    return _answered(problem, planner)[1]
+def _answer(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+    """Asks a planner, and looks at the clock.
 
+    Args:
+        planner: its name.
+        problem: what it is asked.
+        put: asks it.
 
-def _answered(problem: Problem, planner: str) -> tuple[Problem, Answer]:
-    """A planner's answer, and the problem with the order of tasks that it is an answer to."""
+    Returns:
+        The problem with the order of tasks that the answer is for, and the answer.
+    """
     start_s = time.perf_counter()
     try:
-        planned = ask(planner, problem)
+        planned = put()
     except Infeasible as infeasible:
         return problem, Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
     return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
@@ -334,15 +303,12 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     start_s = time.perf_counter()
     model = question.trace()
 
-    def cut(traced: Traced) -> OptimizerCut:
-        return question.cut(model, traced)
-
     def plan(traced: Traced) -> CutCandidate:
-        optimizer = cut(traced)
+        optimizer = question.cut(model, traced)
         finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
-        return CutCandidate(traced, optimizer, ask(first.planner, finer))
+        return CutCandidate(traced, ask(first.planner, finer))
 
-    begin = CutCandidate(model.traced, cut(model.traced), planned)
+    begin = CutCandidate(model.traced, planned)
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     planning_s = first.planning_s + time.perf_counter() - start_s
     finer = _told(first.planner, best.planned, planning_s, best.traced.splits)

@@ -9,7 +9,7 @@ from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.session.session import Session
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 
 Tree = Any
 _log = logging.getLogger("jvpipe")
@@ -36,8 +36,7 @@ def switch_model(
     known, present = session.known_models, session.compiled_plans
     compiled_plans = known.compiled_for(present, loss_fn, params, model_state)
     switch = known.plan_switch(present, compiled_plans, params, model_state, session.limits)
-    if (hosts := session.settings.hosts) is not None:  # nothing crosses before all are ready
-        hosts.agree("the rows of new models", agreed_rows(compiled_plans.current))
+    agree_on_rows(compiled_plans.current, "the rows of new models")
     session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

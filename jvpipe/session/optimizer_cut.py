@@ -11,9 +11,11 @@ from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.schedules import Schedule
+from jvpipe.session.settings import Training
 from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
+from jvpipe.trace.model import Model
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
 from jvpipe.trace.structure import structure
@@ -49,8 +51,35 @@ class OptimizerCutter:
         default_factory=dict, repr=False
     )
 
+    @staticmethod
+    def of(
+        training: Training,
+        model: Model,
+        *,
+        grad_norm: bool = False,
+        sharding: Sharding | None = None,
+    ) -> "OptimizerCutter":
+        """Makes what cuts the optimizer of a model.
+
+        Args:
+            training: has the optimizer, and what it sees.
+            model: has the parameters.
+            grad_norm: also compute the gradient's norm.
+            sharding: how parameters lie over the devices of a place.
+        """
+        stacks = model.stacks
+        return OptimizerCutter(
+            training.optimizer,
+            model.params,
+            training.microbatches,
+            grad_norm,
+            sharding,
+            None if training.stacked else stacks,
+            stacks.slices_named(training.frozen),
+        )
+
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
-        """Cuts the optimizer for the layers of a graph.
+        """Cuts the optimizer for the layers of a graph, to be run.
 
         Args:
             graph: the layers that own the parameters.
@@ -59,18 +88,7 @@ class OptimizerCutter:
         Raises:
             ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
         """
-        owners = tuple(p.owner for p in graph.parameters)
-        readers, microbatches = self._sums(graph, schedule)
-        key = owners, readers, microbatches
-        if key not in self._cuts:
-            with phase("tracing and cutting the optimizer"):
-                cut = self._cut(owners, readers, microbatches)
-                self._cuts[key] = (
-                    cut
-                    if self.sharding is None
-                    else laid_state(cut, graph.parameters, self.sharding)
-                )
-        cut = self._cuts[key]
+        cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
             raise ValueError(
@@ -80,6 +98,32 @@ class OptimizerCutter:
                 f"{'. ' + PER_LAYER if self.stacks else ''}"
             )
         return cut
+
+    def pieces(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
+        """Cuts the optimizer for the layers of a graph, to be looked at: the schedule may not be able to run it.
+
+        Args:
+            graph: the layers that own the parameters.
+            schedule: says how many micro-batches an update takes.
+        """
+        owners = tuple(p.owner for p in graph.parameters)
+        readers, microbatches = self._sums(graph, schedule)
+        key = owners, readers, microbatches
+        if key not in self._cuts:
+            with phase("tracing and cutting the optimizer"):
+                cut = cut_optimizer(
+                    self.optimizer,
+                    abstract(self.params),
+                    owners,
+                    readers,
+                    microbatches=microbatches,
+                    grad_norm=self.grad_norm,
+                    traced=self._trace(readers, microbatches),
+                )
+                if self.sharding is not None:
+                    cut = laid_state(cut, graph.parameters, self.sharding)
+                self._cuts[key] = cut
+        return self._cuts[key]
 
     def traced(self, graph: LayerGraph) -> TracedOptimizer:
         """The optimizer, traced for an update of all micro-batches of a step."""
@@ -135,14 +179,3 @@ class OptimizerCutter:
                 frozen=self.frozen,
             )
         return self._traced[key]
-
-    def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:
-        return cut_optimizer(
-            self.optimizer,
-            abstract(self.params),
-            owners,
-            readers,
-            microbatches=microbatches,
-            grad_norm=self.grad_norm,
-            traced=self._trace(readers, microbatches),
-        )

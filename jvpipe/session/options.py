@@ -19,14 +19,14 @@ from jvpipe.session.arguments import (
     checked_name,
     checked_replicas,
     checked_schedule,
+    checked_speeds,
     checked_stacked,
     checked_stages,
     one_of,
     whole_number,
     whole_numbers,
 )
-from jvpipe.session.inner_axes import checked_sharding
-from jvpipe.session.measuring import checked_speeds
+from jvpipe.session.devices import checked_sharding
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_flag, checked_frozen
 from jvpipe.util.sizes import parse_bytes, parse_limits
@@ -140,10 +140,6 @@ def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
     return tuple(name for name, each in options_of(holder).items() if each.resumed in kinds)
 
 
-def _cluster(said: str, value: Any) -> Cluster:
-    return value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
-
-
 def checked_target(name: str, value: Any) -> Target | bool:
     """Whether a compiler is asked, or for which device: a target's name."""
     if isinstance(value, str):
@@ -153,10 +149,6 @@ def checked_target(name: str, value: Any) -> Target | bool:
             f"{name} must be True, or the name of a target such as 'h100', not {brief(value)}"
         )
     return value
-
-
-def _planner(said: str, value: Any) -> str:
-    return find_planner(checked_name(said, value, "jvpipe")).name
 
 
 _COUNT = partial(whole_number, most=MOST_PLACES)
@@ -226,7 +218,7 @@ class PipelineOptions:
     )
     planner: str = option(
         "jvpipe",
-        _planner,
+        lambda said, value: find_planner(checked_name(said, value, "jvpipe")).name,
         "How layers are spread over stages.",
         "pipeline",
         "",
@@ -235,7 +227,9 @@ class PipelineOptions:
     )
     hardware: str | None = option(
         None,
-        _cluster,
+        lambda said, value: (
+            value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
+        ),
         "A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph.",
         "pipeline",
         "",

@@ -18,15 +18,16 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.problem import Problem, single_groups
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.user_fates import with_state_fates
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.measuring import groups_apart, slowness_by_kind, times_longer, work_s
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.settings import Training
 from jvpipe.session.trees import micro_batch_shapes
@@ -99,31 +100,15 @@ class Question(Training):
         return model
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        """What has traced the optimizer of a model, and does so once."""
-        key, stacks = (self.microbatches, id(model.params)), model.stacks
+        """Finds what has traced the optimizer of a model, and does so once."""
+        key = self.microbatches, id(model.params)
         if key not in self._cutters:
-            self._cutters[key] = OptimizerCutter(
-                self.optimizer,
-                model.params,
-                self.microbatches,
-                grad_norm=False,
-                stacks=None if self.stacked else stacks,
-                frozen=stacks.slices_named(self.frozen),
-            )
+            self._cutters[key] = OptimizerCutter.of(self, model)
         return self._cutters[key]
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
-        """The optimizer of a model in pieces for the layers of a trace."""
-        graph = traced.graph
-        return cut_optimizer(
-            self.optimizer,
-            model.params,
-            [p.owner for p in graph.parameters],
-            [len(p.readers) for p in graph.parameters],
-            microbatches=None if graph.weighted else self.microbatches,
-            traced=self._cutter(model).traced(graph),
-            stacks=None if self.stacked else model.stacks,
-        )
+        """Cuts the optimizer of a model for the layers of a trace."""
+        return self._cutter(model).pieces(traced.graph, self.schedule)
 
     def costs(
         self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
@@ -162,21 +147,13 @@ class Question(Training):
             costs: on the first of them.
             devices: so many of them are used.
         """
-        first_s = [layer.forward_s + layer.backward_s for layer in costs.layers]
-        known: dict[str, tuple[float, ...]] = {str(cluster.device): ()}
 
-        def of(kind: Accelerator) -> tuple[float, ...]:
-            if str(kind) not in known:
-                other = estimate(
-                    traced, replace(cluster, device=kind, unlike=()), fates=False
-                ).layers
-                other_s = [layer.forward_s + layer.backward_s for layer in other]
-                known[str(kind)] = tuple(
-                    b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True)
-                )
-            return known[str(kind)]
+        def longer(device: Accelerator) -> tuple[float, ...]:
+            alike = replace(cluster, device=device, unlike=())
+            return times_longer(costs, estimate(traced, alike, fates=False))
 
-        return [of(kind) for kind in cluster.accelerators[:devices]]
+        used = cluster.accelerators[:devices]
+        return slowness_by_kind(used, str, longer)
 
     def held_bytes(self, plan: Plan) -> list[int]:
         """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
@@ -253,16 +230,17 @@ class Question(Training):
         whole = self.trace(most)
         optimizer = self.cut(whole, whole.traced)
         costs = {most: self.costs(cluster, whole.traced, optimizer)}
+        operations = [eqn.primitive for eqn in whole.traced.loss.eqns]
         for b in smaller(most, devices):
             if 1 in costs:
                 break
-            with suppress(OtherLayersError):  # then replicas cannot have so few examples
+            # A loss of other layers or operations at this size has no replicas with so few examples.
+            with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
-                if _operations(traced) == _operations(whole.traced):  # likewise
+                if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
         slowness = self.slowness(cluster, whole.traced, costs[most], devices)
-        limit, apart = single_groups(slowness, limits, [x.name for x in used])
-        alike = len({group.kind for group in apart}) == 1 and not apart[0].slowness
+        limit, apart = groups_apart(slowness, limits, [x.name for x in used])
         model = Problem(
             costs[most],
             self.schedule.chunks,
@@ -277,7 +255,7 @@ class Question(Training):
         )
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
-        shapes = Shapes(model, local, cluster, devices, batch, pins, () if alike else apart)
+        shapes = Shapes(model, local, cluster, devices, batch, pins, apart)
         return shapes, whole.traced.graph
 
 
@@ -397,11 +375,6 @@ def smaller(examples: int, devices: int) -> tuple[int, ...]:
     return tuple(b for b in sizes if b < examples)
 
 
-def _operations(traced: Traced) -> list[str]:
-    """What must be alike for a loss to be made of the same layers at two sizes."""
-    return [eqn.primitive.name for eqn in traced.loss.eqns]
-
-
 def check_devices(stages: int, cluster: Cluster) -> None:
     """Raises ValueError if there are fewer devices than stages."""
     if stages > cluster.devices:
@@ -413,15 +386,13 @@ def check_devices(stages: int, cluster: Cluster) -> None:
 
 def check_sums(problem: Problem) -> None:
     """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
-    layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
+    layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
+    crossing = [edge.bytes for edge in problem.costs.edges]
+    kept = [layer.options[0].kept_bytes for layer in layers]
     sums = {
-        "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
-        "links between stages are busy": 2
-        * m
-        * sum(problem.peer.seconds(edge.bytes) for edge in edges),
-        "links to the host are busy": 2
-        * m
-        * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
+        "the layers compute": m * sum(work_s(layers)),
+        "links between stages are busy": 2 * m * sum(map(problem.peer.seconds, crossing)),
+        "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
         if not seconds <= MOST_S:
@@ -429,16 +400,11 @@ def check_sums(problem: Problem) -> None:
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
                 "correct the times of the layers, or what the links carry and how fast"
             )
-    in_flight = max(problem.in_flight)
     versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
-    held = sum(
-        versions * layer.parameter_bytes
-        + layer.gradient_bytes
-        + layer.optimizer_bytes
-        + layer.temporary_bytes
-        + in_flight * (layer.input_bytes + layer.options[0].kept_bytes)
-        for layer in layers
-    ) + in_flight * sum(edge.bytes for edge in edges)
+    once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
+    weights = versions * sum(layer.parameter_bytes for layer in layers)
+    inputs = sum(layer.input_bytes for layer in layers)
+    held = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held > MOST_BYTES:
         raise ValueError(
             f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "

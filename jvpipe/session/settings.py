@@ -5,7 +5,6 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
-from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
-from jvpipe.papers.registry import find_planner, shape_planners
+from jvpipe.papers.registry import FateRule, find_planner, shape_planners
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.hosts import Hosts, present_hosts
 from jvpipe.runtime.engine.replicas import check_replicable
@@ -28,10 +27,9 @@ from jvpipe.session.arguments import (
     USUAL_STAGES,
     check_chooser,
     check_functions,
-    checked_devices,
+    check_speeds,
 )
-from jvpipe.session.inner_axes import inner_axes
-from jvpipe.session.measuring import check_speeds, device_limits
+from jvpipe.session.devices import device_limits, inner_axes, place, replicas_at
 from jvpipe.trace.digests import (
     array_digest,
     leaf_lines,
@@ -109,6 +107,11 @@ class Settings(Training):
     remeasure: bool
     hosts: Hosts | None
     speeds: tuple[float, ...]
+
+    @property
+    def chooses_fates(self) -> bool:
+        """Whether the planner chooses fates: one that does, under a limit."""
+        return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
@@ -234,79 +237,6 @@ def stages_under(
     return stages
 
 
-def place(
-    stages: int | Plan | None,
-    devices: Any,
-    schedule: Schedule,
-    replicas: Sequence[int] | None,
-    *,
-    shares: bool,
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's first one among them, if they are known.
-
-    Args:
-        stages: their number, or a plan; None: it is to be decided.
-        devices: given for these.
-        schedule: says which stages share a device.
-        replicas: how many devices each stage takes, if some take several.
-        shares: that is to be decided.
-    """
-    if stages is None or shares:
-        return place_shared(stages, devices)
-    return (
-        place_replicas(replicas, devices, schedule)
-        if replicas
-        else place_stages(stages, devices, schedule)
-    )
-
-
-def place_shared(
-    stages: int | Plan | None, devices: Any
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The devices that stages are to share, of which none has a stage yet.
-
-    Args:
-        stages: their number, if that is given.
-        devices: given, all different.
-    """
-    given = checked_devices(devices)
-    _check_different(given)
-    if isinstance(stages, int) and stages > len(given):
-        raise ValueError(
-            f"{stages} stages need {stages} devices, there are {len(given)}: use at most {len(given)} stages"
-        )
-    return tuple(given), ()
-
-
-def place_stages(
-    stages: int | Plan, devices: Any, schedule: Schedule
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The distinct devices, and the index of each stage's device among them.
-
-    Devices that are given stay, used or not: a later plan may have more stages.
-
-    Args:
-        stages: the devices that the pipeline passes, or a plan.
-        devices: given for these.
-        schedule: says which stages share a device.
-    """
-    given = checked_devices(devices)
-    if devices is None:
-        given = [*dealt(stages.device_count if isinstance(stages, Plan) else stages, given), *given]
-    distinct = tuple(dict.fromkeys(given))
-    if isinstance(stages, Plan):
-        return distinct, ()
-    there = len(distinct if devices is None else given)
-    if stages > there:
-        raise ValueError(
-            f"{stages} stages need {stages} devices, there are {there}: use at most {there} stages, "
-            "or share devices by naming them more than once in devices="
-        )
-    used = tuple(dict.fromkeys(given[:stages])) if devices is None else distinct
-    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
-    return used, tuple(used.index(given[place]) for place in places)
-
-
 def replica_counts(
     counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
 ) -> tuple[int, ...] | None:
@@ -334,79 +264,6 @@ def replica_counts(
         return None
     check_replicable(schedule)
     return counts
-
-
-def place_replicas(
-    replicas: Sequence[int], devices: Any, schedule: Schedule
-) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """The devices, and the index of the first one of each stage among them: in their order, stage by stage.
-
-    Args:
-        replicas: how many each place of the pipeline takes.
-        devices: given for them, all different.
-        schedule: says which stages share a place.
-
-    Raises:
-        ValueError: there are too few, or one is named twice.
-    """
-    given = checked_devices(devices)
-    _check_different(given)
-    if sum(replicas) > len(given):
-        raise ValueError(
-            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {len(given)}: use fewer replicas or "
-            "stages"
-        )
-    used = given[: sum(replicas)] if devices is None else given
-    firsts, places = [first for first, *_ in replicas_at(replicas)], len(replicas)
-    stages = range(schedule.stages_on(places))
-    return tuple(used), tuple(firsts[schedule.device_of(s, places)] for s in stages)
-
-
-def _check_different(devices: Sequence[Device]) -> None:
-    """Raises ValueError if a device is named twice."""
-    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
-        raise ValueError(
-            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
-        )
-
-
-def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The indices of the devices of each stage.
-
-    >>> replicas_at((2, 1))
-    ((0, 1), (2,))
-    """
-    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
-
-
-def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of all processes in the order in which stages take them: a block of stages for each process.
-
-    Raises:
-        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
-    """
-    processes = list(dict.fromkeys(device.process_index for device in devices))
-    if len(processes) == 1:
-        return tuple(devices)
-    if stages < len(processes):
-        raise ValueError(
-            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
-            "processes"
-        )
-    left = {process: [d for d in devices if d.process_index == process] for process in processes}
-    order = []
-    for s in range(stages):
-        process = processes[s * len(processes) // stages]
-        if not left[process]:
-            block = sum(
-                i * len(processes) // stages == processes.index(process) for i in range(stages)
-            )
-            raise ValueError(
-                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
-                "use fewer stages, or more processes"
-            )
-        order.append(left[process].pop(0))
-    return tuple(order)
 
 
 # What all processes of a run must have alike, part by part, so that a difference can be named.
@@ -484,9 +341,19 @@ def _unread(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 
-def agreed_rows(compiled: CompiledPlan) -> Parts:
-    """The lowered rows, once they are bound."""
-    return [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
+def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
+    """Makes sure that all processes have lowered a plan alike, before anything crosses between them.
+
+    Args:
+        compiled: the plan.
+        name: of what is compared, for the message.
+
+    Raises:
+        Disagreement: some rows differ.
+    """
+    if compiled.hosts is not None:
+        parts = [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
+        compiled.hosts.agree(name, parts)
 
 
 def told_peaks(hosts: Hosts, own: Sequence[Peak]) -> list[Peak]:

@@ -1,7 +1,7 @@
 """The caller's pytrees: parameters in the leaves that layers own, batches in the slices that micro-batches read."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,23 +91,6 @@ def feeds_of(
             np.array([*words.ravel(), step, m], np.uint32) for m in range(microbatches)
         ]
     return feeds
-
-
-def check_fed(
-    feeds: Collection[tuple[str, int]], needed: Collection[tuple[str, int]], names: Sequence[str]
-) -> None:
-    """Raises ValueError if a leaf of the batch that is read is a shape alone.
-
-    Args:
-        feeds: what there is, by (kind, index).
-        needed: what the rows of a step read.
-        names: of the batch's leaves.
-    """
-    if lacking := sorted(set(needed) - set(feeds)):
-        raise ValueError(
-            f"batch leaf '{names[lacking[0][1]]}' is a shape, and a stage of this process reads it: give an array; "
-            "pipe.needs() names all that it reads"
-        )
 
 
 def _feedable(leaf: Any) -> Any:

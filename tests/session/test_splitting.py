@@ -87,7 +87,7 @@ def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> CutCandidat
     problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
     decision = jvpipe(problem)
     planned = Planned(decision.plan(problem, "jvpipe"), problem, decision)
-    return CutCandidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
+    return CutCandidate(traced, planned)
 
 
 def always(whole: Traced, layer: int, halves: Traced) -> bool:
