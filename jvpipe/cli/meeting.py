@@ -42,10 +42,10 @@ def read_secret(path: str | None) -> bytes:
     )
     if path is None:
         return b""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             # a pipe without a writer would be waited for
-            file = held.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
+            file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
             status = os.fstat(file.fileno())
             secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
         except OSError as problem:
@@ -110,12 +110,13 @@ class SignedLines:
         theirs = (await self._line()).decode()
         if not theirs.startswith(f"{_GREETING} "):
             raise ValueError("what answers there is not this version of jvpipe")
+        # Both ends must order the nonces alike.
         ordered = (mine, theirs) if self._end == "server" else (theirs, mine)
         self._nonces = " ".join(ordered)
 
-    async def say(self, **told: Any) -> None:
+    async def say(self, **words: Any) -> None:
         """Tells the other end something."""
-        text = json.dumps(told).encode()
+        text = json.dumps(words).encode()
         proof = self._proof(self._end, self._said, text)
         self._said += 1
         self._writer.write(proof + b" " + text + b"\n")
@@ -131,16 +132,17 @@ class SignedLines:
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
+        # In constant time: how much of a forged proof is right stays unknown.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
         try:
-            told = json.loads(text)
+            words = json.loads(text)
         except RecursionError as problem:
             raise ValueError("nested too deeply") from problem
-        if not isinstance(told, dict):
+        if not isinstance(words, dict):
             raise ValueError("not an object")
-        return told
+        return words
 
     def close(self) -> None:
         """Ends the connection after what was said."""
@@ -238,11 +240,11 @@ class Bonds:
         self._is_over = True
         if self._loop is None:
             return
-        told = [
+        farewells = [
             asyncio.run_coroutine_threadsafe(lines.say(farewell=True), self._loop)
             for lines in list(self._held)
         ]
-        wait(told, PATIENCE.farewell_s)
+        wait(farewells, PATIENCE.farewell_s)
 
 
 class _Meeting:
@@ -305,6 +307,7 @@ class MeetingServer(_Meeting):
     async def _serve(self, timeout_s: float) -> None:
         self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._end_if_complete()
+        # From here on connections are served beside what follows.
         server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
         until_s = time.monotonic() + timeout_s
         while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
@@ -344,17 +347,18 @@ class MeetingServer(_Meeting):
             self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
             await lines.say()  # the client sees by itself that this is not proved with its secret
             return
-        own = self._given.parts
+        mine = self._given.parts
         if process in self._present:
             self._refuse(f"a second process {process}, on {host}")
             why = f"there is a process {process} already: the run goes on without another one"
             await lines.say(refused=why, again=True)
-        elif differing := _differing(own, parts, 0, process):
+        # Only who has the secret comes here, so its word may end the meeting.
+        elif differing := _differing(mine, parts, 0, process):
             if self._end.done():
                 self._refuse(f"process {process} on {host}: {differing}")
             else:
                 self._end.set_result({"refused": differing, "again": False})
-            await lines.say(refused=_differing(parts, own, process, 0), again=False)
+            await lines.say(refused=_differing(parts, mine, process, 0), again=False)
         elif process < self._count:
             await self._keep(lines, process)
 
@@ -366,6 +370,7 @@ class MeetingServer(_Meeting):
         try:
             while not self._end.done() and not left.done():
                 await lines.say(missing=self._missing())
+                # Every few seconds it hears who is missing, which also shows that this side lives.
                 awaited = {self._end, left}
                 await asyncio.wait(
                     awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
@@ -431,10 +436,10 @@ class Attendance(_Meeting):
             # process 0 may have come first: it is the one who says that the time is over
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
-                while "missing" in (told := await lines.hear()):
-                    missing = ascii(told["missing"]).strip("'")
+                while "missing" in (words := await lines.hear()):
+                    missing = ascii(words["missing"]).strip("'")
                     _say(f"waiting for {missing}")
-                port = _port_in(told)
+                port = _port_in(words)
             bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
             self._met.set_result(port)  # after it is held: who hears this may say farewell at once
             await bond
@@ -479,9 +484,9 @@ async def _reached(
         await asyncio.sleep(PATIENCE.knock_s)
 
 
-def _introduced(told: Mapping[str, Any]) -> tuple[int, Parts]:
+def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
     """Returns a process's number and what it was given; raises ValueError for what is neither."""
-    process, parts = told.get("process"), told.get("parts")
+    process, parts = words.get("process"), words.get("parts")
     if type(process) is not int or not 0 < process < 2**31 or not isinstance(parts, dict):
         raise ValueError("not a process")
     for part in parts.values():
@@ -490,9 +495,9 @@ def _introduced(told: Mapping[str, Any]) -> tuple[int, Parts]:
     return process, parts
 
 
-def _port_in(told: Mapping[str, Any]) -> int:
+def _port_in(words: Mapping[str, Any]) -> int:
     """Returns the port that a meeting ended with; raises what it says if it ended otherwise."""
-    match told:
+    match words:
         case {"port": int(port)} if 0 < port < 2**16:
             return port
         case {"refused": str(why), "again": bool(again)} if why.isprintable():
@@ -503,12 +508,12 @@ def _port_in(told: Mapping[str, Any]) -> int:
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
     """Says which parts differ, as a process sees it; nothing if none does."""
     absent = ("", "")
-    told = [
+    differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
         for name, part in mine.items()
         if list(part) != list(theirs.get(name, absent))
     ]
-    return f"the processes were not given the same: {'; '.join(told)}" if told else ""
+    return f"the processes were not given the same: {'; '.join(differences)}" if differences else ""
 
 
 def _late(timeout_s: float, missing: str) -> str:

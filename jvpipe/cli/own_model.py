@@ -33,7 +33,7 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """What a user's model is trained on.
+    """Opens what a user's model is trained on.
 
     Args:
         where: the value of `--model`, for messages.
@@ -122,6 +122,7 @@ class Batches:
 
     def peek(self) -> Tree:
         """Returns the next batch, which stays the next."""
+        # A stream that keeps its place is put back; any other gets the batch again.
         before = self.get_state()
         batch = next(self)
         if self._keeps_place:
@@ -157,7 +158,7 @@ class Batches:
 
 
 def digest_of(batch: Tree) -> str:
-    """The SHA-256 of a batch: its containers, and the bytes of its leaves.
+    """Computes the SHA-256 of a batch: its containers, and the bytes of its leaves.
 
     >>> digest_of({"x": np.zeros(2)}) == digest_of({"x": np.zeros(2)}) != digest_of({"x": np.ones(2)})
     True
@@ -190,7 +191,7 @@ _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 def completed(
     where: str, name: str, given: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """A user's model with the defaults for what it lacks.
+    """Completes a user's model with defaults for what it lacks.
 
     Args:
         where: the value of `--model`, for messages.
@@ -208,15 +209,15 @@ def completed(
         return model
     for member, wanted in _MUST.items():
         if not callable(getattr(model, member, None)):
-            there = f"it has no {member}"
+            present = f"it has no {member}"
             if hasattr(model, member):
-                there = f"its {member} is {getattr(model, member)!r}"
+                present = f"its {member} is {getattr(model, member)!r}"
             kind = type(model).__name__
             raise ValueError(
-                f"--model {where} is no model ({kind}): {there}, which should be {wanted}"
+                f"--model {where} is no model ({kind}): {present}, which should be {wanted}"
             )
-    recipe, own = Recipe(USUAL_RATE), hasattr(model, "optimizer")
-    usual = (lambda steps: np.full(steps, math.nan)) if own else recipe.learning_rates
+    recipe, has_optimizer = Recipe(USUAL_RATE), hasattr(model, "optimizer")
+    usual = (lambda steps: np.full(steps, math.nan)) if has_optimizer else recipe.learning_rates
     rates = getattr(model, "learning_rates", usual)
     with _naming(where):
         has_state = _flag(model, "has_state")
@@ -230,13 +231,15 @@ def completed(
             abstract_batch=lambda batch_size: shapes(where, model, batch_size),
             open_data=partial(own_data, where, model),
             # Whether it may stand under an asynchronous schedule (`local`) the pipeline sees.
-            optimizer=(lambda n, local=False: model.optimizer(n)) if own else recipe.optimizer,
+            optimizer=(lambda n, local=False: model.optimizer(n))
+            if has_optimizer
+            else recipe.optimizer,
             learning_rates=lambda steps: np.asarray(rates(steps)),
             batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
             steps=whole_number("steps", getattr(model, "steps", _STEPS)),
             model_state=model.initial_state if has_state else None,
             has_aux=_flag(model, "has_aux"),
-            recipe=None if own else recipe,
+            recipe=None if has_optimizer else recipe,
         )
 
 
@@ -249,9 +252,9 @@ def _naming(where: str) -> Iterator[None]:
         raise ValueError(f"--model {where}: {problem}") from problem
 
 
-def _sized(name: str, given: Any, size: str | None) -> Any:
+def _sized(name: str, named: Any, size: str | None) -> Any:
     """Returns an object, or that of a class, or of one of its sizes."""
-    model = _made(given)
+    model = _made(named)
     if size is None:
         return model
     sizes = dict(getattr(model, "sizes", {}))
@@ -262,16 +265,16 @@ def _sized(name: str, given: Any, size: str | None) -> Any:
     raise ValueError(did_you_mean(f"size of {name}", size, list(sizes)))
 
 
-def _made(given: Any) -> Any:
+def _made(named: Any) -> Any:
     """Returns an object as it is, and of a class one that is made without arguments."""
-    if not isinstance(given, type):
-        return given
+    if not isinstance(named, type):
+        return named
     try:
-        return given()
+        return named()
     except TypeError as problem:
         raise ValueError(
-            f"the class {given.__name__} is not made without arguments ({problem}): give them "
-            f"defaults, or name an object, such as mine = {given.__name__}(...)"
+            f"the class {named.__name__} is not made without arguments ({problem}): give them "
+            f"defaults, or name an object, such as mine = {named.__name__}(...)"
         ) from problem
 
 
@@ -329,7 +332,7 @@ ENTRY_POINTS = "jvpipe.models"
 def find_model(
     name: str, size: str | None = None, fields: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """The model that a command line names.
+    """Finds the model that a command line names.
 
     Args:
         name: `bert`, or what an installed package announces in the group `jvpipe.models`, or `file.py:name`, or
@@ -357,9 +360,9 @@ def find_model(
     if not colon and (name.endswith(".py") or "/" in name):
         raise ValueError(f"--model {name}: say which object of the file it is, {name}:NAME")
     if not colon:
-        known = [*models.NAMES, *announced]
+        names = [*models.NAMES, *announced]
         raise ValueError(
-            did_you_mean("model", name, known)
+            did_you_mean("model", name, names)
             + "; one of your own is file.py:NAME or package.module:NAME"
         )
     module = _loaded(
@@ -370,16 +373,17 @@ def find_model(
 
 
 def is_installed(name: str) -> bool:
-    """Whether a model is one of jvpipe's or announced by an installed package, and not code of whoever names it."""
+    """Tells whether a model is jvpipe's or of an installed package, and not code of whoever names it."""
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module of a file, imported once; what lies beside it can be imported too."""
+    """Imports the module of a file, once; what lies beside it can be imported too."""
     file = path.resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
+    # Imported once: a second import would make other classes of the same names.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded
@@ -398,22 +402,23 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _loaded(name: str, load: Any) -> Any:
-    """What a user's code gives; whatever it raises is a mistake that names `--model`."""
+    """Runs a user's code; whatever that raises is a mistake that names `--model`."""
     try:
         return load()
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        told = (str(problem).splitlines() or [""])[0]
+        reason = (str(problem).splitlines() or [""])[0]
         raise ValueError(
-            f"--model {name} cannot be imported: {kind}{told}{_line_of(name, problem)}"
+            f"--model {name} cannot be imported: {kind}{reason}{_line_of(name, problem)}"
         ) from problem
 
 
 def _line_of(name: str, problem: Exception) -> str:
-    """Where in the user's file it went wrong, if it did there."""
+    """Tells where in the user's file it went wrong, if it did there."""
     at, trace = None, problem.__traceback__
     file = Path(name.rpartition(":")[0]).name
     while trace is not None:
+        # The last frame in the user's file is the line that went wrong.
         code = trace.tb_frame.f_code
         at = trace.tb_lineno if Path(code.co_filename).name == file else at
         trace = trace.tb_next
@@ -424,8 +429,8 @@ def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    own = [n for n, value in public.items() if all(hasattr(value, must) for must in _MUST)]
-    there = f"there is no {attribute}, nor any other model"
-    if own:
-        there = did_you_mean("name", attribute, own)
-    raise ValueError(f"--model {name}: {there} in {name.removesuffix(f':{attribute}')}")
+    models_there = [n for n, value in public.items() if all(hasattr(value, must) for must in _MUST)]
+    suggestion = f"there is no {attribute}, nor any other model"
+    if models_there:
+        suggestion = did_you_mean("name", attribute, models_there)
+    raise ValueError(f"--model {name}: {suggestion} in {name.removesuffix(f':{attribute}')}")

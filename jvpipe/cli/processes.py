@@ -42,6 +42,7 @@ def shared(
     """
     if hosts.count == 1:
         return signum, own and own[0]
+    # One exchange tells of the signal and the metrics, so a step costs one round.
     mine = [signum, own and [asdict(own[0]), own[1]]]
     told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((each for each, _ in told if each is not None), None)
@@ -50,18 +51,18 @@ def shared(
     )
 
 
-def _metrics(told: Mapping[str, Any]) -> StepMetrics:
+def _metrics(line: Mapping[str, Any]) -> StepMetrics:
     return StepMetrics(
         **{
-            **told,
-            "staleness": tuple(told["staleness"]),
-            "architecture": tuple(told["architecture"]),
+            **line,
+            "staleness": tuple(line["staleness"]),
+            "architecture": tuple(line["architecture"]),
         }
     )
 
 
 def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """The metrics of a step over all processes: the slowest one's seconds, the bytes and copies of all devices."""
+    """Joins the metrics of a step: the slowest process's seconds, the bytes and copies of all devices."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     all_work = Busy(
         sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work)
@@ -85,15 +86,16 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
 
 
 def _least(rates: Iterable[float | None]) -> float | None:
-    """The least of what is known."""
+    """Returns the least of what is known."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
-    """The pictures of all processes as one; their clocks meet where all have heard of all."""
+    """Joins the pictures of all processes; their clocks meet at an exchange, where all have heard of all."""
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
+    # All leave the exchange at nearly the same time, which is the common zero.
     zero_s = time.perf_counter()
     spans = [
         [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
@@ -140,6 +142,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, bonds = met
+    # Named if JAX waits in vain: they have met, so they were there a moment ago.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -195,6 +198,7 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
         raise ValueError(
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
+    # Compared before JAX is asked, which would hang on what differs.
     given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
         attendance = Attendance(host.strip("[]"), port, process, given)
@@ -240,6 +244,7 @@ def _opened(
             f"warning: whoever reaches {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
+    # It stays bound, so no other program takes the port before JAX does.
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(
         socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
@@ -252,8 +257,9 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """The file of a model of one's own, as the processes compare it; empty for other models."""
+    """Digests the file of a model of one's own, for the processes to compare; empty for other models."""
     file = Path(model.rpartition(":")[0])
+    # Two hosts may have two versions of a file of one name.
     is_own = file.suffix == ".py" and file.is_file()
     return "the digest of --model's file", digest(
         file.read_text(errors="replace")
@@ -314,7 +320,7 @@ class Watch:
                 self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
-        """Whom this process has waited for: who had no pulse, else whose turn it was."""
+        """Says whom this process has waited for: who had no pulse, else whose turn it was."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()

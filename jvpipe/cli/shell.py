@@ -49,6 +49,7 @@ def hear_interrupts() -> None:
 
     The main thread hears a signal when it is back from where it waits for a device, so another one counts them.
     """
+    # Python's own handler runs in the main thread alone, which may wait for a device.
     heard, rings = os.pipe()
     os.set_blocking(rings, False)
     signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
@@ -124,7 +125,7 @@ class StopRequest:
 
 
 def run(module: str) -> int:
-    """The exit code of a module's `main`; 2 where a package is not installed.
+    """Returns the exit code of a module's `main`; 2 where a package is not installed.
 
     Args:
         module: of `jvpipe.cli`, such as `train`.
@@ -140,6 +141,7 @@ def run(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
+    # What is left to do is Python's own ending, whose traceback would help nobody.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

@@ -26,6 +26,7 @@ class Speech:
     def __init__(self) -> None:
         self._screen = Console(stderr=True)
         shown = self._screen.is_terminal
+        # Where both are terminals the display says it all.
         self._lines = None if shown and sys.stdout.isatty() else Lines(sys.stdout)
         self._display: TrainingDisplay | None = None
         self._total = 0
@@ -53,7 +54,7 @@ class Speech:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """The display of a training, which is shown as long as it is open.
+        """Returns the display of a training, which is shown as long as it is open.
 
         Args:
             total: the number of its last step.
@@ -77,7 +78,7 @@ class Speech:
 
 
 def places(pipe: Pipeline) -> dict[str, Place]:
-    """What is on each device of a pipeline now, by its name."""
+    """Returns what is on each device of a pipeline now, by its name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as held:
+            # Before the other options are checked: all processes then fail alike.
             hosts = join(given(arguments))
             if hosts.process:  # the first one speaks for all
                 held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(mistake: Exception) -> str:
-    """The line for a mistake; of a disk that is full the system does not say which."""
+    """Returns the line for a mistake; of a disk that is full the system does not say which."""
     if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
         return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
     return str(mistake)
@@ -144,6 +145,7 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             to_folder(job.workload, params, begun_from, job.options.export_weights)
             print(f"weights in {job.options.export_weights}")
     except OSError as problem:
+        # The training is done: what failed can be tried again without it.
         saved = job.run.checkpoints()[-1]
         raise OSError(
             f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"

@@ -77,6 +77,7 @@ class AnsweredPlan:
                 "stages": [],
                 "planning_s": self.planning_s,
             }
+        # In the order of the stages, which the compiler's words follow too.
         stages = [
             _stage_json(stage, costs)
             for stage, costs in zip(self.plan.stages, self.costs, strict=True)
@@ -107,6 +108,7 @@ class AnsweredPlan:
         """
         shape = f"on {self.devices} devices {self.shape}, " if self.shape else ""
         size = f" of {self.batch // self.microbatches}" if self.shape else ""
+        # The slowest all-reduce is the one that a step waits for.
         reduce_s = max(costs["reduce_s"] for costs in self.costs)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
         bound = "no plan keeps the limit"

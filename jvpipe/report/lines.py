@@ -76,6 +76,7 @@ class Lines:
         """Notes that a part is done."""
         names = [name for name, _ in self._doing]
         if part in names:
+            # The last of that name: parts may lie within each other.
             del self._doing[len(names) - 1 - names[::-1].index(part)]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
@@ -102,7 +103,7 @@ class Lines:
 
 
 def step_line(metrics: StepMetrics, total: int) -> str:
-    """A step in a line.
+    """Writes a step as a line.
 
     Args:
         metrics: of the step.

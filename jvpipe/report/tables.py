@@ -14,6 +14,7 @@ def stage_table(answer: AnsweredPlan) -> Table:
     """Makes a row for each stage of a plan."""
     assert answer.plan is not None
     stages = answer.plan.stages
+    # Columns of replicas only where there are some.
     shared = any(len(stage.devices) > 1 for stage in stages)
     seconds = {
         "F": "forward",

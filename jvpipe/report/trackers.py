@@ -73,6 +73,7 @@ class WeightsAndBiases:
         with extra("wandb"):
             import wandb
         named = run.folder / "wandb.id"
+        # A resumed run goes on under the id of the run before.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
         given = {
@@ -220,6 +221,7 @@ class Tracking:
 
     def __call__(self, state: Any, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a step that is under way, and tells those of the one before."""
+        # A state knows its step; whoever gives none counts from 1.
         self._steps = getattr(state, "step", self._steps + 1)
         if self._trackers is None:
             self._trackers = []

@@ -124,6 +124,7 @@ class Thread:
     @property
     def waiting(self) -> int:
         """How much it has not done yet."""
+        # Those that are done are forgotten, so the list stays short.
         self._asked = [future for future in self._asked if not future.done()]
         return len(self._asked)
 
@@ -297,6 +298,7 @@ class Adapter:
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
             agree_on_rows(migration.new, "migrations")
+            # Processes that would move by different ways prepare again, all by one.
             foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
@@ -495,7 +497,7 @@ def _alike(one: Plan, other: Plan) -> bool:
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
-    """Seconds of a measured step per micro-batch, by layer and by stage.
+    """Returns seconds of a measured step per micro-batch, by layer and by stage.
 
     Where devices of a stage take turns, each has as many times longer for one of its own.
     """

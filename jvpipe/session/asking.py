@@ -104,17 +104,19 @@ def ask(
         Infeasible: it finds nothing that keeps the limit.
     """
     unlike = problem.groups and not problem.replicated
+    # Papers say nothing of the order of unlike devices.
     chooses = unlike and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 
 
 def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
-    """The answer for devices in this order."""
+    """Asks for devices in this order."""
     if problem.schedule != AUTO:
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
     plan = ordered.plan(problem, planner)
+    # Groups name their devices themselves.
     if places and not problem.groups:
         plan = plan.on([(places[d],) for stage in plan.stages for d in stage.devices])
     return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
@@ -126,7 +128,7 @@ def answered(
     decision: Decision,
     places: Sequence[int] | None = None,
 ) -> Planned:
-    """A decision as a planner's answer.
+    """Makes a planner's answer of its decision.
 
     Args:
         planner: its name.
@@ -134,6 +136,7 @@ def answered(
         decision: its answer.
         places: the device of each stage; those that the problem says unless given.
     """
+    # Lists that were sought belong into the plan: no schedule makes them again.
     lists = problem.schedule.lists
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
@@ -169,7 +172,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
 
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
-    """Which rough plans of different shapes, the fastest first, are planned exactly.
+    """Tells which rough plans of different shapes, the fastest first, are planned exactly.
 
     Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
     """
@@ -180,17 +183,18 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:
-    """The plan of a shape, which is at least as fast as the rough one."""
+    """Plans a shape, at least as fast as the rough plan of it."""
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
+    # The climb begins with the rough plan, if that is one of this problem.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
 
 
 def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
-    """A paper's plans, one for each size of micro-batches for which it has one, the fastest simulated first."""
+    """Returns a paper's plans, one for each size of micro-batches that it can plan, the fastest first."""
     if shapes.pins.count is not None:
         raise ValueError(
             f"planner '{planner.name}' decides stages, replicas and cuts itself: leave them out, or use planner "
@@ -203,7 +207,7 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
 
 
 def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
-    """The error when a paper's planner has no plan: it names a limit under which it has one."""
+    """Makes the error of a paper's planner that has no plan: it names a limit under which it has one."""
     limit = shapes.model.memory_limit_bytes
     assert limit is not None, "without a limit every planner has a plan"
 
@@ -211,6 +215,7 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
         return bool(_of_paper(planner, shapes.under(limit_bytes)))
 
     enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
+    # It ends, because a planner has a plan once the limit is large enough.
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
@@ -251,6 +256,7 @@ def find_shape(
     except CoupledError as coupled:
         return _one_each(measurement, str(coupled))
     stages = settings.stages if isinstance(settings.stages, int) else None
+    # The size of a micro-batch is fixed here: the model is traced at it.
     pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
     shapes = asked = measurement.shapes(local, pins)
     for _ in range(LIMITS.attempts):

@@ -84,11 +84,12 @@ class Migrations:
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
             )
+        # It follows the last that waits, not the present plan.
         new = self._compiled_plans.with_plan(plan, old)
         self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
     def plan_between(self, step: int) -> Plan:
-        """The plan of a step before which all is made that is due in it, for its batch has other shapes than init's."""
+        """Returns the plan of a step whose batch has other shapes than init's: all that is due in it comes before."""
         due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
         return due[-1] if due else self._compiled_plans.current.plan
 
@@ -109,6 +110,7 @@ class Migrations:
             migration, old = self.queue[0], self._compiled_plans.current
             runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
+            # It was prepared for a moment that may have come otherwise: then it is prepared again.
             foreseen = migration.old, migration.stream_steps, change.microbatch
             if foreseen != (old, old.representative(state.stream_steps), m):
                 new = replace(migration.new, previous=None)
@@ -119,6 +121,7 @@ class Migrations:
             if migration.change.how == "inside":
                 break
             self.queue.popleft()
+            # Between two steps nothing is in flight.
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
@@ -219,6 +222,7 @@ class KnownModels:
             ] = present
             if key not in self._known:
                 self._known[key] = self._traced(present, loss_fn, params, model_state)
+            # The least recently asked for goes first.
             self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
@@ -291,7 +295,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """The path of the first parameter that a loss looks for in vain; None if that cannot be told."""
+    """Returns the path of the first parameter that a loss looks for in vain; None if that cannot be told."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

@@ -63,6 +63,7 @@ def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
         except Exception as error:
             raise session.controller.failure(error) from error
 
+    # Whoever restores without a model of its own traces the loss with these.
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
@@ -169,6 +170,7 @@ def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> N
 def _placed(session: Session, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state at rest."""
     saving, meta = _saving(session, compiled), saved.meta
+    # Each process reads what it is to hold, and nothing else.
     wanted = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(wanted)))
     step, updates = int(meta["step"]), int(meta["updates"])
@@ -181,6 +183,7 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     stream_steps = int(in_flight["steps"])
     wanted = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(wanted))
+    # In flight everything is placed where it lay, so making it takes no more than running.
     session.reset(compiled, compiled.peaks)
     try:
         placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)

@@ -42,7 +42,7 @@ _log = logging.getLogger("jvpipe")
 
 
 def shown(batch: Tree) -> str:
-    """The leaves of a batch with their types and shapes, for people to read."""
+    """Returns the leaves of a batch with their types and shapes, for people to read."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
     return ", ".join(
         f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves
@@ -67,6 +67,7 @@ class CompiledPlans:
         self.runs: Runs = {} if present is None else present.runs
         first = settings.places[0] if settings.places else 0  # the device that layers are timed on
         self._room_bytes = settings.limits[first] if settings.limits else None
+        # The model that trains meanwhile keeps its peak.
         if present is not None and self._room_bytes is not None:
             self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
@@ -243,6 +244,7 @@ class CompiledPlans:
         hosts, finer = self.settings.hosts, not self._follows
         if hosts is None or isinstance(self.settings.stages, Plan):
             return planner.plan(traced, finer=finer)
+        # All take part in measuring the link, before the first one decides.
         if find_planner(self.settings.planner).asks_seconds:
             bench = replace(planner.bench, between_hosts=link_between(hosts))
             planner = replace(planner, bench=bench)
@@ -259,7 +261,7 @@ class CompiledPlans:
         return told.plan(traced, finer=finer)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
-        """A model with the splits of the present one, if it has the same layers and the same tree of parameters."""
+        """Splits a model as the present one is, if it has the same layers and the same tree of parameters."""
         present = self.current.traced
         if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
             self.trees.params
@@ -283,6 +285,7 @@ class CompiledPlans:
         Args:
             spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last.
         """
+        # Each plan but the first remembers the one before it, and where it took over.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = replace(
@@ -294,6 +297,7 @@ class CompiledPlans:
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Runs everything under the plan of `compiled` from here on; it takes the place of the first."""
+        # The first shape stays first: its plan is that of all.
         (first, _), *others = self._by_shapes.items()
         self._by_shapes = {
             first: compiled,
@@ -305,6 +309,7 @@ class CompiledPlans:
 
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device of this process, so that any layer can run on any."""
+        # Any layer may come to any device of this process by a later plan.
         every = [self.current, *self._warmup.values()]
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it

@@ -71,18 +71,20 @@ def place(
         ValueError: there are too few devices, or a replica has none of its own.
     """
     offered = checked_devices(devices)
+    # Where one device is named twice, stages share it: replicas cannot.
     if shares or replicas:
         _check_different(offered)
     elif devices is None and stages:
         count = stages.device_count if isinstance(stages, Plan) else stages
         offered = [*dealt(count, offered), *offered]
+    # The order stays: stages take devices as they were named.
     distinct = tuple(dict.fromkeys(offered))
-    there = len(distinct if devices is None else offered)
+    available = len(distinct if devices is None else offered)
     if isinstance(stages, Plan) or stages is None:
         return distinct, ()
     counts = replicas or (1,) * stages
-    if sum(counts) > there:
-        raise ValueError(_too_few(stages, there, replicas, shares=shares))
+    if sum(counts) > available:
+        raise ValueError(_too_few(stages, available, replicas, shares=shares))
     if shares:
         return distinct, ()
     used = distinct if devices is not None else tuple(dict.fromkeys(offered[: sum(counts)]))
@@ -91,16 +93,16 @@ def place(
     return used, tuple(used.index(offered[firsts[place]]) for place in places)
 
 
-def _too_few(stages: int, there: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
+def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
     """Says what devices are missing, and what would do."""
     if replicas:
         return (
-            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {there}: use fewer replicas or "
+            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: use fewer replicas or "
             "stages"
         )
     shared = ", or share devices by naming them more than once in devices="
     return (
-        f"{stages} stages need {stages} devices, there are {there}: use at most {there} stages"
+        f"{stages} stages need {stages} devices, there are {count}: use at most {count} stages"
         f"{'' if shares else shared}"
     )
 
@@ -123,7 +125,7 @@ def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of all processes in the order in which stages take them: a block of stages for each process.
+    """Orders the devices of all processes as stages take them: a block of stages for each process.
 
     Raises:
         ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
@@ -139,6 +141,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     left = {process: [d for d in devices if d.process_index == process] for process in processes}
     order = []
     for s in range(stages):
+        # Blocks of stages: then few edges cross between processes.
         process = processes[s * len(processes) // stages]
         if not left[process]:
             block = sum(
@@ -153,15 +156,15 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def device_limits(
-    given: int | tuple[int, ...] | None,
+    limits: int | tuple[int, ...] | None,
     devices: Sequence[Device],
     planned: int,
     hosts: Hosts | None,
 ) -> tuple[int, ...]:
-    """What each device may hold: as given, else as it reports; none if it does not (CPUs).
+    """Returns what each device may hold: as given, else as it reports; none if it does not (CPUs).
 
     Args:
-        given: one limit for all devices, or one for each that is planned for. Others may hold as much as the least.
+        limits: one limit for all devices, or one for each that is planned for. Others may hold as much as the least.
         devices: that there are.
         planned: so many of them, the first ones.
         hosts: the processes of the run, if there are several.
@@ -169,18 +172,18 @@ def device_limits(
     Raises:
         ValueError: there are more or fewer limits than devices.
     """
-    if given is None or hosts is not None:  # all tell, for one of them may be given no limit
+    if limits is None or hosts is not None:  # all tell, for one of them may be given no limit
         reported = reported_limits(devices, hosts)
-        if given is None:
+        if limits is None:
             return reported
-    if isinstance(given, int) or len(given) == len(devices):
-        return limits_of_each(given, len(devices))
-    each = limits_of_each(given, planned)
-    return (*each, *(min(each),) * (len(devices) - len(each)))
+    if isinstance(limits, int) or len(limits) == len(devices):
+        return limits_of_each(limits, len(devices))
+    of_planned = limits_of_each(limits, planned)
+    return (*of_planned, *(min(of_planned),) * (len(devices) - len(of_planned)))
 
 
 def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """The memory that each device of all processes reports, those that have nearly the same alike."""
+    """Returns the memory that each device of all processes reports, those that have nearly the same alike."""
     reported = {device.id: _reported(device) for device in devices if is_own(device)}
     limits = {at: limit for at, limit in reported.items() if limit is not None}
     if hosts is not None:
@@ -188,6 +191,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         limits = {at: limit for word in words for at, limit in json.loads(word)}
     if not limits:
         return ()
+    # Of a process that says nothing the least that others say is assumed.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
     least = LIMITS.alike
     return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
@@ -205,7 +209,7 @@ _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 def inner_axes(
     devices: Any, sharding: Any, batch_axis: Any, replicas: Any
 ) -> tuple[Any, Sharding | None]:
-    """The devices, with a group for each mesh, and how parameters and batches lie over such a group; None without.
+    """Makes a group of each mesh, and says how parameters and batches lie over it; None without meshes.
 
     Args:
         devices: as the user gave them.
@@ -216,8 +220,8 @@ def inner_axes(
     Raises:
         ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
     """
-    given = list(devices) if isinstance(devices, Sequence) else []
-    meshes = [each for each in given if isinstance(each, Mesh)]
+    listed = list(devices) if isinstance(devices, Sequence) else []
+    meshes = [one for one in listed if isinstance(one, Mesh)]
     if not meshes and sharding is None and batch_axis is None:
         return devices, None
     if not meshes:
@@ -225,9 +229,9 @@ def inner_axes(
             "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
             "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
         )
-    if len(meshes) < len(given):
+    if len(meshes) < len(listed):
         raise ValueError(
-            f"devices has {len(meshes)} meshes and {len(given) - len(meshes)} others: give a mesh for each stage"
+            f"devices has {len(meshes)} meshes and {len(listed) - len(meshes)} others: give a mesh for each stage"
         )
     if replicas == "auto":
         raise ValueError(
@@ -238,18 +242,18 @@ def inner_axes(
             f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out the examples of a "
             "micro-batch: leave one of them out"
         )
-    axes = _common_axes(meshes)
-    if batch_axis is not None and batch_axis not in tuple(axes):
+    common = _common_axes(meshes)
+    if batch_axis is not None and batch_axis not in tuple(common):
         raise ValueError(
-            f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(axes)}"
+            f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(common)}"
         )
     groups = [
         DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
     ]  # whose axes the compiler handles
     _check_apart(groups)
     if not sharding and batch_axis is not None:
-        return groups, Sharding({}, axes, batch_axis)
-    return groups, Sharding(_checked_rules(sharding, axes), axes, batch_axis)
+        return groups, Sharding({}, common, batch_axis)
+    return groups, Sharding(_checked_rules(sharding, common), common, batch_axis)
 
 
 def _listed(axes: Mapping[str, int]) -> str:
@@ -257,10 +261,10 @@ def _listed(axes: Mapping[str, int]) -> str:
 
 
 def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
-    """The axes of all meshes, with their sizes."""
+    """Returns the axes of all meshes, with their sizes."""
     axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
     if other := next(
-        (i for i, each in enumerate(axes) if list(each.items()) != list(axes[0].items())), None
+        (i for i, one in enumerate(axes) if list(one.items()) != list(axes[0].items())), None
     ):
         raise ValueError(
             f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
@@ -305,7 +309,7 @@ def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
 
 
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
-    """Rules by which parameters lie over axes, which are not looked at before the meshes are known."""
+    """Checks that there are rules by which parameters lie over axes; these are looked at once the meshes are known."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
@@ -314,7 +318,7 @@ def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
 
 
 def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
-    """The rules, whose axes are those of the meshes."""
+    """Checks the rules against the axes of the meshes."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
@@ -346,6 +350,7 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
             f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
             f"axis once; they have {_listed(axes)}"
         )
+    # A spec without its last None says the same, and equal ones compare equal.
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return entries

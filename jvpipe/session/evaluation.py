@@ -98,6 +98,7 @@ def predict(session: Session, state: State, batch: Tree, function: Function) -> 
     arrays, copied = _arrays(session, compiled, trained)
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
+    # The peak of a forward counts its own arrays, which the ledger counts as well.
     beside = [x + more - own for x, more, own in zip(live, copied, counted, strict=True)]
     with _holding(session, compiled, "the rest of the state", beside, copied):
         values = session.readable(_forward(session, compiled, state, arrays, batch, words=None))
@@ -224,6 +225,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
     }
     of_layer, at = [], 0
     for layer in range(len(graph.layers)):
+        # A layer may read what an earlier one made, so places never go back.
         at = max([at, *(home[graph.parameters[p].array.name] for p in graph.owned(layer))])
         of_layer.append(at)
     runs = groupby(range(len(of_layer)), of_layer.__getitem__)
@@ -246,6 +248,7 @@ def _arrays(
         for buffer, array in zip(training.persistent, trained, strict=True)
     }
     carried = _carried(session, compiled, there)
+    # Any copy will do: all copies of a value are equal.
     anywhere = {name: array for (name, _), array in there.items() if array is not None}
     arrays, copied = list[Any](), [0] * len(compiled.devices)
     for buffer in compiled.persistent:
@@ -283,6 +286,7 @@ def _carried(
     for buffer in compiled.persistent:
         name = _name(compiled.traced.graph, buffer)
         places = holders.get(name, ())
+        # Every process finds the same copies, for all know where everything lies.
         if places and process[buffer.place] not in {process[place] for place in places}:
             copies.append(compiled.carried(buffer, process[places[0]]))
             spots.append((name, buffer.place))

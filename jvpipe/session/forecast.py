@@ -108,6 +108,7 @@ class Forecast:
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.answers[0].evaluation
+        # An infinite step is slower than any, so comparisons need no case of their own.
         own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
         return own_s + self.state_s
 
@@ -133,7 +134,7 @@ class Forecast:
         return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
     def why_not(self) -> str:
-        """Why no plan keeps the limit, and what would."""
+        """Says why no plan keeps the limit, and what would."""
         return why_not(self.problem, self.answers)
 
     def figure(self, path: str | Path) -> None:
@@ -157,7 +158,7 @@ class Forecast:
         timeline.write(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
-        """The answer as `--json` holds it; of several planners a list, the best first."""
+        """Returns the answer as `--json` holds it; of several planners a list, the best first."""
         answers = [plan.as_json(self.lower_bound_s) for plan in self.answered]
         return answers[0] if len(answers) == 1 else answers
 
@@ -250,6 +251,7 @@ def _numbers(cost: StageCost) -> dict[str, float]:
 
 def _answered_shapes(answer: Answer) -> tuple[AnsweredShape, ...]:
     """Returns the best plan of each kind of shape that was looked at, the fastest first."""
+    # The fastest first, as a table shows them.
     kinds = sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
     return tuple(
         AnsweredShape(

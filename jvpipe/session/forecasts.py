@@ -104,41 +104,46 @@ def plan_for(
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
     """
-    names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
+    names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
     if optimizer is None:
         import optax
 
         optimizer = optax.adamw(1e-3)
-    check_functions(loss_fn, optimizer, has_state=told["has_state"])
+    check_functions(loss_fn, optimizer, has_state=options["has_state"])
     model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
-    return _planned(partial(model, model_state=model_state), names, told, title)
+    return _planned(partial(model, model_state=model_state), names, options, title)
 
 
 def _planned(
-    model: Callable[..., Question], names: Sequence[str], told: dict[str, Any], title: str
+    model: Callable[..., Question], names: Sequence[str], options: dict[str, Any], title: str
 ) -> Forecast:
     """Asks planners about a model.
 
     Args:
         model: makes the question of it, of what else that has.
         names: of the planners.
-        told: what the options of `plan_for` mean, by name.
+        options: what the options of `plan_for` mean, by name.
         title: of the figure.
     """
-    pins = {name: told.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
-    there, limit, target = told.pop("devices"), told.pop("memory_limit"), told.pop("compile")
-    cluster = told.pop("hardware") or find_cluster(USUAL_HARDWARE)
-    told["state_fates"] = told["state_fates"] or {}
-    given = None
-    if there is None and pins["replicas"] is None and pins["cuts"] is None:
-        there = pins["stages"] or USUAL_STAGES
+    pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
+    count, limit, target = (
+        options.pop("devices"),
+        options.pop("memory_limit"),
+        options.pop("compile"),
+    )
+    cluster = options.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    options["state_fates"] = options["state_fates"] or {}
+    pinned = None
+    # Stages of one device each, unless something is said of several.
+    if count is None and pins["replicas"] is None and pins["cuts"] is None:
+        count = pins["stages"] or USUAL_STAGES
         microbatches = pins["microbatches"] or USUAL_MICROBATCHES
-        question = model(stages=there, microbatches=microbatches, **told)
+        question = model(stages=count, microbatches=microbatches, **options)
     else:
-        question = model(stages=1, microbatches=1, **told)
+        question = model(stages=1, microbatches=1, **options)
         check_shape_planner(names, question.schedule)
-        there, given = given_pins(question, cluster, there, **pins)
-    asking = _Asking(question, cluster, names, there, given, title)
+        count, pinned = given_pins(question, cluster, count, **pins)
+    asking = _Asking(question, cluster, names, count, pinned, title)
     return asking({}, limit) if target is False else asking.signed(limit, target)
 
 
@@ -154,7 +159,7 @@ class _Asking:
     title: str
 
     def __call__(self, said: Said, limits: Limits) -> Forecast:
-        """What they answer.
+        """Returns what they answer.
 
         Args:
             said: what the hardware's compiler has said.
@@ -172,7 +177,7 @@ class _Asking:
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
-        """The plan that the compiler of the hardware signs.
+        """Returns the plan that the compiler of the hardware signs.
 
         Args:
             limit: as it was given.
@@ -182,8 +187,9 @@ class _Asking:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
-        there = self.cluster.accelerators[: self.devices]
-        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in there)
+        used = self.cluster.accelerators[: self.devices]
+        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
+        # The model is the same each time, so what was traced is remembered.
         again = replace(self, question=replace(self.question, models={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
@@ -206,27 +212,28 @@ def _with_state(forecast: Forecast) -> Forecast:
     answers = tuple(map(placed, forecast.answers))
     assert answers[0].plan is not None
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+    # Without a flush each micro-batch is an update.
     updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
     state_s = updates * away_s(answers[0].plan, sizes, cluster.host)
     return replace(forecast, answers=answers, state_s=state_s)
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """The names of planners that there are: of all, of some with commas between, or as a list; an `option` gives them.
+    """Reads names of planners: all of them, some with commas between, or a list; an `option` gives them.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
     """
-    given = planner.split(",") if isinstance(planner, str) else several(planner)
-    if not given:
+    names = planner.split(",") if isinstance(planner, str) else several(planner)
+    if not names:
         raise ValueError(
             f"{option} must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
         )
-    given = [checked_name(option, name, "jvpipe") for name in given]
-    names = [p.name for p in PLANNERS] if given == ["all"] else given
-    for name in names:
+    names = [checked_name(option, name, "jvpipe") for name in names]
+    chosen = [p.name for p in PLANNERS] if names == ["all"] else names
+    for name in chosen:
         find_planner(name)
-    return names
+    return chosen
 
 
 def asked(
@@ -294,10 +301,10 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
         whole: the answer with whole layers.
     """
     first = whole.answers[0]
-    cluster, decision, given = whole.problem.cluster, first.decision, first.plan
-    if cluster is None or decision is None or given is None:
+    cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan
+    if cluster is None or decision is None or plan_of_whole is None:
         return whole
-    planned = Planned(given, whole.problem, decision)
+    planned = Planned(plan_of_whole, whole.problem, decision)
     if not crowded(planned):
         return whole
     start_s = time.perf_counter()

@@ -39,7 +39,7 @@ T = TypeVar("T")
 def given_slowness(
     speeds: Sequence[float], first: int, device: int, layers: int
 ) -> tuple[float, ...]:
-    """How many times longer a device takes for each layer than the first one; nothing if as long.
+    """Tells how many times longer a device takes for each layer than the first one; nothing if as long.
 
     Args:
         speeds: of all devices; none: they are alike.
@@ -50,6 +50,7 @@ def given_slowness(
     >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
     ((2.0, 2.0, 2.0), ())
     """
+    # No slowness, not one of 1.0: planners take devices without one as alike.
     alike = not speeds or speeds[first] == speeds[device]
     return () if alike else (speeds[first] / speeds[device],) * layers
 
@@ -68,6 +69,7 @@ def measured_slowness(
     def longer(device: Device) -> tuple[float, ...]:
         if is_own(device):
             return times_longer(costs, measured_on(device))
+        # Layers cannot be timed there, so the ratio of their products has to do for all.
         pair = (devices[0], device)
         likes = (accelerator_like(_kind(x), x.platform) for x in pair)
         first, other = (like.products_per_s("float32") for like in likes)
@@ -92,6 +94,7 @@ def slowness_by_kind(
     """
     by_kind: dict[str, tuple[float, ...]] = {kind_of(devices[0]): ()}
     for device in devices:
+        # Timing all layers takes seconds, and devices of a kind take the same.
         if (kind := kind_of(device)) not in by_kind:
             by_kind[kind] = longer(device)
     return [by_kind[kind_of(device)] for device in devices]
@@ -192,11 +195,12 @@ class Measurement:
         return self.costs_of(self.traced)
 
     def costs_of(self, traced: Traced) -> Costs:
-        """The costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
+        """Returns the costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
         costs = self._costs_of(traced)
         if not self.settings.state_fates:
             return costs
         whole = Plan.from_cuts([len(traced.graph.layers)])
+        # Where state lies does not depend on the cuts, so one stage tells it of all layers.
         plan = with_state_fates(traced.graph, whole, self.settings.state_fates)
         return with_state_away(costs, self.optimizer, states_away(traced.graph, plan))
 
@@ -205,6 +209,7 @@ class Measurement:
         schedule, microbatches = settings.schedule, settings.microbatches
         if not self.asks_seconds:
             signatures = [programs.signature for programs in layer_programs(store, traced)]
+            # Bytes follow from the shapes alone; nothing is compiled or run.
             works = [Work(0.0, 0.0)] * len(signatures)
             return costs_of(traced.graph, signatures, works, None, self.optimizer, microbatches)
         return measured_costs(
@@ -243,7 +248,7 @@ class Measurement:
         return measured_slowness([self.devices[d] for d in self.used], costs_of, self.costs)
 
     def problem(self) -> Problem:
-        """The problem that a planner is asked.
+        """Returns the problem that a planner is asked.
 
         Raises:
             CoupledError: stages have several devices, and the loss cannot be computed on slices.
@@ -251,6 +256,7 @@ class Measurement:
         settings, groups = self.settings, self.settings.replicas
         if groups and settings.schedule.synchronous and self.asks_seconds:
             examples = self.traced.graph.examples
+            # A stage of r devices works on slices of ceil(examples / r).
             shares = {-(-examples // len(group)) for group in groups} - {examples}
             return self.shapes(self._on_slices(shares)).problem(Shape(groups, examples))
         plain = self._plain(self.stages)
@@ -261,8 +267,9 @@ class Measurement:
         return plain.told_apart([of.get(d, ()) for d in numbers], limits, names, numbers)
 
     def _plain(self, stages: int) -> Problem:
-        """The problem of devices that are alike."""
+        """Returns the problem of devices that are alike."""
         settings, links = self.settings, self.links
+        # Nothing goes to the host unless the planner may swap.
         to_host = links if settings.chooses_fates else None
         return Problem(
             self.costs,
@@ -281,13 +288,14 @@ class Measurement:
         devices, layers = [self.devices[d] for d in self.used], self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
+        # A program that is long enough shows what an idle device lends; short ones are all dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
         programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
         return measured_lending(self.bench.store, program, devices, self.bench.archive)
 
     def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
-        """The shapes of the model on all devices.
+        """Returns the shapes of the model on all devices.
 
         Args:
             local: what it takes on slices.
@@ -308,17 +316,18 @@ class Measurement:
         )
 
     def cluster(self) -> Cluster:
-        """The devices of each process as a machine, with what is measured of the links in this one and between them."""
+        """Describes each process as a machine, with the measured links within this one and between them."""
         first, links = next(filter(is_own, self.devices)), self.links
         peer, network = links.send if links else INFINITE, self.bench.between_hosts or INFINITE
         each = len(self.devices)
         if self.bench.between_hosts is not None:
             each = per_machine([device.process_index for device in self.devices])
+        # The last machine may have fewer devices than the others.
         machines = -(-len(self.devices) // each)
         return Cluster("here", accelerator_of(first), each, machines, peer=peer, network=network)
 
     def slices(self) -> tuple[LocalCosts, int]:
-        """The costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
+        """Returns the costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
 
         Raises:
             CoupledError: the loss cannot be computed on slices.
@@ -328,7 +337,7 @@ class Measurement:
         return self._on_slices(slice_sizes(examples, len(self.devices), least)), least
 
     def _on_slices(self, sizes: Sequence[int] | set[int]) -> LocalCosts:
-        """The costs on a whole micro-batch, and on slices of so many examples."""
+        """Returns the costs on a whole micro-batch, and on slices of so many examples."""
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
             apart = taken_apart(self.traced, [b])
@@ -336,7 +345,7 @@ class Measurement:
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
-        """The fewest examples that a slice has; CoupledError if there are none."""
+        """Returns the fewest examples that a slice has; CoupledError if there are none."""
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
@@ -350,7 +359,7 @@ class Measurement:
 
 
 def per_machine(processes: Sequence[int]) -> int:
-    """The devices that each process but the last has, if they stand together; else 1, as if each were by itself.
+    """Counts the devices of each process but the last, if they stand together; else 1, each by itself.
 
     Args:
         processes: that of each device.
@@ -360,12 +369,13 @@ def per_machine(processes: Sequence[int]) -> int:
     """
     known = list(dict.fromkeys(processes))
     each = processes.count(known[0])
+    # Devices stand together if process p has the p-th block of them.
     together = [known.index(p) for p in processes] == [i // each for i in range(len(processes))]
     return each if together else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
-    """The sizes of slices that layers are measured on: the smallest there can be, and a half if that is far from it.
+    """Chooses the sizes of slices to measure: the smallest there can be, and a half if that is far from it.
 
     Args:
         examples: of a micro-batch.

@@ -37,7 +37,7 @@ ALL_AWAY = {"*": Fate.SWAP.value}
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """The bytes of the optimizer's state of each parameter that has some, by the parameter's path.
+    """Counts the bytes of the optimizer's state of each parameter that has some, by the parameter's path.
 
     Args:
         graph: the model's layers.
@@ -52,7 +52,7 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], host: Link) -> float:
-    """The seconds that the state of the fullest device is on its way to the host or back, once, both ways at a time.
+    """Counts the seconds that the fullest device's state is on its way to the host or back, both ways at a time.
 
     Args:
         plan: whose state fates count.
@@ -84,6 +84,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     left, stages = dict(room), []
     for stage in plan.stages:
         fates = dict(stage.state_fates)
+        # The largest first, and of equals by name: every process decides alike.
         for name in sorted(fates, key=lambda name: (-sizes.get(name, 0), name)):
             size = sizes.get(name, 0)
             if all(size <= left[device] for device in stage.devices):
@@ -94,7 +95,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
 
 
 def room_left(plan: Plan, held: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
-    """The bytes that each device of a plan has left.
+    """Counts the bytes that each device of a plan has left.
 
     Args:
         plan: whose devices they are.
@@ -104,6 +105,7 @@ def room_left(plan: Plan, held: Sequence[int], limits: Sequence[int]) -> dict[in
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held, strict=True):
         for device in stage.devices:
+            # A device of several stages has what the fullest of them leaves.
             room[device] = min(room.get(device, limits[device]), limits[device] - size)
     return room
 
@@ -150,6 +152,7 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
+        # Bytes that may leave the devices; none where the user decides, or nothing is limited.
         sizes = self._may_leave(traced)
         try:
             kept = self._planned(traced, finer=finer)
@@ -170,7 +173,7 @@ class ModelPlanner:
         return kept
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
-        """The bytes of state of each parameter, where the planner may say that it goes to the host; else nothing."""
+        """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
         settings = self.settings
         given = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
         chooses = find_planner(settings.planner).fate_rule is FateRule.CHOOSES
@@ -181,8 +184,9 @@ class ModelPlanner:
         return sizes if host is None or sum(sizes.values()) < host else {}
 
     def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
-        """The plan with the optimizer's state on the host, but for what the devices then have room for."""
+        """Plans with the optimizer's state on the host, but for what the devices then have room for."""
         host = self.settings.host_limit_bytes
+        # What all state takes there is not left for swapped values.
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
@@ -190,22 +194,24 @@ class ModelPlanner:
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
+        # State that came back may lie beside a peak that it was not counted with.
         still_left = room_left(plan, self._held_bytes(traced, plan), limits)
         if min(still_left.values()) < 0:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _step_s(self, chosen: Chosen) -> float:
-        """The seconds of a step, with those of state that comes from the host and goes back, which nothing hides."""
+        """Counts the seconds of a step; state that comes from the host and goes back is not hidden by anything."""
         assert chosen.planned is not None
         settings, compiled = self.settings, chosen.compiled
         sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
+        # Without a flush each micro-batch is an update, and takes the state there and back.
         times = 1 if settings.schedule.synchronous else settings.microbatches
         once_s = away_s(compiled.plan, sizes, chosen.planned.problem.host)
         return chosen.planned.step_s + times * once_s
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
-        """The plan with the optimizer's state where the settings say."""
+        """Plans with the optimizer's state where the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
@@ -218,6 +224,7 @@ class ModelPlanner:
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
+        # Now it is known how fine the layers can be.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
         # Fates that the user gives name whole layers.
         limited = chooses and bool(settings.limits) and not settings.fates
@@ -259,7 +266,7 @@ class ModelPlanner:
         return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
-        """The optimizer in pieces for a model in these layers."""
+        """Cuts the optimizer for a model in these layers."""
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
@@ -268,13 +275,14 @@ class ModelPlanner:
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
+        # Whether it was measured anew does not change which cuts are best.
         options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.text(traced.graph, settings.schedule)
         texts = map(without_addresses, (*map(repr, (options, *model)), update))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """The plan for layers cut in two as an earlier process found best: then nothing else need be looked at."""
+        """Plans for layers that are cut in two as an earlier process found best, so that no other cuts are tried."""
         splits = self.bench.archive.find(*question)
         if splits is None:
             return None
@@ -284,7 +292,7 @@ class ModelPlanner:
             return None
 
     def _candidate(self, traced: Traced) -> CutCandidate:
-        """The planner's plan for a model cut into these layers."""
+        """Plans a model cut into these layers."""
         settings = self.settings
         assert isinstance(settings.stages, int)
         stages, places = settings.schedule.stages_on(settings.stages), settings.places
@@ -301,6 +309,7 @@ class ModelPlanner:
         """Returns what the fullest device of each stage holds at most, while arrays are made or in a step."""
         compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
+        # Programs of other processes cannot be compiled here: one device stands for all.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
         held = [max(step.bytes, making.bytes) for step, making in both]
@@ -319,6 +328,7 @@ class ModelPlanner:
                 self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
             )
             plan = plan.on([groups[place] for place in places])
+        # What was checked against the limits is what runs, not another one like it.
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
             compiled = self._compiled(traced, plan)
@@ -353,6 +363,7 @@ def _pays_for_room(chosen: Chosen) -> bool:
     planned = chosen.planned
     if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
         return False
+    # The same cuts without any fate: what the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + LIMITS.noticed) * kept.step_s
 

@@ -126,12 +126,12 @@ class OptimizerCutter:
         return self._cuts[key]
 
     def traced(self, graph: LayerGraph) -> TracedOptimizer:
-        """The optimizer, traced for an update of all micro-batches of a step."""
+        """Returns the optimizer, traced for an update of all micro-batches of a step."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return self._trace(readers, None if graph.weighted else self.microbatches)
 
     def freeze(self, traced: Traced) -> Traced:
-        """The same layers where what the user or the optimizer freezes has no gradient.
+        """Returns the same layers where what the user or the optimizer freezes has no gradient.
 
         Raises:
             ValueError: a parameter that is left can have no gradient, or none is left.
@@ -139,6 +139,7 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
+            # Its message names the parameter, that of the optimizer would not.
             freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
             raise
         left = freeze(traced, found)
@@ -150,6 +151,7 @@ class OptimizerCutter:
 
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
         """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
+        # A structure has no names of variables, which differ between processes.
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
         return repr(structure(update.eqns, update.invars, update.outvars))
 
@@ -162,7 +164,7 @@ class OptimizerCutter:
         ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """How many gradients each parameter has, and by what their sum is divided."""
+        """Tells how many gradients each parameter has, and by what their sum is divided."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)
 

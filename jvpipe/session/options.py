@@ -85,7 +85,7 @@ class Option:
         return tuple(get_origin(part) or part for part in parts)
 
     def checked(self, said: str, value: Any) -> Any:
-        """What a value means; nothing is left out where that is the default.
+        """Returns what a value means; nothing is left out where that is the default.
 
         Args:
             said: how the user calls the option.
@@ -119,29 +119,27 @@ def option(
         resumed: what a resumed run makes of it.
         was: the names that it had a release ago.
     """
-    told = Option(check, help, group, unit, takers, resumed, was)
-    return field(default=default, metadata={"option": told})
+    defined = Option(check, help, group, unit, takers, resumed, was)
+    return field(default=default, metadata={"option": defined})
 
 
 @cache
 def options_of(holder: type[Any]) -> Mapping[str, Option]:
-    """The options that a dataclass defines for who takes them, by name."""
-    told = {
-        each.name: replace(
-            each.metadata["option"], name=each.name, type=each.type, default=each.default
-        )
-        for each in fields(holder)
+    """Returns the options that a dataclass defines for who takes them, by name."""
+    every_option = {
+        one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
+        for one in fields(holder)
     }
-    return {name: each for name, each in told.items() if each.takers & holder.taker}
+    return {name: one for name, one in every_option.items() if one.takers & holder.taker}
 
 
 def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
-    """The names of the options of which a resumed run makes the same."""
-    return tuple(name for name, each in options_of(holder).items() if each.resumed in kinds)
+    """Returns the names of the options of which a resumed run makes the same."""
+    return tuple(name for name, one in options_of(holder).items() if one.resumed in kinds)
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
-    """Whether a compiler is asked, or for which device: a target's name."""
+    """Tells whether a compiler is asked, or for which device: a target's name."""
     if isinstance(value, str):
         return find_target(value)
     if not isinstance(value, bool):
@@ -378,25 +376,27 @@ class PipelineOptions:
     )
 
 
-def checked(taker: Taker, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the options of a Python call mean, by name.
+def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the options of a Python call mean, by name.
 
     Args:
         taker: the call.
-        given: its arguments, and perhaps more.
+        arguments: its arguments, and perhaps more.
 
     Raises:
         ValueError: one cannot be.
     """
-    every = options_of(PipelineOptions).items()
-    return {name: each.checked(name, given[name]) for name, each in every if taker in each.takers}
+    options = options_of(PipelineOptions).items()
+    return {
+        name: one.checked(name, arguments[name]) for name, one in options if taker in one.takers
+    }
 
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
-    """The options of a command line that a Python call takes too, by name."""
-    every = options_of(PipelineOptions).items()
+    """Returns the options of a command line that a Python call takes too, by name."""
+    every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)
-        for name, each in every
-        if taker in each.takers and each.takers & COMMANDS
+        for name, one in every_option
+        if taker in one.takers and one.takers & COMMANDS
     }

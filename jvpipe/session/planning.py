@@ -75,6 +75,7 @@ class _Asker:
             problem: says by how much less other devices may hold.
             plan: in question.
         """
+        # By its devices a stage is found again in whatever order the problem has them.
         less = {group.devices: group.less_bytes for group in problem.groups}
         held = zip(self.held_bytes_of(plan), plan.stages, strict=True)
         return [size + less.get(stage.devices, 0) for size, stage in held]
@@ -106,6 +107,7 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
+        # The planner counts by a closed form, which may be above what the lists hold.
         counted = evaluate(least.problem, least.floor.decision).limit_bytes if least else limit
         asked, before = max(limit, counted), None
         for _ in range(LIMITS.attempts):
@@ -113,6 +115,7 @@ class _Asker:
                 planned = self.ask(replace(problem, memory_limit_bytes=asked))
             except Infeasible:
                 return None
+            # Asked for less, it answers the same: it would do so for ever.
             if planned.plan == before:
                 return None
             over = max(self.needed(problem, planned.plan)) - limit
@@ -139,6 +142,7 @@ class _Asker:
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)
         floors = list[_Least]()
+        # Orders that differ in slowness alone hold the same bytes, so one of each is looked at.
         for one in by_room.values():
             floors.append(_Least(self.floor(one, limit), one))
             if floors[-1].floor.bytes <= limit:
@@ -167,6 +171,7 @@ class _Asker:
         less = {group.devices: group.less_bytes for group in problem.groups}
         own = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
+        # What would do is said as one limit for all devices, as if they were alike.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
@@ -203,6 +208,7 @@ def decide(
     # Other orders than 1F1B may hold less than what is counted here.
     is_open = settings.schedule == AUTO
     is_roomy = is_open or LIMITS.counted_times * least_kept_bytes(problem) <= limit
+    # The plan that holds the least is dear to find, so a roomy problem is asked first.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
     if planned is None and least is None:
@@ -236,6 +242,7 @@ def planned_again(
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
+    # Of the stages that share a device the first one tells which device it is.
     first = [problem.places.index(place) for place in range(problem.devices)]
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]
@@ -304,7 +311,7 @@ class Splitter:
     keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
-        """A model with at least so many layers, if it can be cut so fine."""
+        """Returns a model with at least so many layers, if it can be cut so fine."""
         while len(traced.graph.layers) < stages:
             finer = self.finer(traced, range(len(traced.graph.layers)))
             if finer is None:
@@ -315,7 +322,7 @@ class Splitter:
     def within_limit(
         self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
     ) -> tuple[CutCandidate, int]:
-        """The plan of whole layers, or of halves where those keep no limit; and how often layers may be cut further.
+        """Plans whole layers, or halves where those keep no limit; also says how often layers may be cut further.
 
         Args:
             traced: the model in whole layers.
@@ -344,7 +351,7 @@ class Splitter:
         *,
         limited: bool = False,
     ) -> CutCandidate:
-        """A plan with finer layers, if it is faster by more than `SPLITTING.gain`; else the one that is there.
+        """Finds a plan with finer layers that is faster by more than `SPLITTING.gain`; else returns the first.
 
         Args:
             begin: the plan that is there.
@@ -370,7 +377,7 @@ class Splitter:
         return best
 
     def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """The model with all layers cut in two that can be; None if there are none, or many layers already."""
+        """Cuts all layers in two that can be; None if there are none, or many layers already."""
         layers = range(len(traced.graph.layers))
         return (
             self.finer(traced, layers)
@@ -379,7 +386,8 @@ class Splitter:
         )
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
-        """The model with these layers, and all that are like them, cut in two; None if none of them can be."""
+        """Cuts these layers, and all that are like them, in two; None if none of them can be."""
+        # Layers that are alike share a program, so all of a kind are cut at one place.
         kinds = [layer_signature(body) for body in traced.bodies] if layers else []
         where: dict[Hashable, int | None] = {}
         for layer in layers:
@@ -397,7 +405,7 @@ class Splitter:
 
 
 def crowded(planned: Planned) -> list[int]:
-    """The layers of the slowest stage that are worth a cut, if that stage is much slower than the mean.
+    """Returns the layers of the slowest stage that are worth a cut, if that stage is much slower than the mean.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.planners.model.problem import Decision, Problem
@@ -414,5 +422,6 @@ def crowded(planned: Planned) -> list[int]:
     if seconds[slowest] * len(seconds) <= SPLITTING.slow_times * sum(seconds):
         return []
     layer_s = work_s(problem.costs.layers)
+    # A layer that takes less than a dispatch is not worth a second one.
     stage = range(*bounds[slowest : slowest + 2])
     return [layer for layer in stage if layer_s[layer] >= SPLITTING.worth_s]

@@ -69,7 +69,7 @@ class Question(Training):
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
-        """The model at the shapes of a micro-batch.
+        """Traces the model at the shapes of a micro-batch.
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
@@ -82,6 +82,7 @@ class Question(Training):
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
             micro_batch = jax.tree.map(resized, micro_batch)
+        # Shapes do not depend on the key.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
         model = trace_model(
@@ -113,7 +114,7 @@ class Question(Training):
     def costs(
         self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
     ) -> Costs:
-        """The estimated costs on the first device of a cluster.
+        """Estimates the costs on the first device of a cluster.
 
         Args:
             cluster: on whose first device.
@@ -133,13 +134,13 @@ class Question(Training):
         return with_state_away(costs, optimizer, states_away(traced.graph, plan))
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
-        """A plan of these layers with the optimizer's state where it is wanted."""
+        """Puts the optimizer's state where it is wanted."""
         return with_state_fates(traced.graph, plan, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
     ) -> list[tuple[float, ...]]:
-        """How many times longer each device takes for each layer than these costs say; none for those like the first.
+        """Tells how many times longer each device takes for each layer than the first; nothing if as long.
 
         Args:
             cluster: has the devices.
@@ -156,11 +157,11 @@ class Question(Training):
         return slowness_by_kind(used, str, longer)
 
     def held_bytes(self, plan: Plan) -> list[int]:
-        """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
+        """Returns the most that each device would hold in a run of a plan, compiled for the device at hand."""
         return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
-        """A plan of the model as a run of it would have it; the first device at hand stands for all.
+        """Compiles a plan as a run of it would; the first device at hand stands for all.
 
         Args:
             plan: one of this model, with as many micro-batches.
@@ -177,7 +178,7 @@ class Question(Training):
     def problem(
         self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None
     ) -> Problem:
-        """What a planner is asked.
+        """Makes the problem that a planner is asked.
 
         Args:
             cluster: of whose devices the first ones are used.
@@ -191,7 +192,7 @@ class Question(Training):
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
     ) -> Problem:
-        """The same of a trace of the model.
+        """Makes the problem of a trace of the model.
 
         Args:
             cluster: has the devices.
@@ -215,7 +216,7 @@ class Question(Training):
         pins: Pins,
         memory_limit: int | tuple[int, ...] | None = None,
     ) -> tuple[Shapes, LayerGraph]:
-        """The shapes that a planner may choose of, and the layers of the model; its batch is a whole one.
+        """Describes the shapes that a planner may choose from; also returns the layers of the model.
 
         Args:
             cluster: whose first devices are used.
@@ -254,14 +255,16 @@ class Question(Training):
             cluster=cluster,
         )
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
+        # A single example may be another program, without its batch axis.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
         shapes = Shapes(model, local, cluster, devices, batch, pins, apart)
         return shapes, whole.traced.graph
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """A problem with the links of a cluster; where stages lie on several machines, the slower link joins them."""
+    """Gives a problem the links of a cluster; stages on several machines are joined by the slower link."""
     check_devices(problem.devices, cluster)
+    # Stages take devices machine by machine.
     within = problem.devices <= cluster.devices_per_machine
     peer: Link = cluster.peer if within else cluster.network
     return replace(
@@ -275,7 +278,7 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[tuple[float, ...]]:
-    """How many times longer devices take than a profile says, which is taken for one of the cluster's first device.
+    """Tells how many times longer devices take than a profile says, which is one of the cluster's first device.
 
     Args:
         cluster: of whose devices the products per second are compared; None: they are alike.
@@ -361,8 +364,9 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 
 
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
-    """The local batches at which layers are looked at beside the whole micro-batch: a replica's share, the least, and
-    what is the least where that is another program.
+    """Chooses the local batches at which layers are looked at beside the whole micro-batch.
+
+    They are a replica's share, the least, and what is the least where one example is another program.
 
     Args:
         examples: of a micro-batch.

@@ -68,6 +68,7 @@ class Session:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
+        # What no model needs now lies on the host, and counts there.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         self.ledger = Ledger(settings.devices)
@@ -137,7 +138,7 @@ class Session:
         self.controller.monitor = Monitor(self.settings.devices, kept) if on else None
 
     def pictures(self, steps: int = 1) -> list[Picture]:
-        """What there is to be seen of the last steps; waits for their end."""
+        """Draws up what each device did in the last steps; waits for their end."""
         monitor = self._watching()
         labels = [self.graph.label(layer) for layer in self.graph.layers]
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
@@ -152,7 +153,7 @@ class Session:
         return self.controller.monitor
 
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
-        """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves.
+        """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
         Of several processes all must ask, and the first one alone gets them.
         """
@@ -173,7 +174,7 @@ class Session:
             raise self.controller.failure(error) from error
 
     def own_params(self, state: State) -> dict[str, Any]:
-        """The newest parameters of this process by their names, as numpy arrays."""
+        """Returns the newest parameters of this process by their names, as numpy arrays."""
         arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
         return {
             parameter.array.name: to_host(array)
@@ -182,7 +183,7 @@ class Session:
         }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """The newest of everything that outlives a step; ValueError if the state is not whole or not this model's."""
+        """Returns the newest of all that outlives a step; ValueError if the state is not whole, or another model's."""
         self.check_whole(compiled, state)
         return plain_arrays(compiled, state)
 
@@ -285,6 +286,7 @@ class Session:
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
+        # A new run begins with nothing parked, but forgets what is only once it is sure to begin.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -335,6 +337,7 @@ class Session:
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
+        # Where code on the host can fail, a step waits for the one before it.
         earlier_marks = len(self.controller.marks)
         feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
@@ -380,8 +383,9 @@ class Session:
         return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
 
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
-        """The metrics of a step by name; its losses are looked at later."""
+        """Returns the metrics of a step by name; its losses are looked at later."""
         values = self.readable(values)
+        # In a stream each micro-batch may have read other weights, so each loss is watched.
         apart = run.stream_steps > 0  # then the losses of the micro-batches follow
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
@@ -397,7 +401,7 @@ class Session:
         return [Awaited(value, self.controller.arrive) for value in values]
 
     def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
-        """Names what a step or an evaluation yielded."""
+        """Returns names what a step or an evaluation yielded."""
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
@@ -423,6 +427,7 @@ class Session:
         """
         compiled = self.compiled_at(batch, updates)
         moment = divmod(microbatch, self.settings.microbatches)
+        # The plan of then is the one that the next change has replaced.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
@@ -457,7 +462,7 @@ class Session:
         return feeds
 
     def needs(self) -> list[str]:
-        """The leaves of the batch that layers of this process read."""
+        """Returns the leaves of the batch that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
         stages = self.compiled.plan.stages
         here = [

@@ -122,22 +122,22 @@ class Settings(Training):
 # How options become settings: what each says with the others, and the devices that they come to.
 
 
-def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]) -> Settings:
-    """The settings of a pipeline.
+def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, Any]) -> Settings:
+    """Returns the settings of a pipeline.
 
     Args:
         loss_fn: as the user gave it.
         optimizer: likewise.
         devices: likewise.
-        told: what its options mean, by name.
+        options: what its options mean, by name.
 
     Raises:
         ValueError: they cannot be together, with each other or with the devices that there are.
     """
-    check_functions(loss_fn, optimizer, has_state=told["has_state"])
-    take, schedule, planner = told.pop, told["schedule"], told["planner"]
+    check_functions(loss_fn, optimizer, has_state=options["has_state"])
+    take, schedule, planner = options.pop, options["schedule"], options["planner"]
     reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
-    _check_leaves(reductions, has_aux=told["has_aux"], has_state=told["has_state"])
+    _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
     microbatches = take("microbatches") or USUAL_MICROBATCHES
     replicas, stages = take("replicas"), take("stages")
     shares = shares_devices(replicas, stages, planner)
@@ -145,8 +145,9 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
     if not isinstance(stages, Plan):
         check_chooser(schedule, planner)
     counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
-    given, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
-    used, places = place(stages, given, schedule, counts, shares=shares)
+    groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
+    used, places = place(stages, groups, schedule, counts, shares=shares)
+    # Devices beyond those of the plan are there for later plans, without speeds of their own.
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
@@ -167,17 +168,17 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
         shares=shares,
         sharding=laid,
         reductions=reductions,
-        **told,
+        **options,
     )
 
 
 def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
     """Raises ValueError for reductions of leaves that no loss returns."""
-    for given, has, option, flag in (
+    for rules, returns_some, option, flag in (
         (reductions.aux, has_aux, "aux_reduce", "has_aux"),
         (reductions.state, has_state, "model_state_reduce", "has_state"),
     ):
-        if given and not has:
+        if rules and not returns_some:
             raise ValueError(
                 f"{option} is given, but the loss returns nothing of that kind: say {flag}=True"
             )
@@ -186,7 +187,7 @@ def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> 
 def shares_devices(
     replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
 ) -> bool:
-    """Whether how many devices each stage has is to be decided.
+    """Tells whether how many devices each stage has is to be decided.
 
     Args:
         replicas: "auto", or those of each stage.
@@ -217,7 +218,7 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """The number of stages, or a plan, as a schedule runs them; None where that is to be decided.
+    """Returns the number of stages, or a plan, as a schedule runs them; None where that is to be decided.
 
     Args:
         stages: their number or a plan, if that is given.
@@ -240,7 +241,7 @@ def stages_under(
 def replica_counts(
     counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
 ) -> tuple[int, ...] | None:
-    """The devices of each stage; None if every stage has one.
+    """Returns the devices of each stage; None if every stage has one.
 
     Args:
         counts: as the user gave them.
@@ -274,26 +275,27 @@ Parts = list[tuple[str, str]]
 
 
 def versions() -> Parts:
-    """The versions of what computes."""
+    """Returns the versions of what computes."""
     names = ("jax", "jaxlib", "jvpipe")
     return [*((name, version(name)) for name in names), ("python", platform.python_version())]
 
 
 def option_parts(settings: Settings) -> Parts:
-    """The options of a pipeline, but for its functions, which are compared once they are traced."""
+    """Returns the options of a pipeline, but for its functions, which are compared once they are traced."""
     apart = ("loss_fn", "optimizer", "hosts")
-    names = [each.name for each in fields(settings) if each.name not in apart]
-    told = {name: getattr(settings, name) for name in names}
+    names = [one.name for one in fields(settings) if one.name not in apart]
+    # All fields: one that is added later cannot be forgotten here.
+    values = {name: getattr(settings, name) for name in names}
     stages, schedule = settings.stages, settings.schedule
-    told |= {
+    values |= {
         "stages": stages.to_json() if isinstance(stages, Plan) else stages,
         "schedule": schedule.name,
         "options of the schedule": schedule.options,
-        "memory_limit": told.pop("limits"),
-        "host_memory_limit": told.pop("host_limit_bytes"),
+        "memory_limit": values.pop("limits"),
+        "host_memory_limit": values.pop("host_limit_bytes"),
         "devices": [device.device_kind for device in settings.devices],
     }
-    return [*versions(), *((name, without_addresses(str(value))) for name, value in told.items())]
+    return [*versions(), *((name, without_addresses(str(value))) for name, value in values.items())]
 
 
 def agree_on_given(
@@ -321,23 +323,24 @@ def agree_on_given(
     else:
         parameters = leaf_lines(params)
     shapes = shape_lines(batch, "batch leaf")
-    given: Parts = [
+    parts: Parts = [
         ("the key", "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"),
         ("the batch", "\n".join(shapes)),
         ("parameters", "\n".join(parameters)),
         ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
     ]
-    hosts.agree("what init is given", given)
-    own = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    every = [json.loads(told) for told in hosts.exchange("batch", json.dumps(own).encode())]
-    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in every)]
+    hosts.agree("what init is given", parts)
+    mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
+    all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
+    # A leaf that some process gives as a shape has no values to be compared.
+    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
     hosts.agree(
-        "what init is given", [("the values of the batch", "\n".join(own[i] for i in by_all))]
+        "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
     )
 
 
 def _unread(leaf: Any) -> Any:
-    """A leaf as it is, of one that is read lazily the shape: whoever needs nothing of it is not to read it."""
+    """Returns a leaf, or the shape of one that is read lazily: whoever needs nothing of it shall not read it."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 
@@ -356,15 +359,15 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-def told_peaks(hosts: Hosts, own: Sequence[Peak]) -> list[Peak]:
-    """The most bytes on each device, and last on the host, as the processes that have them tell.
+def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
+    """Returns the most bytes on each device, and last on the host, as the processes that have them tell.
 
     Args:
         hosts: the processes.
-        own: what this one knows; nothing of the others' devices.
+        here: what this one knows; nothing of the others' devices.
     """
-    told = [
-        json.loads(each)
-        for each in hosts.exchange("peaks", json.dumps([peak.bytes for peak in own]).encode())
+    sizes_by_process = [
+        json.loads(word)
+        for word in hosts.exchange("peaks", json.dumps([peak.bytes for peak in here]).encode())
     ]
-    return [Peak(max(sizes), None, ()) for sizes in zip(*told, strict=True)]
+    return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]

@@ -21,7 +21,7 @@ Tree = Any
 
 
 def shapes_of(tree: Tree) -> Any:
-    """The key of a tree that was traced: its containers, and the shapes and types of its leaves on a device."""
+    """Returns what tells traced trees apart: containers, and the shapes and types of leaves on a device."""
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(
         (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
@@ -35,7 +35,7 @@ _UNEVEN = (
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """The shapes of one micro-batch."""
+    """Returns the shapes of one micro-batch."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
@@ -83,6 +83,7 @@ def feeds_of(
             continue
         if isinstance(leaf, Tracer):
             abstract(batch, "batch leaf")  # raises, and names the leaf that is being traced
+        # In the type of the device, so that no copy converts it there.
         leaf = _feedable(leaf)
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
@@ -94,7 +95,7 @@ def feeds_of(
 
 
 def _feedable(leaf: Any) -> Any:
-    """A leaf of the batch as an array of the type that it has on a device.
+    """Returns a leaf of the batch as an array of the type that it has on a device.
 
     The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
     """
@@ -106,6 +107,7 @@ def _feedable(leaf: Any) -> Any:
 
 
 def _nearest_divisors(size: int, wanted: int) -> str:
+    # Divisors come in pairs, n and size / n.
     small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})
     below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
@@ -162,7 +164,7 @@ class Trees:
 
 
 def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
-    """The leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
+    """Returns the leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
 
     Args:
         given: arrays.
@@ -182,6 +184,7 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
     ...
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
+    # Compared as the caller knows the tree: with stacks whole, not in slices.
     wanted = stacks.join(
         split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
     )
@@ -204,6 +207,6 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
 
 
 def _types(tree: Tree) -> dict[str, str]:
-    """The shape and type of each leaf, by path."""
+    """Returns the shape and type of each leaf, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}

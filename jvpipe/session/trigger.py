@@ -51,6 +51,7 @@ def cuts_at_speeds(
     run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
+    # Two passes: the sum alone would trade a slower stage for less work in all.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -269,7 +270,7 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
-        """Names the stage that is furthest from what was planned."""
+        """Returns names the stage that is furthest from what was planned."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
