@@ -164,7 +164,7 @@ class SignedLines:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long those who meet wait for one another, and how many strangers they bear.
+    """How long processes wait for one another, at their meeting and later, and how many strangers they bear.
 
     Attributes:
         handshake_s: a connection may take to say who it is.
@@ -173,6 +173,9 @@ class Patience:
         farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody that
             it leaves.
         crowd: connections that are open at a time: strangers must not use up the files of the process.
+        look_s: between two looks at whether a run goes on, while processes train.
+        grace_s: the thread that trains has to say itself that another process is gone: it knows the task.
+        ending_s: a process that ends lets the others say why they do.
     """
 
     handshake_s: float = 5.0
@@ -180,6 +183,9 @@ class Patience:
     say_s: float = 3.0
     farewell_s: float = 1.0
     crowd: int = 256
+    look_s: float = 0.01
+    grace_s: float = 2.0
+    ending_s: float = 3.0
 
 
 PATIENCE = Patience()

@@ -30,7 +30,6 @@ from jvpipe.util.given import checked_flag, checked_path, several
 MOST = 2**31 - 1
 """Of what is counted: steps are counted in 32 bits."""
 _COUNT = partial(whole_number, most=MOST)
-KEPT_CHECKPOINTS = 2
 
 
 def file_option(flag: str, value: Any) -> Path:
@@ -268,7 +267,7 @@ class TrainOptions(ModelOptions):
         "steps",
     )
     keep: int = option(
-        KEPT_CHECKPOINTS,
+        2,
         _COUNT,
         "How many of the last checkpoints are kept, beside the best one.",
         "run",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer, read_secret
+from jvpipe.cli.meeting import PATIENCE, Attendance, Bonds, Given, MeetingServer, read_secret
 from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
@@ -117,12 +117,6 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
 
 
 # The processes of a run: how they come together, are watched while they train, and leave.
-
-_FAREWELL_S = 3.0
-"""How long a process that ends lets the others say why they do."""
-_LOOK_S = 0.01
-_GRACE_S = 2.0
-"""How long the thread that trains has to say itself that another process is gone: it knows the task."""
 
 
 def join(options: TrainOptions) -> Hosts:
@@ -309,10 +303,10 @@ class Watch:
         self._stopped.set()
 
     def _look(self) -> None:
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
                 # without the first process JAX ends all others at once
-                if 0 not in lost and self._stopped.wait(_GRACE_S):
+                if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
             silent_s = time.monotonic() - self._at_s
@@ -347,9 +341,9 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     if (
         code == ExitCode.TRY_AGAIN
     ):  # the others see it by themselves; with the first process JAX would end them
-        time.sleep(_FAREWELL_S if hosts.process == 0 and hosts.count > 2 else 0)
+        time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()
-        farewell.join(_FAREWELL_S)
+        farewell.join(PATIENCE.ending_s)
     os._exit(code)

@@ -17,7 +17,7 @@ from socket import gethostname
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from jvpipe.cli.options import DECIDES, KEPT_CHECKPOINTS
+from jvpipe.cli.options import DECIDES
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes, replace_text
@@ -135,7 +135,7 @@ class RunDir:
         """Returns the whole checkpoints, oldest first."""
         return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
 
-    def prune(self, keep: int = KEPT_CHECKPOINTS, best_step: int = 0) -> None:
+    def prune(self, keep: int, best_step: int = 0) -> None:
         """Deletes all but the last checkpoints and the best, and what a killed process left of others; nothing else.
 
         Args:
@@ -426,6 +426,7 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 MARK = "made_here"
 """Its name in config.json."""
 _KEY_BYTES = 32
+"""Of the secret: as many as the digest that is keyed with it has."""
 
 
 def mark(folder: Path, model: str) -> str:

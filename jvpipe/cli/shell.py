@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
 # Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a second one is an end.
 
 _AGAIN_S = 0.001
+"""After how long an interrupt that Python could not raise is raised again."""
 _ENDING = threading.Lock()
 
 

@@ -14,9 +14,7 @@ import numpy as np
 
 from jvpipe.util.brief import brief
 from jvpipe.util.paths import path_names
-
-_MOST_S = 1e12
-"""No run takes as long."""
+from jvpipe.util.sizes import MOST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
     elapsed_s = line.get("elapsed_s")
     if elapsed_s is None:
         return 0.0
-    if type(elapsed_s) not in (int, float) or not 0 <= elapsed_s < _MOST_S:
+    if type(elapsed_s) not in (int, float) or not 0 <= elapsed_s < MOST_S:
         wrong = f"{path}: elapsed_s of step {brief(line['step'])} is {brief(elapsed_s)}"
         raise ValueError(
             f"{wrong}, and should be a number of seconds: put it right, or take it out"

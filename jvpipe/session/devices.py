@@ -28,6 +28,7 @@ class LimitEffort:
     Attributes:
         attempts: how often a planner is asked, each time under a limit that is smaller by as much as
             the run of its answer would be over it.
+        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps it.
         counted_times: how many times what a run holds the planner may have counted, at most.
         alike: devices that report at least this share of what the roomiest of them has are taken to
             have the same.
@@ -36,6 +37,7 @@ class LimitEffort:
     """
 
     attempts: int = 5
+    signings: int = 8
     counted_times: float = 1.2
     alike: float = 0.98
     noticed: float = 0.01

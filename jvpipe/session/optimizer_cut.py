@@ -53,7 +53,7 @@ class OptimizerCutter:
 
     @staticmethod
     def of(
-        training: Training,
+        settings: Training,
         model: Model,
         *,
         grad_norm: bool = False,
@@ -62,20 +62,20 @@ class OptimizerCutter:
         """Makes what cuts the optimizer of a model.
 
         Args:
-            training: has the optimizer, and what it sees.
+            settings: has the optimizer, and what it sees.
             model: has the parameters.
             grad_norm: also compute the gradient's norm.
             sharding: how parameters lie over the devices of a place.
         """
         stacks = model.stacks
         return OptimizerCutter(
-            training.optimizer,
+            settings.optimizer,
             model.params,
-            training.microbatches,
+            settings.microbatches,
             grad_norm,
             sharding,
-            None if training.stacked else stacks,
-            stacks.slices_named(training.frozen),
+            None if settings.stacked else stacks,
+            stacks.slices_named(settings.frozen),
         )
 
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:

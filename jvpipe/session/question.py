@@ -36,11 +36,9 @@ from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
-from jvpipe.util.sizes import MOST_BYTES, limits_of_each
+from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
 
 Tree = Any
-MOST_S = 1e12
-"""More than anything takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

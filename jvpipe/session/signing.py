@@ -32,11 +32,11 @@ from jvpipe.programs.model import (
 )
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.session.devices import LIMITS
 from jvpipe.session.forecast import Forecast
 from jvpipe.session.question import Question
 from jvpipe.trace.layer_split import split_as_planned
 
-_ROUNDS = 8
 _log = logging.getLogger("jvpipe")
 
 
@@ -186,7 +186,7 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
         The plan, and by how much larger limits have to be at least if there is none.
     """
     less, nearest, before = 0, math.inf, None
-    for _ in range(_ROUNDS):
+    for _ in range(LIMITS.signings):
         forecast = ask(signer.said, more - less)
         limit, question = forecast.problem.memory_limit_bytes, forecast.question
         assert limit is not None
