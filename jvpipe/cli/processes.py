@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from ipaddress import ip_address
@@ -61,33 +61,34 @@ def _metrics(line: Mapping[str, Any]) -> StepMetrics:
     )
 
 
+_JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    "seconds": max,
+    "examples_per_s": min,
+    "tokens_per_s": min,
+    "mfu": min,
+}
+_JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "recomputed_s"), sum)
+"""What a number of each process becomes for all: the slowest one's seconds and rates, the bytes and copies of all."""
+
+
 def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """Joins the metrics of a step: the slowest process's seconds, the bytes and copies of all devices."""
+    """Joins the metrics of a step, as each process saw it."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
-    all_work = Busy(
-        sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work)
-    )
+    numbers: dict[str, Any] = {}
+    for name, join_numbers in _JOINED.items():
+        present = [x for line in lines if (x := getattr(line, name)) is not None]
+        numbers[name] = join_numbers(present) if present else None
+    elapsed_s = max(busy.elapsed_s for busy in work)
+    all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
+    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in own.peak_bytes}
+    busy_fraction = {name: share for line in lines for name, share in line.busy_fraction.items()}
     return replace(
         own,
-        seconds=max(line.seconds for line in lines),
-        examples_per_s=min(line.examples_per_s for line in lines),
-        tokens_per_s=_least(line.tokens_per_s for line in lines),
-        mfu=_least(line.mfu for line in lines),
+        **numbers,
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes={
-            device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes
-        },
-        busy_fraction={name: share for line in lines for name, share in line.busy_fraction.items()},
-        swapped_bytes=sum(line.swapped_bytes for line in lines),
-        copy_hidden_s=sum(line.copy_hidden_s for line in lines),
-        copy_exposed_s=sum(line.copy_exposed_s for line in lines),
-        recomputed_s=sum(line.recomputed_s for line in lines),
+        peak_bytes=peaks,
+        busy_fraction=busy_fraction,
     )
-
-
-def _least(rates: Iterable[float | None]) -> float | None:
-    """Returns the least of what is known."""
-    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:

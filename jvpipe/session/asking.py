@@ -34,6 +34,9 @@ from jvpipe.session.devices import LIMITS
 from jvpipe.session.measuring import Measurement, work_s
 from jvpipe.trace.spread import CoupledError
 
+HeldBytes = Callable[[Plan], Sequence[int]]
+"""Tells what the fullest device of each stage of a plan holds at most, by the lowered lists."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -239,9 +242,7 @@ class ChosenShape:
     planned: Planned | None = None
 
 
-def find_shape(
-    measurement: Measurement, held_bytes_of: Callable[[Plan], Sequence[int]]
-) -> ChosenShape:
+def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
     """Finds the shape of the fastest simulated step under the limit.
 
     Args:

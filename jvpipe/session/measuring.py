@@ -34,11 +34,11 @@ from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
 
 T = TypeVar("T")
+Slowness = tuple[float, ...]
+"""How many times longer a device takes for each layer than the first one; nothing if as long."""
 
 
-def given_slowness(
-    speeds: Sequence[float], first: int, device: int, layers: int
-) -> tuple[float, ...]:
+def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
     """Tells how many times longer a device takes for each layer than the first one; nothing if as long.
 
     Args:
@@ -57,7 +57,7 @@ def given_slowness(
 
 def measured_slowness(
     devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
-) -> list[tuple[float, ...]]:
+) -> list[Slowness]:
     """Returns how many times longer each device takes for each layer than the first one.
 
     Args:
@@ -66,7 +66,7 @@ def measured_slowness(
         costs: as the first one takes.
     """
 
-    def longer(device: Device) -> tuple[float, ...]:
+    def longer(device: Device) -> Slowness:
         if is_own(device):
             return times_longer(costs, measured_on(device))
         # Layers cannot be timed there, so the ratio of their products has to do for all.
@@ -83,8 +83,8 @@ def _kind(device: Device) -> str:
 
 
 def slowness_by_kind(
-    devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], tuple[float, ...]]
-) -> list[tuple[float, ...]]:
+    devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
+) -> list[Slowness]:
     """Returns the slowness of devices, asked for once per kind; nothing for those like the first one.
 
     Args:
@@ -92,7 +92,7 @@ def slowness_by_kind(
         kind_of: tells the kind of a device.
         longer: tells how many times longer than the first one a device takes for each layer.
     """
-    by_kind: dict[str, tuple[float, ...]] = {kind_of(devices[0]): ()}
+    by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
     for device in devices:
         # Timing all layers takes seconds, and devices of a kind take the same.
         if (kind := kind_of(device)) not in by_kind:
@@ -100,7 +100,7 @@ def slowness_by_kind(
     return [by_kind[kind_of(device)] for device in devices]
 
 
-def times_longer(costs: Costs, other: Costs) -> tuple[float, ...]:
+def times_longer(costs: Costs, other: Costs) -> Slowness:
     """Returns how many times longer each layer takes by the other costs."""
     pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
     return tuple(b / a if a else 1.0 for a, b in pairs)
@@ -112,7 +112,7 @@ def work_s(layers: Iterable[LayerCost]) -> list[float]:
 
 
 def groups_apart(
-    slowness: Sequence[tuple[float, ...]], limits: Sequence[int], names: Sequence[str]
+    slowness: Sequence[Slowness], limits: Sequence[int], names: Sequence[str]
 ) -> tuple[int | None, tuple[Group, ...]]:
     """Returns the limit of the roomiest device, and how each differs from the others; nothing if they are alike.
 
@@ -237,7 +237,7 @@ class Measurement:
         return links_between(self.first, others[0] if others else None, self.bench.archive)
 
     @cached_property
-    def slowness(self) -> list[tuple[float, ...]]:
+    def slowness(self) -> list[Slowness]:
         """How many times longer each device takes for each layer than the first one, in the order of `used`."""
         speeds, layers = self.settings.speeds, len(self.costs.layers)
         if speeds or not self.asks_seconds:

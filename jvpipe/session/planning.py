@@ -19,7 +19,6 @@ from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.joint.device_orders import orders
 from jvpipe.planners.joint.floor import Floor, floor
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
@@ -28,9 +27,9 @@ from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, given, lines_of
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-from jvpipe.session.asking import Planned, answered, ask
+from jvpipe.session.asking import HeldBytes, Planned, answered, ask
 from jvpipe.session.devices import LIMITS
-from jvpipe.session.measuring import work_s
+from jvpipe.session.measuring import Slowness, work_s
 from jvpipe.session.settings import Settings
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import layer_signature, split_layers, split_points
@@ -62,7 +61,7 @@ class _Asker:
     planner: str
     places: tuple[int, ...]
     fixed: bool
-    held_bytes_of: Callable[[Plan], Sequence[int]]
+    held_bytes_of: HeldBytes
 
     def ask(self, problem: Problem) -> Planned:
         """Asks once."""
@@ -185,7 +184,7 @@ def decide(
     settings: Settings,
     places: tuple[int, ...],
     problem: Problem,
-    held_bytes_of: Callable[[Plan], Sequence[int]],
+    held_bytes_of: HeldBytes,
 ) -> Planned:
     """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
 
@@ -225,8 +224,8 @@ def decide(
 
 def planned_again(
     planned: Planned,
-    slowness: Sequence[tuple[float, ...]],
-    held_bytes_of: Callable[[Plan], Sequence[int]] | None,
+    slowness: Sequence[Slowness],
+    held_bytes_of: HeldBytes | None,
 ) -> Planned | None:
     """Plans anew for devices that have become slower: cuts and fates, under the limits and over the links.
 
@@ -295,12 +294,6 @@ class CutCandidate:
 
     traced: Traced
     planned: Planned
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, simulated."""
-        problem = self.planned.problem
-        return simulated_step_s(problem, evaluate(problem, self.planned.decision).stages)
 
 
 @dataclass(frozen=True)
@@ -371,7 +364,7 @@ class Splitter:
                 candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
                 return best
-            if candidate.step_s > best.step_s * (1 - SPLITTING.gain):
+            if candidate.planned.step_s > best.planned.step_s * (1 - SPLITTING.gain):
                 return best
             best = candidate
         return best

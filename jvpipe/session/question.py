@@ -27,7 +27,13 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.measuring import groups_apart, slowness_by_kind, times_longer, work_s
+from jvpipe.session.measuring import (
+    Slowness,
+    groups_apart,
+    slowness_by_kind,
+    times_longer,
+    work_s,
+)
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.settings import Training
 from jvpipe.session.trees import micro_batch_shapes
@@ -137,7 +143,7 @@ class Question(Training):
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
-    ) -> list[tuple[float, ...]]:
+    ) -> list[Slowness]:
         """Tells how many times longer each device takes for each layer than the first; nothing if as long.
 
         Args:
@@ -147,7 +153,7 @@ class Question(Training):
             devices: so many of them are used.
         """
 
-        def longer(device: Accelerator) -> tuple[float, ...]:
+        def longer(device: Accelerator) -> Slowness:
             alike = replace(cluster, device=device, unlike=())
             return times_longer(costs, estimate(traced, alike, fates=False))
 
@@ -275,7 +281,7 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
     )
 
 
-def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[tuple[float, ...]]:
+def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
     """Tells how many times longer devices take than a profile says, which is one of the cluster's first device.
 
     Args:
