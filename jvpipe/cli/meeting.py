@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import digest
+from jvpipe.util.pattern import compare, whole
 
 VARIABLE = "JVPIPE_SECRET_FILE"
 """Names the file where `--secret-file` does not."""
@@ -492,13 +493,9 @@ async def _reached(
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
     """Returns a process's number and what it was given; raises ValueError for what is neither."""
-    process, parts = words.get("process"), words.get("parts")
-    if type(process) is not int or not 0 < process < 2**31 or not isinstance(parts, dict):
-        raise ValueError("not a process")
-    for part in parts.values():
-        if not (isinstance(part, list) and [type(text) for text in part] == [str, str]):
-            raise ValueError("not what a process was given")
-    return process, parts
+    pattern = {"process": whole(1, 2**31 - 1), "parts": {str: (str, str)}}
+    compare("who comes", words, pattern)
+    return words["process"], words["parts"]
 
 
 def _port_in(words: Mapping[str, Any]) -> int:
