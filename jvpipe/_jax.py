@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
 from jax.experimental import multihost_utils, topologies, transfer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
@@ -22,7 +23,7 @@ from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue
 class DeviceGroup:
     """Several devices that do together what one does, in a mesh of named axes along which arrays may be cut.
 
-    What is asked of a device it answers as its first one does, for they are alike.
+    It answers for its first device, because all of them are alike.
     """
 
     mesh: Mesh
@@ -53,7 +54,7 @@ class DeviceGroup:
         return self.first.process_index
 
     def memory_stats(self) -> dict[str, int] | None:
-        """What the first device tells of its memory."""
+        """Returns the memory statistics of the first device."""
         return self.first.memory_stats()
 
     def addressable_memories(self) -> list[Any]:
@@ -61,7 +62,7 @@ class DeviceGroup:
         return self.first.addressable_memories()
 
     def default_memory(self) -> Any:
-        """The memory of the first device where arrays lie unless that is said."""
+        """Returns the memory of the first device in which arrays lie by default."""
         return self.first.default_memory()
 
     def __str__(self) -> str:
@@ -147,8 +148,10 @@ def scope(eqn: JaxprEqn) -> str:
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
-    own = eqn.source_info
-    return own if outer is None else outer.replace(name_stack=outer.name_stack + own.name_stack)
+    source = eqn.source_info
+    return (
+        source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
+    )
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -197,7 +200,7 @@ def new_variable(aval: Any) -> Var:
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """A fresh variable like another but for its shape; one that is bound to no name stays so."""
+    """A fresh variable like another except for its shape; one that is bound to no name stays so."""
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -205,7 +208,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr as a function that the compiler does not merge into its caller; it has no derivative."""
+    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program; it has no derivative.
+
+    A CPU's compiler does not merge it into its caller. Others do: their kernels differ by the layouts that the readers
+    of a result would like, so there results lie as they do between programs.
+    """
     return _outlined().bind(*values, jaxpr=closed)
 
 
@@ -213,6 +220,9 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 def _outlined() -> Any:
     def inside(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*values)
+
+    def laid(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+        return [_row_major(x) for x in inside(*values, jaxpr=jaxpr)]
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
@@ -224,9 +234,43 @@ def _outlined() -> Any:
     primitive.multiple_results = True
     primitive.def_impl(inside)
     primitive.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(inside, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(laid, multiple_results=True))
     mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
     return primitive
+
+
+def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr such that its results have the bits that they have where it is all of a program.
+
+    On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
+    """
+    barrier = jax.lax.optimization_barrier
+    return list(barrier(outlined(closed, barrier(list(values)))))
+
+
+def laid_out(x: Any) -> Any:
+    """An input of a program, for readers that find it as it lies, as they would a value that was computed again.
+
+    A CPU's compiler needs not be told.
+    """
+    return _laid_out().bind(x)
+
+
+@cache
+def _laid_out() -> Any:
+    primitive = _core.Primitive("laid_out")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(_row_major, multiple_results=False))
+    mlir.register_lowering(primitive, lambda _, x: [x], platform="cpu")
+    return primitive
+
+
+def _row_major(x: Any) -> Any:
+    """An array in the layout that arrays have between programs."""
+    if x.ndim < 2 or not is_plain(x.dtype):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 # `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
@@ -246,7 +290,7 @@ def is_ready(array: jax.Array) -> bool:
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Compiler options under which a value has the same bits in whatever program it is computed.
+    """Returns compiler options under which a value is bitwise identical in all programs that compute it.
 
     On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
     other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
@@ -296,7 +340,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """A function that copies an array of a few bytes from `source` to `device`: at once, where it is there already."""
+    """A function that copies an array of a few bytes from `source` to `device`: at once if the device has it."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -385,7 +429,7 @@ def has_devices() -> bool:
 
 
 def coordination() -> Any:
-    """The processes' key-value store and barriers; None where this process is alone."""
+    """The processes' key-value store and barriers; None if this process is alone."""
     return cast(Any, multihost_utils).distributed.global_state.client
 
 

@@ -69,26 +69,41 @@ def read(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    version = f"jvpipe {jvpipe.__version__}"
-    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
-    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
-    for name, option in options.items():
-        more: dict[str, Any] = {"action": "store_true"}
-        if bool not in option.kinds:
-            repeated = tuple in option.kinds
-            more = {
-                "action": "append" if repeated else "store",
-                "metavar": (option.unit or "name").upper(),
-            }
-        add = groups[option.group].add_argument
-        # Nothing by default: what is not given is told from what is given as the default.
-        add(option.flag, dest=name, default=argparse.SUPPRESS, help=_help(option), **more)
+    add_options(parser, options)
     namespace, unknown = parser.parse_known_args(words)
     if unknown:
         raise ValueError(
             did_you_mean("option", unknown[0], [option.flag for option in options.values()])
         )
     return {name: _of_text(options[name], value) for name, value in vars(namespace).items()}
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, Option]
+) -> list[argparse.Action]:
+    """Adds options to a parser, each in its group, and `--version`; returns what argparse makes of the options.
+
+    Args:
+        parser: of a command.
+        options: its options, by name.
+    """
+    version = f"jvpipe {jvpipe.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Says which it is.")
+    groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
+    actions = []
+    for name, option in options.items():
+        kind: dict[str, Any] = {"action": "store_true"}
+        if bool not in option.kinds:
+            repeated = tuple in option.kinds
+            kind = {
+                "action": "append" if repeated else "store",
+                "metavar": (option.unit or "name").upper(),
+            }
+        add = groups[option.group].add_argument
+        # Nothing by default: what is not given is told from what is given as the default.
+        told = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
+        actions.append(add(option.flag, **told, **kind))
+    return actions
 
 
 def _help(option: Option) -> str:

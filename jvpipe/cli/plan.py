@@ -158,6 +158,7 @@ _OF_MODELS = (
     "dtype",
     "set",
     "frozen",
+    "state_fates",
 )
 """Options that a graph file leaves no room for."""
 

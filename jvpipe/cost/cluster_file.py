@@ -164,6 +164,9 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         flops_per_s,
         device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
         device.number("elementwise_per_s", like.elementwise_per_s if like else math.inf),
+        like.platform if like else "cuda",
+        like.cores if like else 0,
+        like.scratch_bytes if like else 0,
     )
 
 

@@ -32,7 +32,9 @@ class Accelerator:
     """The speeds and the memory of one device.
 
     `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
-    and not the bytes that they move are the limit; `launch_s` is what each kernel takes besides.
+    and not the bytes that they move are the limit; `launch_s` is what each kernel takes besides. `platform` says whose
+    compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows;
+    `scratch_bytes` those that a TPU has beside its cores, where it keeps what is small.
     """
 
     name: str
@@ -41,6 +43,9 @@ class Accelerator:
     flops_per_s: Mapping[str, float]
     launch_s: float = 5e-6
     elementwise_per_s: float = float("inf")
+    platform: str = "cuda"
+    cores: int = 0
+    scratch_bytes: int = 0
 
     def products_per_s(self, dtype: str) -> float:
         """Floating-point operations per second of products of a dtype; of a similar one where it is not listed.

@@ -27,6 +27,7 @@ def stage_table(stages: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Ta
         "comm": "comm",
     }
     seconds |= {"reduce": "reduce"} if shared else {}
+    seconds |= {"update": "update"} if any(stage["update_s"] for stage in stages) else {}
     table = Table(
         "stage", "layers", *(f"{name} ms" for name in seconds), "in flight", "peak", "host"
     )

@@ -123,9 +123,19 @@ def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
 
     Args:
         name: of the option.
-        fates: what was given.
+        fates: a mapping, or a text as a command line has it.
         of: what the patterns are for, with an example.
+
+    Raises:
+        ValueError: it is neither.
+
+    >>> checked_fates("state_fates", "embed/*=keep,*=swap", of="parameters")
+    {'embed/*': 'keep', '*': 'swap'}
     """
+    if isinstance(fates, str):
+        parts = [part.rpartition("=") for part in fates.split(",")]
+        if all(pattern and fate for pattern, _, fate in parts):
+            return {pattern.strip(): fate.strip() for pattern, _, fate in parts}
     if not isinstance(fates, Mapping) or not all(
         isinstance(text, str) for text in (*fates, *fates.values())
     ):

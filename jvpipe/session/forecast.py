@@ -253,6 +253,8 @@ class Forecast:
         # The slowest all-reduce is the one that a step waits for.
         reduce_s = max(cost.reduce_s for cost in evaluation.stages)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
+        update_s = max(cost.update_s for cost in evaluation.stages)
+        updated = f"updates of up to {1e3 * update_s:.2f} ms, " if update_s else ""
         step_s = simulated_step_s(problem, evaluation.stages)
         bound = "no plan keeps the limit"
         if math.isfinite(bound_s):
@@ -261,7 +263,7 @@ class Forecast:
         return (
             f"planner {best.planner}, schedule {problem.schedule.name}, {shape}{problem.microbatches} "
             f"micro-batches{size}: step {1e3 * step_s:.2f} ms simulated ({bound}), "
-            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}"
+            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
             f"{self._idle(evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
         )
 
@@ -294,6 +296,7 @@ def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
                 "input_s": input_s,
                 "weight_s": weight_s,
                 "reduce_s": cost.reduce_s,
+                "update_s": cost.update_s,
                 "host_bytes": cost.host_bytes,
                 "fates": dict(stage.fates),
                 **state,

@@ -11,7 +11,7 @@ from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.said import Said
 from jvpipe.cost.targets import Target
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.papers.registry import PLANNERS, find_planner
+from jvpipe.papers.registry import PLANNERS, FateRule, find_planner
 from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
@@ -27,11 +27,17 @@ from jvpipe.session.arguments import (
 )
 from jvpipe.session.asking import Planned, ask, ask_shapes
 from jvpipe.session.forecast import Forecast
-from jvpipe.session.model_planner import away_s, state_bytes
+from jvpipe.session.model_planner import (
+    ALL_AWAY,
+    away_s,
+    brought_back,
+    pays_for_room,
+    state_bytes,
+)
 from jvpipe.session.options import PLAN_FOR, checked
-from jvpipe.session.planning import CutCandidate, Splitter, crowded
 from jvpipe.session.question import Question, check_shape_planner, check_sums, given_pins
 from jvpipe.session.signing import Signer, signed
+from jvpipe.session.splitting import CutCandidate, Splitter, uneven
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.util.brief import brief
@@ -96,8 +102,9 @@ def plan_for(
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, likewise.
-        state_fates: where the optimizer's state of parameters lies between updates, likewise; on the devices unless
-            given.
+        state_fates: where the optimizer's state of parameters lies between updates, likewise. Unless given, one
+            planner that chooses fates decides: on the host where else nothing fits, or where its way there takes less
+            than what is computed again to make room for it.
         compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
         title: of the figure.
 
@@ -165,16 +172,65 @@ class _Asking:
             said: what the hardware's compiler has said.
             limits: of the devices.
         """
-        question, cluster = replace(self.question, said=said), self.cluster
+        asking = replace(self, question=replace(self.question, said=said))
+        kept = asking._answer(limits)
+        if not self._chooses_state(kept):
+            return kept
+        away = asking._state_away(limits)
+        if not kept.fits or (away.fits and away.step_s < kept.step_s):
+            return away
+        return kept
+
+    def _answer(self, limits: Limits) -> Forecast:
+        """Returns the answer with the optimizer's state where the question says."""
+        question, cluster = self.question, self.cluster
         if self.pins is not None:
             shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
             (planner, *_) = self.names
-            problem, best = _answer(planner, shapes.model, partial(ask_shapes, planner, shapes))
+            problem, best = _timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
             return _with_state(Forecast(problem, (best,), self.title, question, shapes))
         problem = question.problem(cluster, limits)
         forecast = asked(problem, self.names, self.title, question)
         cuts_layers = not any(find_planner(name).as_paper for name in self.names)
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
+
+    def _chooses_state(self, kept: Forecast) -> bool:
+        """Tells whether the optimizer's state may go to the host, and whether that may bring something.
+
+        Args:
+            kept: the answer with all of it on the devices.
+        """
+        chooses = [find_planner(name).fate_rule is FateRule.CHOOSES for name in self.names]
+        if self.question.state_fates or chooses != [True]:
+            return False
+        best = kept.answers[0]
+        if best.decision is None or best.plan is None:
+            return True
+        return not kept.fits or pays_for_room(Planned(best.plan, kept.problem, best.decision))
+
+    def _state_away(self, limits: Limits) -> Forecast:
+        """Returns the answer with the state on the host, but for what the devices then have room for."""
+        question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
+        model = question.trace()
+        sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+        if cluster.host_memory_bytes is not None:
+            rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
+            cluster = replace(cluster, host_memory_bytes=rest)
+        away = replace(self, question=question, cluster=cluster)._answer(limits)
+        if not away.fits:
+            return away
+        best = away.answers[0]
+        assert best.plan is not None
+        assert best.evaluation is not None
+        problem, schedule = away.problem, away.problem.schedule
+        places = [schedule.device_of(s, problem.devices) for s in range(problem.stages)]
+        room = {
+            device: (problem.limit_of(place) or 0) - best.evaluation.device_bytes[place]
+            for stage, place in zip(best.plan.stages, places, strict=True)
+            for device in stage.devices
+        }
+        nearer = replace(best, plan=brought_back(best.plan, sizes, room))
+        return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
         """Returns the plan that the compiler of the hardware signs.
@@ -197,7 +253,7 @@ class _Asking:
 
 
 def _with_state(forecast: Forecast) -> Forecast:
-    """Puts into the plans where the optimizer's state lies, and counts the seconds of its way to the host and back."""
+    """Puts into the plans where the optimizer's state lies; with the seconds of its way to the host and back."""
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
     if question is None or not question.state_fates or best is None or cluster is None:
         return forecast
@@ -209,13 +265,20 @@ def _with_state(forecast: Forecast) -> Forecast:
         traced = split_as_planned(model.traced, answer.splits)
         return replace(answer, plan=question.with_state_fates(traced, answer.plan))
 
-    answers = tuple(map(placed, forecast.answers))
-    assert answers[0].plan is not None
+    return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
+
+
+def _with_seconds(forecast: Forecast) -> Forecast:
+    """Counts the seconds that the optimizer's state of the best plan is on its way to the host and back."""
+    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
+    assert question is not None
+    assert cluster is not None
+    assert best is not None
+    model = question.trace()
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
     # Without a flush each micro-batch is an update.
     updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
-    state_s = updates * away_s(answers[0].plan, sizes, cluster.host)
-    return replace(forecast, answers=answers, state_s=state_s)
+    return replace(forecast, state_s=updates * away_s(best, sizes, cluster.host))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
@@ -254,7 +317,7 @@ def asked(
     for name in names:
         check_chooser(problem.schedule, name)
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
-    by_planner = {name: _answer(name, problem, partial(ask, name, problem)) for name in own_first}
+    by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
     answers = best_first(problem, [answer for _, answer in by_planner.values()])
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
@@ -305,7 +368,7 @@ def with_splits(question: Question, whole: Forecast) -> Forecast:
     if cluster is None or decision is None or plan_of_whole is None:
         return whole
     planned = Planned(plan_of_whole, whole.problem, decision)
-    if not crowded(planned):
+    if not uneven(planned):
         return whole
     start_s = time.perf_counter()
     model = question.trace()

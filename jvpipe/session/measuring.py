@@ -281,6 +281,7 @@ class Measurement:
             peer=self.bench.between_hosts or (links.send if links else INFINITE),
             peer_uses_host=bool(to_host and to_host.send_uses_host),
             lent=self._lent(),
+            overlaps=True,
         )
 
     def _lent(self) -> float:

@@ -27,8 +27,9 @@ from jvpipe.session.asking import ChosenShape, Planned, find_shape
 from jvpipe.session.devices import LIMITS, dealt
 from jvpipe.session.measuring import Bench, Measurement
 from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import SPLITTING, CutCandidate, Splitter, decide
+from jvpipe.session.planning import decide
 from jvpipe.session.settings import Settings, option_parts
+from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
@@ -160,7 +161,7 @@ class ModelPlanner:
             if not sizes:
                 raise
             kept = None
-        if kept is not None and not (sizes and _pays_for_room(kept)):
+        if kept is not None and not (sizes and pays_for_room(kept.planned)):
             return kept
         try:
             away = self._state_away(traced, sizes, finer=finer)
@@ -239,7 +240,7 @@ class ModelPlanner:
                 else (self._candidate(traced), SPLITTING.rounds)
             )
             if finer:
-                best = splitter.better(best, self._candidate, rounds, limited=limited)
+                best = splitter.better(best, self._candidate, rounds)
             if question:
                 self.bench.archive.keep(list(map(float, best.traced.splits)), *question)
         return Chosen(self._to_run(best.traced, best.planned.plan), best.planned)
@@ -358,10 +359,9 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def _pays_for_room(chosen: Chosen) -> bool:
+def pays_for_room(planned: Planned | None) -> bool:
     """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
-    planned = chosen.planned
-    if planned is None or not any(stage.fates for stage in chosen.compiled.plan.stages):
+    if planned is None or not any(planned.decision.choices):
         return False
     # The same cuts without any fate: what the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))

@@ -343,19 +343,32 @@ class PipelineOptions:
     )
     fates: Mapping[str, str] | None = option(
         None,
-        partial(checked_fates, of="tensors, such as {'*/attention/*': 'swap'}"),
+        partial(
+            checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
+        ),
         "What becomes of tensors between a forward and its backward, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
     )
-    state_fates: Mapping[str, str] | None = option(
+    state_fates: str | None = option(
         None,
-        partial(checked_fates, of="parameters, such as {'*': 'swap'}"),
-        "Where the optimizer's state lies between updates, by patterns of the paths of parameters.",
+        partial(checked_fates, of="parameters, such as {'*': 'swap'} or \"*=swap\""),
+        "Where the optimizer's state lies between updates, by patterns of the paths of parameters, such as *=swap, "
+        "several with commas between; decided under a limit if left out.",
         "memory",
+        "PATTERN=FATE",
+        EVERY,
+        "plans",
+    )
+    group: bool | None = option(
+        None,
+        checked_flag,
+        "Consecutive layers of a stage run as one program, with the bits of layers apart; if left out, on all devices "
+        "but CPUs.",
+        "run",
         "",
-        CALLS,
+        RUNS,
     )
     grad_norm: bool = option(
         False,

@@ -1,20 +1,10 @@
-"""From a traced model to its plan: the planner is asked until a limit is kept, and layers are cut in two if that pays.
-
-vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it pays, for each layer
-costs a dispatch per micro-batch. Which layers are cut may depend on the plan: only cuts that keep all bits are made
-(`programs.bit_equality`), so what a run computes does not.
-
-Finer layers also hold less, and whether a memory limit can be kept must not hang on seconds. So under a limit there are
-two models to choose from, whatever a clock says: whole layers, and all of them halved.
-"""
+"""From a measured model to its plan: the planner is asked until a limit is kept."""
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jvpipe.cost import roofline
-from jvpipe.cost.hardware import Accelerator
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import FateRule, find_planner
 from jvpipe.planners.joint.device_orders import orders
@@ -29,10 +19,8 @@ from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.asking import HeldBytes, Planned, answered, ask
 from jvpipe.session.devices import LIMITS
-from jvpipe.session.measuring import Slowness, work_s
+from jvpipe.session.measuring import Slowness
 from jvpipe.session.settings import Settings
-from jvpipe.trace.graph import Traced
-from jvpipe.trace.layer_split import layer_signature, split_layers, split_points
 
 _log = logging.getLogger("jvpipe")
 
@@ -255,166 +243,3 @@ def planned_again(
         return ask(planner.name, problem, places, fixed=True)
     except Infeasible:
         return None
-
-
-# Finer layers: where whole layers leave a stage slower than the others, layers of it are cut in two.
-
-
-@dataclass(frozen=True)
-class SplitEffort:
-    """When a layer is worth being cut in two, and how often that is tried.
-
-    Attributes:
-        slow_times: how many times slower than the mean a stage is before its layers are cut.
-        worth_s: seconds on a micro-batch, forward and backward, under which a layer is not cut: a
-            dispatch takes some 0.05 ms.
-        gain: the share of a step that finer layers must save.
-        rounds: how often layers are cut in two.
-        layers_per_stage: of models of more layers per stage, halves hold hardly less.
-        places: in a layer that are tried.
-    """
-
-    slow_times: float = 1.1
-    worth_s: float = 0.5e-3
-    gain: float = 0.02
-    rounds: int = 2
-    layers_per_stage: int = 8
-    places: int = 3
-
-
-SPLITTING = SplitEffort()
-
-BitCheck = Callable[[Traced, int, Traced], bool]
-"""Whether a layer of a model has the bits of the two that it is in another."""
-
-
-@dataclass(frozen=True)
-class CutCandidate:
-    """A model cut into layers, and its plan."""
-
-    traced: Traced
-    planned: Planned
-
-
-@dataclass(frozen=True)
-class Splitter:
-    """Cuts layers in two on a kind of device; `keeps_bits` says whether that changes no bit."""
-
-    device: Accelerator
-    keeps_bits: BitCheck
-
-    def finest(self, traced: Traced, stages: int) -> Traced:
-        """Returns a model with at least so many layers, if it can be cut so fine."""
-        while len(traced.graph.layers) < stages:
-            finer = self.finer(traced, range(len(traced.graph.layers)))
-            if finer is None:
-                break
-            traced = finer
-        return traced
-
-    def within_limit(
-        self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
-    ) -> tuple[CutCandidate, int]:
-        """Plans whole layers, or halves where those keep no limit; also says how often layers may be cut further.
-
-        Args:
-            traced: the model in whole layers.
-            stages: of the plans.
-            plan: makes one.
-
-        Raises:
-            MemoryLimitExceeded: no plan keeps the limit; the least that would do is named.
-        """
-        try:
-            return plan(traced), 1
-        except MemoryLimitExceeded as error:
-            halves, refused = self.halved(traced, stages), error
-        if halves is None:
-            raise refused
-        try:
-            return plan(halves), 0
-        except MemoryLimitExceeded as error:
-            raise min(refused, error, key=lambda x: x.smallest_limit_bytes) from None
-
-    def better(
-        self,
-        begin: CutCandidate,
-        plan: Callable[[Traced], CutCandidate],
-        rounds: int = SPLITTING.rounds,
-        *,
-        limited: bool = False,
-    ) -> CutCandidate:
-        """Finds a plan with finer layers that is faster by more than `SPLITTING.gain`; else returns the first.
-
-        Args:
-            begin: the plan that is there.
-            plan: makes another.
-            rounds: how often layers may be cut.
-            limited: whether there is a memory limit.
-        """
-        best = begin
-        for _ in range(rounds):
-            slow, stages = crowded(best.planned), best.planned.problem.stages
-            if not slow:
-                return best
-            finer = self.halved(best.traced, stages) if limited else self.finer(best.traced, slow)
-            if finer is None:
-                return best
-            try:
-                candidate = plan(finer)
-            except (Infeasible, MemoryLimitExceeded):
-                return best
-            if candidate.planned.step_s > best.planned.step_s * (1 - SPLITTING.gain):
-                return best
-            best = candidate
-        return best
-
-    def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """Cuts all layers in two that can be; None if there are none, or many layers already."""
-        layers = range(len(traced.graph.layers))
-        return (
-            self.finer(traced, layers)
-            if len(layers) <= SPLITTING.layers_per_stage * stages
-            else None
-        )
-
-    def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
-        """Cuts these layers, and all that are like them, in two; None if none of them can be."""
-        # Layers that are alike share a program, so all of a kind are cut at one place.
-        kinds = [layer_signature(body) for body in traced.bodies] if layers else []
-        where: dict[Hashable, int | None] = {}
-        for layer in layers:
-            if kinds[layer] not in where:
-                where[kinds[layer]] = self._place(traced, layer)
-        cuts = {i: place for i, k in enumerate(kinds) if (place := where.get(k)) is not None}
-        return split_layers(traced, cuts) if cuts else None
-
-    def _place(self, traced: Traced, layer: int) -> int | None:
-        points = split_points(
-            traced, layer, lambda eqns, out: roofline.equation_seconds(eqns, out, self.device)
-        )
-        halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
-        return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
-
-
-def crowded(planned: Planned) -> list[int]:
-    """Returns the layers of the slowest stage that are worth a cut, if that stage is much slower than the mean.
-
-    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.planners.model.problem import Decision, Problem
-    >>> from jvpipe.schedules import find_schedule
-    >>> costs = Costs(tuple(LayerCost("block", t, 2 * t, (Option(0),)) for t in (1.0, 5.0, 1.0)))
-    >>> problem = Problem(costs, 3, find_schedule("1f1b"), microbatches=8)
-    >>> decision = Decision.keeping_all([0, 1, 2, 3])
-    >>> crowded(Planned(decision.plan(problem, "given"), problem, decision))
-    [1]
-    """
-    problem, bounds = planned.problem, planned.decision.bounds
-    seconds = [cost.compute_s for cost in evaluate(problem, planned.decision).stages]
-    slowest = seconds.index(max(seconds))
-    if seconds[slowest] * len(seconds) <= SPLITTING.slow_times * sum(seconds):
-        return []
-    layer_s = work_s(problem.costs.layers)
-    # A layer that takes less than a dispatch is not worth a second one.
-    stage = range(*bounds[slowest : slowest + 2])
-    return [layer for layer in stage if layer_s[layer] >= SPLITTING.worth_s]

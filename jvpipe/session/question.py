@@ -257,6 +257,7 @@ class Question(Training):
             peer=cluster.peer,
             peer_uses_host=cluster.peer_uses_host and cluster.machines == 1,
             cluster=cluster,
+            overlaps=True,
         )
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         # A single example may be another program, without its batch axis.
