@@ -22,7 +22,7 @@ from jvpipe.runtime.state.migrate import (
     prepare_migration,
     state_after_failed_move,
 )
-from jvpipe.runtime.state.model_change import ModelSwitch, Parked, plan_model_switch
+from jvpipe.runtime.state.model_change import Parked
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.settings import agree_on_rows
@@ -227,29 +227,6 @@ class KnownModels:
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
             return self._known[key]
-
-    def plan_switch(
-        self,
-        old: CompiledPlans,
-        new: CompiledPlans,
-        params: Tree,
-        model_state: Tree,
-        limits: Limits,
-    ) -> ModelSwitch:
-        """Plans how one model takes over from another; raises what `plan_model_switch` raises.
-
-        Args:
-            old: those of the present model.
-            new: those of the one that takes over.
-            params: values, for the parameters that are new.
-            model_state: likewise.
-            limits: kept at every instant.
-        """
-        given = {
-            "parameter": jax.tree.leaves(new.trees.stacks.split(params)),
-            "state": jax.tree.leaves(model_state),
-        }
-        return plan_model_switch(old.current, new.current, given, self.parked, limits)
 
     def _traced(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree

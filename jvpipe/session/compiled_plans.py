@@ -222,9 +222,10 @@ class CompiledPlans:
                 self.planned, self.shape = before.planned, before.shape
                 self.model_id = before.model_id
         if settings.hosts is not None and not self._by_shapes:
-            loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
-            optimizer = cutter.lines(traced.graph, settings.schedule)
-            functions = {"the loss": loss, "the optimizer": optimizer}
+            functions = {
+                "the loss": jaxpr_lines(traced.loss.jaxpr, traced.loss.constants),
+                "the optimizer": cutter.lines(traced.graph, settings.schedule),
+            }
             parts = [(name, "\n".join(lines)) for name, lines in functions.items()]
             settings.hosts.agree("what the processes train", parts)
         if base:

@@ -156,6 +156,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     group = take("group")
     if group is None:
         group = used[0].platform != "cpu"
+    if laid is not None:  # each layer's programs say how its arrays lie over a mesh
+        group = False
     return Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -172,9 +174,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         replicas=() if counts is None else replicas_at(counts),
         shares=shares,
         sharding=laid,
-        group=group
-        and laid
-        is None,  # how arrays lie within a group of devices is told of each layer's programs
+        group=group,
         reductions=reductions,
         **options,
     )
