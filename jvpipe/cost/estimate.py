@@ -55,7 +55,7 @@ def estimate(
     >>> traced = build_graph(trace_loss(loss_fn, weights, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), None))
     >>> costs = estimate(traced, find_cluster("v100-a"))
     >>> [round(1e3 * layer.forward_s) for layer in costs.layers]
-    [15, 15, 15]
+    [11, 11, 11]
     """
     store, said = store or shared_store(), said or {}
     everything = layer_programs(store, traced)

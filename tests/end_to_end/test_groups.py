@@ -11,7 +11,6 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
-from jvpipe.schedules import PipeDream, Schedule
 from jvpipe.session.grouping import Grouping
 from tests.bits import MICRO, batches_of, digest
 from tests.end_to_end.test_fates import drawn, trained
@@ -71,7 +70,7 @@ def test_a_group_is_one_program_per_direction() -> None:
 
 
 def moved(
-    m: Case, schedule: str | Schedule, at: tuple[int, int], *, group: bool
+    m: Case, schedule: str, at: tuple[int, int], *, group: bool
 ) -> tuple[list[str], jvpipe.Pipeline]:
     """Digests of a run that moves layers, before and after it; groups are there before the last step."""
     pipe = jvpipe.Pipeline(
@@ -107,15 +106,15 @@ def moved(
         [
             (name, schedule, at)
             for name in NAMES
-            for schedule in ("1f1b", PipeDream())
+            for schedule in ("1f1b", "pipedream")
             for at in ((2, 0), (2, 1))
         ][::3],
-        ("three-readers", PipeDream(), (2, 1)),
+        ("three-readers", "pipedream", (2, 1)),
     ),
     ids=str,
 )
 def test_layers_that_move_run_alone_until_their_groups_are_compiled(
-    name: str, schedule: str | Schedule, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, schedule: str, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, asked = CASES[name](), []
     plain = Grouping.pass_step
