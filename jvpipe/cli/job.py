@@ -227,7 +227,7 @@ class Job:
         return period is not None and step % period == 0
 
     def saves(self, step: int) -> bool:
-        """Tells whether there is a checkpoint of a step, whatever comes of it."""
+        """Tells whether there is a checkpoint of a step, whatever follows."""
         return step % self.options.checkpoint_every == 0
 
 
@@ -358,7 +358,7 @@ def _write(job: Job, files: Mapping[str, str]) -> None:
     # Before the options that it was made for: they say whether it may be used again.
     run.write_plan(job.pipe.plan)
     config = _config(options, job.workload) | kept_options(options)
-    # Who resumes the run compares these.
+    # A resumed run compares these.
     about_run = {
         "data_digest": job.data.digest,
         "files": files,

@@ -61,7 +61,7 @@ class Evaluations:
 
 
 def evaluations_before(job: Job) -> Evaluations:
-    """Reads the evaluations that the last checkpoint of a resumed run tells of."""
+    """Reads the evaluations that the last checkpoint of a resumed run holds."""
     kept = job.run.checkpoints() if job.options.resume else []
     told = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
     if not told and isinstance(told, dict):

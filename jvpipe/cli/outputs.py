@@ -23,7 +23,7 @@ def check_outputs(
 
     Args:
         outputs: paths by the option that names them; None is passed over.
-        inputs: files that are read, likewise: no output may take their place.
+        inputs: files that are read, by their options: no output may take their place.
 
     >>> check_outputs({"--json": "nowhere/plan.json"})
     Traceback (most recent call last):
@@ -77,7 +77,7 @@ def _reason(path: str) -> str | None:
         if file.exists() and not file.is_file():
             return None  # a pipe or a device: opening it would tell its other end
         there = file.exists()
-        # Tried, not asked: permissions alone do not tell of a full or read-only disk.
+        # Tried, not asked: permissions alone do not show a full or read-only disk.
         with file.open("ab"):
             pass
         if not there:
@@ -121,7 +121,7 @@ def check_new_folder(path: Path) -> None:
     """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
     told = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{told} is there already: name a new folder, or an empty one")
+        raise ValueError(f"{told} exists already: name a new folder, or an empty one")
     if not path.parent.is_dir():
         raise ValueError(f"{told}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""What `--model` names, a model of jvpipe or one's own: found, looked at, completed, and given its data."""
+"""What `--model` names, a model of jvpipe or of the user: found, looked at, completed, and given its data."""
 
 import dataclasses
 import hashlib
@@ -84,7 +84,7 @@ class Batches:
     """A user's stream of batches, whose place is saved and found again.
 
     A stream that keeps its place itself, such as Grain's, is asked for it; where it tells that in bytes, they are text
-    here. Of others the place is how many batches were taken: to go on, the same stream is begun and advanced.
+    here. For others the place is how many batches were taken: to go on, the same stream is begun and advanced.
 
     Args:
         called: the call that gave the stream, for messages.
@@ -169,7 +169,7 @@ def digest_of(batch: Tree) -> str:
     return digest.hexdigest()
 
 
-# A model of one's own, looked at and completed: what it lacks of what a model must have is said by name.
+# A user's model, checked and completed: what it lacks of what a model must have is named.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
@@ -201,7 +201,7 @@ def completed(
         options: fields that replace those of a dataclass.
 
     Raises:
-        ValueError: it is no model: what is missing, and what it should be.
+        ValueError: it is not a model: what is missing, and what it should be.
     """
     with _naming(where):
         model = _with_options(_sized(name, given, size), options or {})
@@ -214,7 +214,7 @@ def completed(
                 present = f"its {member} is {getattr(model, member)!r}"
             kind = type(model).__name__
             raise ValueError(
-                f"--model {where} is no model ({kind}): {present}, which should be {wanted}"
+                f"--model {where} is not a model ({kind}): {present}, which should be {wanted}"
             )
     recipe, has_optimizer = Recipe(USUAL_RATE), hasattr(model, "optimizer")
     usual = (lambda steps: np.full(steps, math.nan)) if has_optimizer else recipe.learning_rates
@@ -292,7 +292,7 @@ def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _check(model: Any, *, has_state: bool) -> None:
-    """Raises ValueError for what a model has otherwise than it should."""
+    """Raises ValueError for what a model has that is not as it should be."""
     if has_state and not hasattr(model, "initial_state"):
         raise ValueError("has_state needs initial_state(), a function that gives the first state")
     check_loss(model.loss_fn, has_state=has_state)
@@ -323,7 +323,7 @@ def _flag(model: Any, name: str) -> bool:
     return value
 
 
-# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of one's own.
+# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of the user's.
 
 ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""

@@ -42,7 +42,7 @@ def shared(
     """
     if hosts.count == 1:
         return signum, own and own[0]
-    # One exchange tells of the signal and the metrics, so a step costs one round.
+    # One exchange carries the signal and the metrics, so a step costs one round.
     mine = [signum, own and [asdict(own[0]), own[1]]]
     told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((each for each, _ in told if each is not None), None)
@@ -121,7 +121,7 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
 
 
 def join(options: TrainOptions) -> Hosts:
-    """Brings the processes together that the options tell of; to be called before JAX makes any device.
+    """Brings the processes together that the options name; to be called before JAX makes any device.
 
     Raises:
         ValueError: the options do not say where they meet, nobody is there, or one was given something else.
@@ -137,7 +137,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, bonds = met
-    # Named if JAX waits in vain: they have met, so they were there a moment ago.
+    # Named if JAX waits for nothing: they have met, so they were there a moment ago.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -252,7 +252,7 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """Digests the file of a model of one's own, for the processes to compare; empty for other models."""
+    """Digests the file of a user's model, for the processes to compare; empty for other models."""
     file = Path(model.rpartition(":")[0])
     # Two hosts may have two versions of a file of one name.
     is_own = file.suffix == ".py" and file.is_file()

@@ -142,7 +142,7 @@ class RunDir:
             keep: so many of the last.
             best_step: that of the best; none is 0.
         """
-        # Folders that are not whole are no checkpoints, so they go with the old ones.
+        # Folders that are not whole are not checkpoints, so they go with the old ones.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -374,7 +374,7 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         before: those of the run that is resumed, else the defaults.
 
     Raises:
-        ValueError: it is no plan, or --stages, --replicas or --schedule contradict it.
+        ValueError: it is not a plan, or --stages, --replicas or --schedule contradict it.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
@@ -426,11 +426,11 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 MARK = "made_here"
 """Its name in config.json."""
 _KEY_BYTES = 32
-"""Of the secret: as many as the digest that is keyed with it has."""
+"""The bytes of the secret: as many as the digest that is keyed with it has."""
 
 
 def mark(folder: Path, model: str) -> str:
-    """Computes what marks this user's runs of a model in this folder; nothing where no key can be kept.
+    """Computes what marks this user's runs of a model in this folder; empty if no key can be kept.
 
     Args:
         folder: of the run.

@@ -122,7 +122,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a metrics file; lines that tell of none, such as one torn by a kill, are left out."""
+    """Yields the steps of a metrics file; lines that hold none, such as one torn by a kill, are left out."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)

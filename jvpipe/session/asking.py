@@ -108,7 +108,7 @@ def ask(
         Infeasible: it finds nothing that keeps the limit.
     """
     unlike = problem.groups and not problem.replicated
-    # Papers say nothing of the order of unlike devices.
+    # Papers do not treat the order of unlike devices.
     chooses = unlike and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
@@ -168,7 +168,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
     else:
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Of shapes that differ in which devices there are, the best is worth a plan.
+            # Shapes may differ only in their devices: the best of these is worth a plan.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)

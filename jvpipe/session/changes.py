@@ -70,7 +70,7 @@ class Migrations:
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
-                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"at={at} is not a moment to come: the next step is {state.step}, its micro-batches are 0 to "
                 f"{microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
@@ -205,7 +205,7 @@ class KnownModels:
             present: those of the model that is trained.
             loss_fn: the very object that is looked for.
             params: arrays or shapes.
-            model_state: likewise; by default the present one's.
+            model_state: also arrays or shapes; by default the present one's.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
@@ -263,7 +263,7 @@ class _MissingError(Exception):
 
 
 class _Watched(dict[Any, Any]):
-    """A part of the parameters that tells what is looked for in vain."""
+    """A part of the parameters that tells what is looked for and missing."""
 
     path: tuple[Any, ...] = ()
 
@@ -272,7 +272,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss looks for in vain; None if that cannot be told."""
+    """Returns the path of the first parameter that a loss looks for and does not find; None if that cannot be told."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

@@ -193,7 +193,7 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         limits = {at: limit for word in words for at, limit in json.loads(word)}
     if not limits:
         return ()
-    # Of a process that says nothing the least that others say is assumed.
+    # A process that says nothing is taken to have the least that others say.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
     least = LIMITS.alike
     return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
@@ -215,9 +215,9 @@ def inner_axes(
 
     Args:
         devices: as the user gave them.
-        sharding: likewise.
-        batch_axis: likewise.
-        replicas: likewise.
+        sharding: as the user gave it.
+        batch_axis: as the user gave it.
+        replicas: as the user gave them.
 
     Raises:
         ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
@@ -247,7 +247,7 @@ def inner_axes(
     common = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(common):
         raise ValueError(
-            f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(common)}"
+            f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
         )
     groups = [
         DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
@@ -334,7 +334,7 @@ def _checked_rule(rule: Any) -> str:
         re.compile(rule)
     except (TypeError, re.error) as error:
         raise ValueError(
-            f"sharding rule {brief(rule)} is no regular expression ({error}): write {_USUAL}"
+            f"sharding rule {brief(rule)} is not a regular expression ({error}): write {_USUAL}"
         ) from error
     return rule
 

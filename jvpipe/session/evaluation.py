@@ -237,7 +237,8 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """Finds a function's arrays among those of the training, and copies the others to where it reads them.
 
-    Of what several devices hold each takes its own. The arrays that the function closes over are none of the training.
+    If several devices hold a value, each takes its own copy. The training has none of the arrays that the function
+    closes over.
 
     Returns:
         The arrays of this process, and the bytes that had to be copied to each device.

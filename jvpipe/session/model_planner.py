@@ -153,7 +153,7 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
-        # Bytes that may leave the devices; none where the user decides, or nothing is limited.
+        # Bytes that may leave the devices; none if the user decides, or nothing is limited.
         sizes = self._may_leave(traced)
         try:
             kept = self._planned(traced, finer=finer)
@@ -185,7 +185,7 @@ class ModelPlanner:
         return sizes if host is None or sum(sizes.values()) < host else {}
 
     def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
-        """Plans with the optimizer's state on the host, but for what the devices then have room for."""
+        """Plans with the optimizer's state on the host, except what the devices then have room for."""
         host = self.settings.host_limit_bytes
         # What all state takes there is not left for swapped values.
         rest = None if host is None else host - sum(sizes.values())
@@ -276,7 +276,7 @@ class ModelPlanner:
         numbers = {kind: number for number, kind in enumerate(kinds)}
         of_layers = [numbers[body.structure] for body in traced.bodies]
         model = (traced.graph, list(kinds), of_layers)
-        # Whether it was measured anew does not change which cuts are best.
+        # Whether layers are measured again does not change which cuts are best.
         options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.text(traced.graph, settings.schedule)
         texts = map(without_addresses, (*map(repr, (options, *model)), update))

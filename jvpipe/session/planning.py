@@ -158,7 +158,7 @@ class _Asker:
         less = {group.devices: group.less_bytes for group in problem.groups}
         own = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
-        # What would do is said as one limit for all devices, as if they were alike.
+        # The limit that would do is one for all devices, as if they were alike.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
@@ -215,7 +215,7 @@ def planned_again(
     slowness: Sequence[Slowness],
     held_bytes_of: HeldBytes | None,
 ) -> Planned | None:
-    """Plans anew for devices that have become slower: cuts and fates, under the limits and over the links.
+    """Plans again for devices that have become slower: cuts and fates, under the limits and over the links.
 
     Args:
         planned: what was planned for the devices as they were.
@@ -223,13 +223,13 @@ def planned_again(
         held_bytes_of: what the device of each stage of a plan holds at most, if that is known.
 
     Returns:
-        None where nothing keeps the limits; and where the planner is not asked again: it does as its paper says, or
+        None if nothing keeps the limits, and if the planner is not asked again: it does as its paper says, or
         has sought an order of tasks, or stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)
     if planner.as_paper or planned.ordered is not None or problem.replicated:
         return None
-    # Of the stages that share a device the first one tells which device it is.
+    # If stages share a device, the first of them tells which device it is.
     first = [problem.places.index(place) for place in range(problem.devices)]
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]

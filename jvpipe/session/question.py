@@ -77,7 +77,7 @@ class Question(Training):
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut anew.
+            present: the model with other examples, whose layers it is to have; None: it is cut by itself.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -313,7 +313,7 @@ def given_pins(
         question: has the model and a whole batch.
         cluster: has the devices.
         devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
-        stages: as all that follows, None where it is to be decided.
+        stages: as all that follows, None if it is to be decided.
         replicas: devices of each stage; "auto" is None.
         cuts: layers of each stage.
         microbatches: in a step.

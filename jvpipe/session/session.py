@@ -87,9 +87,9 @@ class Session:
         self.adapter = Adapter(plans, self.migrations.queue, limits, settings.hosts)
         self.grouping = Grouping()
         self.model_history: list[ModelChange] = []
-        # Of the function that was asked for last.
+        # The compiled function that was asked for last.
         self.predictions: dict[Hashable, CompiledPlan] = {}
-        # Of the plan that a run began with, as all processes tell them.
+        # The plan that a run began with, and its peaks as all processes tell them.
         self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
 
     # Looking
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step of the present plan; None where another process has not told them."""
+        """The most bytes on each device in a step of the present plan; None if another process has not told them."""
         plan, peaks = self._begun_with
         here, known = self.compiled.peaks, plan == self.compiled.plan
         return [
@@ -160,7 +160,7 @@ class Session:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        Of several processes all must ask, and the first one alone gets them.
+        All of several processes must ask, and the first one alone gets them.
         """
         self.check_whole(self.compiled, state)
         hosts, devices = self.settings.hosts, self.settings.devices
@@ -193,12 +193,12 @@ class Session:
         return plain_arrays(compiled, state)
 
     def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or was consumed."""
+        """Raises ValueError for anything but a state of this pipeline's present model, or was consumed."""
         self.check_state(state)
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or in a forked process."""
+        """Raises ValueError for anything but a state of this pipeline's present model, or in a forked process."""
         check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
@@ -265,7 +265,7 @@ class Session:
         Args:
             compiled_plans: those of the model.
             compiled: of these, or one that will take their place.
-            leaves: put or make the arrays by name; optimizer state without leaves is made anew.
+            leaves: put or make the arrays by name; optimizer state without leaves is made.
             words: those of the run's key.
             step: the steps that are done.
             updates: how often parameters were updated.
@@ -320,7 +320,7 @@ class Session:
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
+        What went wrong before is told first; the state is whole then. In a stream the losses are waited for while
         another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
         is not done before the one before it. What is in flight has the shapes of the first batch: it is finished before
         a batch of other shapes, and this one within its step.
@@ -339,7 +339,7 @@ class Session:
             check = partial(self.limits.check, to_run.peaks, self.settings.devices)
             together(self.settings.hosts, "limits", check)
             state = self.drain(state)
-            # It was adopted anew if something was in flight.
+            # It was adopted again if something was in flight.
             fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
@@ -373,7 +373,7 @@ class Session:
         self.ledger.versions.record(uses, first, state.updates)
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
+        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever follows."""
         compiled = self.compiled_at(batch, state.updates)
         migration = self.migrations.pop_due_inside(state.step)
         schedule, microbatches = self.settings.schedule, self.settings.microbatches

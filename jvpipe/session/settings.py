@@ -72,7 +72,7 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: the devices that the pipeline passes, or a plan for the first model's layers; None where `shares` has
+        stages: the devices that the pipeline passes, or a plan for the first model's layers; None if `shares` has
             their number decided.
         planner: the name of what chooses cuts and fates.
         limits: in bytes, what each device may hold; none: there is no limit.
@@ -84,9 +84,9 @@ class Settings(Training):
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
-        reductions: what is said of leaves of aux and of the model state.
+        reductions: given for leaves of aux and of the model state.
         grad_norm: also report the global norm of the gradient.
-        remeasure: measure anew what an earlier process has measured.
+        remeasure: measure again what an earlier process has measured.
         group: consecutive layers of a stage run as one program.
         hosts: the processes of the run, if there are several.
         speeds: how fast each device is beside the others; none: what is measured tells.
@@ -129,8 +129,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
 
     Args:
         loss_fn: as the user gave it.
-        optimizer: likewise.
-        devices: likewise.
+        optimizer: as the user gave it.
+        devices: as the user gave them.
         options: what its options mean, by name.
 
     Raises:
@@ -226,7 +226,7 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """Returns the number of stages, or a plan, as a schedule runs them; None where that is to be decided.
+    """Returns the number of stages, or a plan, as a schedule runs them; None if that is to be decided.
 
     Args:
         stages: their number or a plan, if that is given.
@@ -289,7 +289,7 @@ def versions() -> Parts:
 
 
 def option_parts(settings: Settings) -> Parts:
-    """Returns the options of a pipeline, but for its functions, which are compared once they are traced."""
+    """Returns the options of a pipeline except its functions, which are compared once they are traced."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [one.name for one in fields(settings) if one.name not in apart]
     # All fields: one that is added later cannot be forgotten here.
@@ -311,7 +311,7 @@ def agree_on_given(
 ) -> None:
     """Makes sure that all processes begin a run with the same.
 
-    Of parameters and model state every byte is compared, of parameters that a function makes how it makes each; of
+    Every byte of parameters and model state is compared; for parameters that a function makes, how it makes each; for
     the batch the shapes, and the bytes of the leaves that every process gives as arrays. Batches of later steps are
     not: to read them all would take longer than some steps.
 

@@ -65,7 +65,7 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Whether a layer of a model has the bits of the two that it is in another."""
+"""Whether a layer of a model is bitwise identical to the two that it is in another."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Splitter:
         }
         apart = (i for i in range(len(seconds)) if i not in together)
         worth = [i for i in apart if seconds[i] >= SPLITTING.worth_s]
-        inside = places_inside(traced, worth, self._seconds)
+        inside = places_inside(traced, worth, self._equation_s)
         for _ in range(SPLITTING.places):
             where = even_places(planned, inside)
             wrong = self._first_wrong(traced, where)
@@ -210,11 +210,11 @@ class Splitter:
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        points = split_points(traced, layer, self._seconds)
+        points = split_points(traced, layer, self._equation_s)
         halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
         return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
 
-    def _seconds(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
+    def _equation_s(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
         return roofline.equation_seconds(eqns, outputs, self.device)
 
 
@@ -321,7 +321,7 @@ def _cuts(
 
 
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
-    """Leaves out places inside layers that hardly differ from the one before, but for those that send less."""
+    """Leaves out places inside layers that hardly differ from the one before, except those that send less."""
     kept = [cuts[0]]
     for cut in cuts[1:]:
         near = cut.at_s - kept[-1].at_s < least_s

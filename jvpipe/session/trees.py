@@ -29,7 +29,7 @@ def shapes_of(tree: Tree) -> Any:
 
 
 _UNEVEN = (
-    ". Of an odd last batch leave out the rest (drop_remainder=True in most loaders), or pad it with examples that "
+    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
     "count with weight 0, and return jvpipe.Weighted(total, weight)"
 )
 
