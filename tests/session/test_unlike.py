@@ -6,14 +6,11 @@ import jax
 import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.session import devices as session_devices
 from jvpipe.session import measuring
-from jvpipe.session.measuring import (
-    check_speeds,
-    checked_speeds,
-    device_limits,
-    host_limit,
-    measured_slowness,
-)
+from jvpipe.session.arguments import check_speeds, checked_speeds
+from jvpipe.session.devices import device_limits, host_limit
+from jvpipe.session.measuring import measured_slowness
 from jvpipe.util.sizes import GIB
 
 Patch = pytest.MonkeyPatch
@@ -22,7 +19,7 @@ Patch = pytest.MonkeyPatch
 def devices(patch: Patch, *limits: int | None) -> list[Any]:
     """Devices that report so much memory."""
     found = jax.devices()[: len(limits)]
-    patch.setattr(measuring, "_reported", lambda device: limits[found.index(device)])
+    patch.setattr(session_devices, "_reported", lambda device: limits[found.index(device)])
     return found
 
 
