@@ -161,10 +161,10 @@ class Forecast:
         """Prints one answer whole, several side by side, to a `rich.console.Console`."""
         with extra("cli"):
             from jvpipe.report.tables import comparison, stage_table
+        problem, best = self.problem, self.answers[0]
         if len(self.answers) > 1:
             console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
-            problem, best = self.problem, self.answers[0]
             stages = _stages(problem, best)
             names = list(map(problem.name_of, range(len(stages)))) if problem.groups else []
             console.print(stage_table(stages, names))

@@ -322,7 +322,7 @@ def asked(
     return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def _answer(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
     """Asks a planner, and looks at the clock.
 
     Args:
