@@ -218,7 +218,7 @@ class Measurement:
             store,
             self.optimizer,
             microbatches,
-            fates=settings.chooses_fates,
+            fates=settings.asks_fates,
             split=may_split(schedule, self.stages // schedule.chunks, microbatches),
             known=self.bench.runs,
             **self._timed,
