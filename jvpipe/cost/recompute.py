@@ -18,7 +18,7 @@ from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.effort import OPTIONS
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 
 EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 
@@ -166,7 +166,7 @@ def recompute_of(
         results: candidates that the layer yields: they are kept whether chosen or not.
         seconds: how long each of some equations takes, given them and their outputs.
     """
-    backward = merged(nothing.backward).jaxpr
+    backward = merged_equations(nothing.backward).jaxpr
     repeated, wanted = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
     named = {

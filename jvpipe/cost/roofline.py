@@ -19,7 +19,7 @@ from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.tiling import product_of, product_s
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import flops, is_heavy, is_random
 
 
@@ -65,7 +65,7 @@ def nbytes(atom: Atom) -> int:
 
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
-    jaxpr = merged(closed).jaxpr
+    jaxpr = merged_equations(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform, fuses=device.framework.fuses)
     busy_s = sum(_kernel_seconds(jaxpr.eqns[i], kernel, device) for i, kernel in kernels.of.items())
     return float(max(busy_s, len(kernels.of) * device.framework.host_s))

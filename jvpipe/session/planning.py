@@ -14,7 +14,7 @@ from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO, given, lines_of
+from jvpipe.schedules.auto import AUTO, given_lists, lines_of
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.asking import Planned, answered, ask
@@ -167,7 +167,7 @@ def _with_fewest_in_flight(problem: Problem) -> Problem:
     if problem.schedule != AUTO:
         return problem
     lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
-    return replace(problem, schedule=given(lines_of(lists)))
+    return replace(problem, schedule=given_lists(lines_of(lists)))
 
 
 def _floor(

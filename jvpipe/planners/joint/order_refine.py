@@ -14,7 +14,7 @@ from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads, lists_of
 from jvpipe.planners.joint.rule_search import Candidate, fitting
-from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.auto import given_lists, lines_of
 
 CLIMBED = ", climbed"
 
@@ -102,7 +102,7 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
-    own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
     ways = [] if many else [one.fates]
     decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)

@@ -37,7 +37,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
-from jvpipe.schedules.auto import GivenLists, given, lines_of
+from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
@@ -323,7 +323,7 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
-    schedule = given(lines_of(lists_of(one.order)))
+    schedule = given_lists(lines_of(lists_of(one.order)))
     problem = replace(one.problem, schedule=schedule)
     evaluation = evaluate(problem, one.decision)
     limit = problem.memory_limit_bytes
@@ -399,7 +399,7 @@ def _from_rival(
 
 def _swapping(one: Candidate) -> Iterator[Candidate]:
     """Yields the order of a candidate with fates that may swap, which the clock knows nothing of."""
-    problem = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)
@@ -418,7 +418,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedP
         schedule.tasks(problem.devices, problem.microbatches),
     )
     return _ordered(
-        replace(other, schedule=given(lines_of(lists))),
+        replace(other, schedule=given_lists(lines_of(lists))),
         decision,
         evaluation.stages,
         schedule.name,
