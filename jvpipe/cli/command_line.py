@@ -104,7 +104,7 @@ def add_options(
 
 
 def _help(each: Option) -> str:
-    """A line of `--help`, with the default if that is said nowhere else."""
+    """A line of `--help`, with the default if nothing else states it."""
     told = each.help if not each.default else f"{each.help} ({each.default})"
     return told.replace("%", "%%")
 
@@ -260,10 +260,10 @@ def _over(told: Mapping[str, Any], before: Mapping[str, Any]) -> TrainOptions:
 def _of_config(told: Mapping[str, Any]) -> dict[str, Any]:
     """The options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
 
-    Of a run's config.json what is no option, and what held for that start alone, is passed over.
+    In a run's config.json, names that are not options, and options that held for that start alone, are skipped.
 
     Raises:
-        ValueError: it is no such file, names what is no option, or a value is of another type.
+        ValueError: it is not such a file, has a name that is not an option, or a value of another type.
     """
     if told.get("config") is None:
         return {}
@@ -301,7 +301,7 @@ def _typed(
     Args:
         named: values by the names of options.
         where: they stand, for messages.
-        passed_over: names that are no options there.
+        passed_over: names there that are not options.
         at: the line of each, for messages.
 
     Raises:
@@ -332,14 +332,14 @@ def _text(value: Any) -> str:
 
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Numbers such as 1e-3, which YAML 1.1 takes for a text, for they have no point."""
+"""Numbers such as 1e-3, which YAML 1.1 takes for a text because they have no point."""
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a document in which no mapping has a name twice; also tells the line of each name at its top.
 
     Raises:
-        ValueError: it is no YAML, or a name is there twice; the message has the line.
+        ValueError: it is not YAML, or a name occurs twice; the message has the line.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})

@@ -78,7 +78,7 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
 
 
 _RATE = 1e-3
-"""Of a model with an optimizer of its own, if another is named."""
+"""The message if another optimizer is named for a model that has its own."""
 
 
 def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
@@ -242,7 +242,7 @@ class Job:
         return every is not None and step % every == 0
 
     def saves(self, step: int) -> bool:
-        """Whether there is a checkpoint of a step, whatever comes of it."""
+        """Whether there is a checkpoint of a step, even if it proves unusable."""
         return step % self.options.checkpoint_every == 0
 
 

@@ -39,7 +39,7 @@ class Evaluations:
     since: int = 0
 
     def after(self, step: int, loss: float) -> "Evaluations":
-        """With one more; a loss that is no number is none that is better."""
+        """With one more; a loss that is not a number is never better."""
         if loss < (math.inf if self.best_loss is None else self.best_loss):
             return Evaluations(loss, step)
         return replace(self, since=self.since + 1)
@@ -49,7 +49,7 @@ class Evaluations:
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """In words, once the run has ended; nothing where there was none."""
+        """Describes them once the run has ended; empty if there were none."""
         if self.best_loss is None:
             return ""
         stopped = (
@@ -60,7 +60,7 @@ class Evaluations:
         return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """As checkpoints keep it; nothing where there was none."""
+        """Returns what checkpoints keep of it; empty if there were none."""
         return {} if self == Evaluations() else asdict(self)
 
     @staticmethod
@@ -70,7 +70,7 @@ class Evaluations:
 
 
 def evaluations_before(job: Job) -> Evaluations:
-    """Those that the last checkpoint of a resumed run tells of."""
+    """Returns the evaluations that the last checkpoint of a resumed run lists."""
     kept = job.run.checkpoints() if job.options.resume else []
     told = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
     if not told and isinstance(told, dict):

@@ -2,7 +2,7 @@
 
 Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
 its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
-waits for nothing else, says whose connection it was. Who ends in order says farewell before.
+waits for nothing else, says whose connection it was. A process that ends in order says farewell before.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ VARIABLE = "JVPIPE_SECRET_FILE"
 
 
 def read_secret(path: str | None) -> bytes:
-    """Returns the secret that a file holds, without white space at its ends; nothing where no file is named.
+    """Returns the secret that a file holds, without white space at its ends; empty if no file is named.
 
     Args:
         path: as `--secret-file` names it; without one as the environment does.
@@ -87,7 +87,7 @@ class SignedLines:
     Args:
         reader: of the connection.
         writer: of the connection.
-        secret: nothing where the processes have none, and everybody is believed.
+        secret: empty if the processes have none, and everybody is believed.
         end: which one this is.
     """
 
@@ -127,7 +127,7 @@ class SignedLines:
         Raises:
             AnotherSecretError: it is not proved.
             OSError: the connection has ended.
-            ValueError: it is no object of JSON, or too long.
+            ValueError: it is not an object of JSON, or too long.
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
@@ -143,7 +143,7 @@ class SignedLines:
         return told
 
     def close(self) -> None:
-        """Ends the connection after what was said."""
+        """Ends the connection once all messages are sent."""
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
@@ -203,8 +203,9 @@ class Given(NamedTuple):
 class MeetingServer:
     """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
 
-    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense holds up
-    nobody. Only a process with the secret, and a number that is free, can end the meeting by what it was given.
+    Connections are served beside one another in a thread of their own: a client that is slow, silent or talks nonsense
+    delays no other. Only a process with the secret, and a number that is free, can end the meeting by what it
+    was given.
 
     Args:
         listener: a socket that listens.
@@ -376,7 +377,7 @@ class Bonds:
             lines.close()
 
     def end(self) -> None:
-        """Says farewell to all that are still there, and hears of nobody any more."""
+        """Says farewell to all that are still there, and stops listening."""
         self._is_over = True
         if self._loop is None:
             return

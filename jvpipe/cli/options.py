@@ -28,7 +28,7 @@ from jvpipe.session.options import (
 from jvpipe.util.given import checked_flag, checked_path, several
 
 MOST = 2**31 - 1
-"""Of what is counted: steps are counted in 32 bits."""
+"""The largest count: steps are counted in 32 bits."""
 _COUNT = partial(whole_number, most=MOST)
 KEPT_CHECKPOINTS = 2
 
@@ -231,7 +231,7 @@ class TrainOptions(ModelOptions):
     seed: int = option(
         0,
         partial(whole_number, least=0, most=2**63 - 1),
-        "Of parameters, dropout and the order of the data.",
+        "The seed of parameters, dropout and the order of the data.",
         "data",
         "number",
         resumed="fixed",
@@ -247,7 +247,7 @@ class TrainOptions(ModelOptions):
         False,
         checked_flag,
         "Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other "
-        "stages, another planner, schedule or limit it is planned anew.",
+        "stages, another planner, schedule or limit it is planned again.",
         "run",
         "",
         resumed="start",
@@ -349,7 +349,7 @@ class TrainOptions(ModelOptions):
     process_id: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "Which of the processes this is, from 0; all run the same command but for this.",
+        "Which of the processes this is, from 0; all run the same command except for this.",
         "processes",
         "number",
         resumed="own",
@@ -403,13 +403,13 @@ class TrainOptions(ModelOptions):
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """How many devices each stage has; nothing where each has one, or that is to be decided."""
+        """How many devices each stage has; empty if each has one, or that is to be decided."""
         told = self.replicas
         return () if told is None or self.shares else whole_numbers("--replicas", told)
 
     @property
     def stages_asked(self) -> int | None:
-        """How many stages there are; None where that is to be decided."""
+        """How many stages there are; None if that is to be decided."""
         return (
             self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
         )
@@ -464,7 +464,7 @@ OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
 DECIDES = resumed(TrainOptions, "plans")
-"""What a plan follows from: a run that is resumed with others is planned anew."""
+"""What a plan follows from: a run that is resumed with others is planned again."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
 
 

@@ -23,7 +23,7 @@ def check_outputs(
 
     Args:
         outputs: paths by the option that names them; None is passed over.
-        inputs: files that are read, likewise: no output may take their place.
+        inputs: files that are read: no output may take their place.
 
     >>> check_outputs({"--json": "nowhere/plan.json"})
     Traceback (most recent call last):
@@ -120,7 +120,7 @@ def check_new_folder(path: Path) -> None:
     """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
     told = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{told} is there already: name a new folder, or an empty one")
+        raise ValueError(f"{told} exists already: name a new folder, or an empty one")
     if not path.parent.is_dir():
         raise ValueError(f"{told}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""What `--model` names, a model of jvpipe or one's own: found, looked at, completed, and given its data."""
+"""What `--model` names, a model of jvpipe or a user's own: it is found, checked, completed, and given its data."""
 
 import dataclasses
 import hashlib
@@ -189,7 +189,7 @@ def _check_size(told: str, batch: Tree, batch_size: int) -> None:
         )
 
 
-# A model of one's own, looked at and completed: what it lacks of what a model must have is said by name.
+# A user's own model, checked and completed: the message names what it lacks.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
@@ -225,7 +225,7 @@ def completed(
         options: fields that replace those of a dataclass.
 
     Raises:
-        ValueError: it is no model: what is missing, and what it should be.
+        ValueError: it is not a model: what is missing, and what it should be.
     """
     model = _made(where, given)
     if size is not None:
@@ -302,7 +302,7 @@ def _with_options(where: str, model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _check(where: str, model: Any) -> None:
-    """Raises ValueError for what a model lacks, or has otherwise than it should."""
+    """Raises ValueError if a model lacks something, or has something of the wrong kind."""
     kind = type(model).__name__
     for name, wanted in _MUST.items():
         if not callable(getattr(model, name, None)):
@@ -312,7 +312,7 @@ def _check(where: str, model: Any) -> None:
                 else f"it has no {name}"
             )
             raise ValueError(
-                f"--model {where} is no model ({kind}): {there}, which should be {wanted}"
+                f"--model {where} is not a model ({kind}): {there}, which should be {wanted}"
             )
     if getattr(model, "has_state", False) and not hasattr(model, "initial_state"):
         raise ValueError(
@@ -359,7 +359,7 @@ def _number(where: str, model: Any, name: str, usual: int) -> int:
         raise ValueError(f"--model {where}: {problem}") from problem
 
 
-# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of one's own.
+# What `--model` names: a model of jvpipe, of an installed package, or an object in a user's own file or module.
 
 ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""

@@ -100,7 +100,7 @@ class PlanOptions(ModelOptions):
 
     @property
     def shared(self) -> dict[str, int | str]:
-        """What is said of stages that may have several devices; nothing if each has one."""
+        """Returns the options of stages that may have several devices; nothing if each has one."""
         told = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
         return {name: value for name, value in told.items() if value is not None}
 
@@ -173,7 +173,7 @@ def read_import(flag: str, given: str) -> tuple[str, str]:
     except OSError as error:
         raise ValueError(f"{flag} {given}: this cannot be read ({error.strerror})") from None
     except ValueError:
-        raise ValueError(f"{flag} {given}: this is no file of text") from None
+        raise ValueError(f"{flag} {given}: this is not a file of text") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

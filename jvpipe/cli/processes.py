@@ -124,7 +124,7 @@ _GRACE_S = 2.0
 
 
 def join(options: TrainOptions) -> Hosts:
-    """Brings the processes together that the options tell of; to be called before JAX makes any device.
+    """Brings together the processes that the options name; to be called before JAX makes any device.
 
     Raises:
         ValueError: the options do not say where they meet, nobody is there, or one was given something else.
@@ -252,7 +252,7 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """The file of a model of one's own, as the processes compare it; empty for other models."""
+    """Returns the file of a user's own model, as the processes compare it; empty for other models."""
     file = Path(model.rpartition(":")[0])
     is_own = file.suffix == ".py" and file.is_file()
     return "the digest of --model's file", digest(
@@ -314,7 +314,7 @@ class Watch:
                 self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
-        """Whom this process has waited for: who had no pulse, else whose turn it was."""
+        """Names the processes that this one has waited for: those without a pulse, else the one whose turn it was."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()

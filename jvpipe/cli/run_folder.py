@@ -249,7 +249,7 @@ class RunDir:
             os.close(descriptor)
 
     def _holder(self) -> str:
-        """Who is in the folder, in brackets; nothing while that is not told."""
+        """Names the process that is in the folder, in brackets; nothing while that is not told."""
         with suppress(OSError):
             told = self.holder.read_bytes()[:200].decode(errors="replace")
             return f" ({told})" if told.isprintable() else ""
@@ -370,7 +370,7 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
         before: those of the run that is resumed, else the defaults.
 
     Raises:
-        ValueError: it is no plan, or --stages, --replicas or --schedule contradict it.
+        ValueError: it is not a plan, or --stages, --replicas or --schedule contradict it.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
@@ -423,7 +423,7 @@ _KEY_BYTES = 32
 
 
 def mark(folder: Path, model: str) -> str:
-    """What only this user's runs of a model in this folder are marked with; nothing where no key can be kept.
+    """What only this user's runs of a model in this folder are marked with; empty if no key can be kept.
 
     Args:
         folder: of the run.
@@ -459,7 +459,7 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
 
 
 def _key() -> bytes | None:
-    """The user's own secret, made when it is first asked for; None where there can be none that others cannot read."""
+    """The user's own secret, made when it is first asked for; None if no folder exists that others cannot read."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = state / "jvpipe" / "key"

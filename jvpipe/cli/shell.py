@@ -72,7 +72,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(told: Callable[[Any], object], lost: Any) -> None:
-    """Interrupts anew where Python cannot raise, such as in what it calls while it collects garbage."""
+    """Interrupts again where Python cannot raise, such as in what it calls while it collects garbage."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:

@@ -1,4 +1,4 @@
-"""What a command says while it works: lines where stdout is no terminal, a display where stderr is one."""
+"""What a command says while it works: lines unless stdout is a terminal, a display if stderr is one."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""`python -m jvpipe.train`: trains a model, one's own or of `jvpipe.models`, as a pipeline, in a run directory."""
+"""`python -m jvpipe.train`: trains a user's own model or one of `jvpipe.models`, as a pipeline, in a run directory."""
 
 import errno
 import math

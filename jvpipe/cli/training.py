@@ -89,7 +89,7 @@ class StepNumbers:
 def tokens_in(batch: Any) -> int | None:
     """How many tokens a batch has that the model reads: in leaves of integers called tokens, input_ids or inputs.
 
-    Their first two axes are counted, examples and positions, padding included. None where there is no such leaf.
+    Their first two axes are counted, examples and positions, padding included. None if there is no such leaf.
 
     >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
     24
@@ -262,7 +262,7 @@ def train(
             signum = log.tell(
                 None, before=False
             )  # it may have come during the last step, or while that was saved
-        except ValueError:  # the loss is no number: its step belongs into the log
+        except ValueError:  # the loss is not a number: its step belongs in the log
             log.tell(done, before=False, hosts=ALONE)
             raise
     print(seen.told(patience), end="")
@@ -334,7 +334,7 @@ def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
 
 
 class Clock:
-    """Seconds since it was made, and of steps: since it was last asked, but for what is no part of a step."""
+    """Seconds since it was made, and of steps: since the last call, without the time that belongs to no step."""
 
     def __init__(self) -> None:
         self._begin = self._at = time.perf_counter()

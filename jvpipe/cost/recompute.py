@@ -1,8 +1,9 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
 Read off the backward that keeps nothing: there every candidate still bears its name. An equation that depends on no
-cotangent repeats the forward. Those that the cotangents' equations need although every candidate is kept are always
-repeated (elementwise values); the others lie behind a candidate and are repeated only if it is dropped and needed.
+cotangent repeats the forward. Equations that the cotangents' equations need although every candidate is kept are
+always repeated (elementwise values); the others lie behind a candidate and are repeated only if it is dropped
+and needed.
 
 Legend: a candidate is needed if a repeated equation, or one of the cotangents', reads it; kept candidates that
 nobody needs cost no bytes.

@@ -38,7 +38,7 @@ _MADE_ON_READING = _words("broadcast_in_dim iota")
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# Of their operand these read, or write, no more than a part: that of their result, of the update.
+# These read, or write, only a part of their operand: as much as their result, or the update, has.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(
@@ -74,7 +74,7 @@ def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
 def equation_seconds(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator
 ) -> list[float]:
-    """Estimates the seconds of each equation's kernel; none where an equation is part of another's kernel.
+    """Estimates the seconds of each equation's kernel; 0 if an equation is part of another's kernel.
 
     Args:
         eqns: of a program.

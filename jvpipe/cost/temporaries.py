@@ -1,7 +1,7 @@
 """The bytes that a program holds beside its inputs and results, from its equations alone.
 
 What compilers do with them, seen in what they compile for H100s and TPUs (`experiments/absent_hardware`), stands in
-these rules. Of CPUs, whose compiler makes one result per kernel, the first one alone holds.
+these rules. For CPUs, whose compiler makes one result per kernel, only the first one holds.
 
     kernels    a value that the roofline has in memory gets a buffer, from its kernel to the last kernel that reads it
     siblings   elementwise kernels over arrays of one shape that read the same array become one, where the last of
@@ -42,7 +42,7 @@ _SUMMED = ("dot_general", "scatter-add")
 """What these make is added to a sum as they make it."""
 _LANES = 128
 _SMALL = 4
-"""Of the memory beside the cores a buffer takes no more than this part."""
+"""The largest part of the memory beside the cores that a buffer takes."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:

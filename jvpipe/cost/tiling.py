@@ -6,8 +6,8 @@ Libraries have tiles of several sizes, the smaller of which load more operands f
 parts for cores that would be idle; they take what is fastest, and so does this model.
 
 A convolution is a product too: of as many rows as its result has pixels, of sums over the pixels of a kernel and its
-inputs. Of 3 x 3 pixels without stride it is 16 products of a quarter of the rows and a ninth of the sums, by Winograd's
-algorithm F(2 x 2, 3 x 3) (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016).
+inputs. With 3 x 3 pixels and no stride it is 16 products of a quarter of the rows and a ninth of the sums, by
+Winograd's algorithm F(2 x 2, 3 x 3) (Lavin and Gray, "Fast algorithms for convolutional neural networks", CVPR 2016).
 """
 
 import math

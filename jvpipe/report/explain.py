@@ -25,7 +25,7 @@ def explain(
     Args:
         graph: the model's layers.
         plan: what runs where.
-        peaks: the most bytes on each device; None where nobody knows.
+        peaks: the most bytes on each device; None if it is unknown.
         layer_s: seconds of each layer per micro-batch, if they are known.
         devices: by number, as the plan names them.
         why: the planner decides as it does, in a sentence.
@@ -72,7 +72,7 @@ def stage_table(
     Args:
         graph: the model's layers.
         plan: what runs where.
-        peaks: the most bytes on each device; None where nobody knows.
+        peaks: the most bytes on each device; None if it is unknown.
         devices: by number, as the plan names them.
     """
     rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]

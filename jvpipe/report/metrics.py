@@ -122,7 +122,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a metrics file; a line that tells of none, such as one torn by a kill, is left out."""
+    """The steps of a metrics file; a line without a step, such as one torn by a kill, is left out."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             told = json.loads(line)

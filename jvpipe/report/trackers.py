@@ -192,8 +192,8 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 class Tracking:
     """Tells trackers of the steps of a pipeline's run: a function for `on_step`, and a context manager that ends them.
 
-    A step is told once the next one is under way, so that no device waits to be read. Of several processes the first
-    one tells.
+    A step is reported once the next one is under way, so that no device waits to be read. If there are several
+    processes, the first one reports.
 
     Args:
         names: of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed packages.

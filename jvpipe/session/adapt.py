@@ -1,11 +1,11 @@
 """Follows what steps take, and has another plan ready when that pays: one process by itself, several together.
 
 The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the trigger, and lowers
-and compiles the migration; the pipeline makes it at the next boundary between two steps. Of several processes all tell
-what their devices took, the first one decides, and all move at one step:
+and compiles the migration; the pipeline makes it at the next boundary between two steps. If there are several
+processes, all tell what their devices took, the first one decides, and all move at one step:
 
     step 4     every process tells the seconds of its layers     the first one asks the trigger
-    step 8     the first one tells of another plan               all make it ready, beside the training
+    step 8     the first one proposes another plan all make it ready, beside the training
     step 12    every process tells that it is ready              all move
 
 Nobody is asked between these steps, so that a process may run ahead of the others. What all were told decides what each
@@ -116,7 +116,7 @@ class Thread:
         return self._pool is not None
 
     def switch(self, *, on: bool) -> None:
-        """Begins anew, or ends; what has not begun by then is not done."""
+        """Begins again, or ends; what has not begun by then is not done."""
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
@@ -382,7 +382,7 @@ class _Judge:
         self._asked: tuple[int, ...] = ()  # the cuts for which the plan that is proposed was found
 
     def news(self) -> Told:
-        """Gives what there is to tell, and counts it as told."""
+        """Returns the news of this process, and counts it as told."""
         seconds = dict(self.read.popleft() for _ in range(len(self.read)))
         proposal, self.proposal = self.proposal, None
         made = self.made

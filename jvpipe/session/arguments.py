@@ -28,7 +28,7 @@ Tree = Any
 PER_LAYER = "per_layer"
 """The optimizer sees each layer of those that a scan stacks alone."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
-"""How many there are unless that is said, in training and in planning alike."""
+"""The default number, in training and in planning alike."""
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -38,7 +38,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
         name: of the option.
         value: what was given.
         least: that it may be.
-        most: likewise, if that is limited.
+        most: the largest that is allowed, if that is limited.
     """
     if most is not None and is_whole(value) and value > most:
         raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
@@ -244,7 +244,7 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
     Args:
         loss_fn: as the user gave it.
-        optimizer: likewise.
+        optimizer: as the user gave it.
         has_state: whether the loss takes and returns model state.
     """
     check_loss(loss_fn, has_state=has_state)
@@ -252,7 +252,7 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for what is no optax transformation."""
+    """Raises ValueError unless a value is an optax transformation."""
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(
@@ -261,7 +261,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_key(rng: Any) -> None:
-    """Raises ValueError for what is no random key, of the new kind or the old."""
+    """Raises ValueError unless a value is a random key, of the new kind or the old."""
     cure = (
         f": write jax.random.key({rng})"
         if isinstance(rng, (int, np.integer))

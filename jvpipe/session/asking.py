@@ -161,7 +161,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
     else:
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Of shapes that differ in which devices there are, the best is worth a plan.
+            # Among shapes that differ in their devices, the best is worth a plan.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -295,7 +295,7 @@ class ShapeSearch:
         return max(size - limit for size, limit in zip(held, limits, strict=True))
 
     def one_each(self, why: str) -> ChosenShape:
-        """As many stages as are asked for, or as there can be, of one device each.
+        """Returns a shape of one device per stage, with as many stages as are asked for, or as are possible.
 
         Args:
             why: they have no more.

@@ -70,7 +70,7 @@ class Migrations:
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
-                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"at={at} is already past: the next step is {state.step}, its micro-batches are 0 to "
                 f"{microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
@@ -203,7 +203,7 @@ class KnownModels:
             present: those of the model that is trained.
             loss_fn: the very object that is looked for.
             params: arrays or shapes.
-            model_state: likewise; by default the present one's.
+            model_state: arrays or shapes; by default the present one's.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
@@ -239,7 +239,7 @@ class KnownModels:
             old: those of the present model.
             new: those of the one that takes over.
             params: values, for the parameters that are new.
-            model_state: likewise.
+            model_state: values, for its leaves that are new.
             limits: kept at every instant.
         """
         given = {
@@ -283,7 +283,7 @@ class _MissingError(Exception):
 
 
 class _Watched(dict[Any, Any]):
-    """A part of the parameters that tells what is looked for in vain."""
+    """A part of the parameters that names whatever is looked for and missing."""
 
     path: tuple[Any, ...] = ()
 
@@ -292,7 +292,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """The path of the first parameter that a loss looks for in vain; None if that cannot be told."""
+    """Returns the path of the first parameter that a loss reads and that is missing; None if that cannot be told."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

@@ -141,7 +141,7 @@ def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         why = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise ValueError(f"{path} tells of a model that cannot begin here: {why}") from problem
+        raise ValueError(f"{path} is of a model that cannot begin here: {why}") from problem
 
 
 def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ class CompiledPlans:
         model_state: Tree,
         leaves_of: LeavesOf,
     ) -> "CompiledPlans":
-        """Makes those of a run that begins with these; another model than the present one is planned anew.
+        """Makes those of a run that begins with these; another model than the present one is planned again.
 
         Args:
             params: arrays or shapes, as all that follows.
@@ -300,7 +300,7 @@ class CompiledPlans:
         return self._compiled(base.traced, plan, base.optimizer)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
-        """Compiles a stream that came to the present plan through others, as a checkpoint tells of it.
+        """Compiles a stream that came to the present plan through others, as a checkpoint records it.
 
         Args:
             spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last.

@@ -49,7 +49,7 @@ from jvpipe.util.sizes import limits_of_each
 Tree = Any
 USUAL_HARDWARE = "a100-40gb"
 Limits = int | tuple[int, ...] | None
-"""Of all devices, or of each; None is what they have."""
+"""A limit of all devices, or of each; None is what they have."""
 
 
 def plan_for(
@@ -96,15 +96,15 @@ def plan_for(
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
         microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
-        planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
+        planner: by name; several are compared, "all" of them if the name is "all". Replicas are planned by "jvpipe",
             "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
-        frozen: patterns of parameters that nothing updates, likewise.
-        state_fates: where the optimizer's state of parameters lies between updates, likewise. Unless given, one
+        frozen: patterns of parameters that nothing updates.
+        state_fates: where the optimizer's state of parameters lies between updates. Unless given, one
             planner that chooses fates decides: on the host where else nothing fits, or where its way there takes less
             than what is computed again to make room for it.
         compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
@@ -198,7 +198,7 @@ class _Asking:
         return not kept.fits or pays_for_room(Planned(best.plan, kept.problem, best.decision))
 
     def _state_away(self, limits: Limits) -> Forecast:
-        """Returns the answer with the state on the host, but for what the devices then have room for."""
+        """Returns the answer with the state on the host, except for what the devices then have room for."""
         question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
@@ -336,7 +336,7 @@ def asked(
         problem: whose order of tasks may be open; the best answer's then takes its place.
         names: of the planners.
         title: of a figure.
-        question: that the problem comes of.
+        question: from which the problem results.
 
     Raises:
         ValueError: the seconds or bytes of the problem are such that no sums can be made of them.
@@ -381,7 +381,7 @@ def _told(
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:
-    """Cuts layers in two where that makes the plan faster. Nothing runs: that it keeps the bits is assumed.
+    """Cuts layers in two where that makes the plan faster. Nothing runs: results are assumed to stay bitwise identical.
 
     Args:
         question: names the model, which is traced again.

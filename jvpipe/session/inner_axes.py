@@ -22,9 +22,9 @@ def inner_axes(
 
     Args:
         devices: as the user gave them.
-        sharding: likewise.
-        batch_axis: likewise.
-        replicas: likewise.
+        sharding: as the user gave it.
+        batch_axis: as the user gave it.
+        replicas: as the user gave them.
 
     Raises:
         ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
@@ -54,7 +54,7 @@ def inner_axes(
     axes = _common_axes(meshes)
     if batch_axis is not None and batch_axis not in tuple(axes):
         raise ValueError(
-            f"batch_axis={brief(batch_axis)} is no axis of the meshes: they have {_listed(axes)}"
+            f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(axes)}"
         )
     groups = [
         DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
@@ -141,7 +141,7 @@ def _checked_rule(rule: Any) -> str:
         re.compile(rule)
     except (TypeError, re.error) as error:
         raise ValueError(
-            f"sharding rule {brief(rule)} is no regular expression ({error}): write {_USUAL}"
+            f"sharding rule {brief(rule)} is not a regular expression ({error}): write {_USUAL}"
         ) from error
     return rule
 

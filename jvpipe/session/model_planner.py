@@ -189,7 +189,7 @@ class ModelPlanner:
         return sizes if host is None or sum(sizes.values()) < host else {}
 
     def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
-        """The plan with the optimizer's state on the host, but for what the devices then have room for."""
+        """The plan with the optimizer's state on the host, except for what the devices then have room for."""
         host = self.settings.host_limit_bytes
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)

@@ -25,7 +25,7 @@ def switch_model(
         state: the newest; consumed.
         loss_fn: of the same kind as the present one.
         params: those of the new model; of what is kept or comes back shapes are enough.
-        model_state: likewise; by default the present one.
+        model_state: arrays or shapes; by default the present one.
 
     Raises:
         ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.

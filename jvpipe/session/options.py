@@ -38,7 +38,7 @@ MOST_PLACES = 10**5
 
 
 class Taker(Flag):
-    """Who takes an option: a Python call, a command line and its files."""
+    """The takers of an option: a Python call, a command line and its files."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
@@ -53,13 +53,13 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run makes of an option: takes another value, refuses one, or plans anew for one; passes over that of
+"""What a resumed run makes of an option: takes another value, refuses one, or plans again for one; passes over that of
 the run, which held for one start, one start of all processes, or one of these."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """All that is said of an option; its name, type and default are those of the field that it defines."""
+    """The definition of an option; its name, type and default are those of the field that it defines."""
 
     check: Check
     help: str
@@ -110,7 +110,7 @@ def option(
     """Defines the option of a dataclass's field.
 
     Args:
-        default: what holds unless it is given; None where that is decided or left out.
+        default: what holds unless it is given; None if that is decided or left out.
         check: of what is given.
         help: a sentence or some.
         group: what it is about.
@@ -167,7 +167,7 @@ class PipelineOptions:
     """The options of a pipeline, whoever makes or plans it: as files have them, Python calls take more types."""
 
     taker: ClassVar[Taker] = EVERY
-    """Who takes the options of this dataclass."""
+    """The takers of the options of this dataclass."""
 
     stages: int | None = option(
         None,
@@ -308,7 +308,7 @@ class PipelineOptions:
     model_state_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=StateReduction),
-        "What leaves of the model state become over replicas, likewise.",
+        "How leaves of the model state are reduced over replicas, by patterns of their paths.",
         "model",
         "",
         PIPELINE,
@@ -354,7 +354,7 @@ class PipelineOptions:
         partial(
             checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
         ),
-        "What becomes of tensors between a forward and its backward, by patterns of their names.",
+        "What happens to tensors between a forward and its backward, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
@@ -372,7 +372,7 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, with the bits of layers apart; if left out, on all devices "
+        "Consecutive layers of a stage run as one program, bitwise identical with layers apart; if left out, on all devices "
         "but CPUs.",
         "run",
         "",
@@ -389,7 +389,7 @@ class PipelineOptions:
     remeasure: bool = option(
         False,
         checked_flag,
-        "Measures layers anew; else what an earlier run of the same model has measured on this machine is used.",
+        "Measures layers again; else what an earlier run of the same model has measured on this machine is used.",
         "run",
         "",
         RUNS,

@@ -73,7 +73,7 @@ def planned_again(
         held_bytes_of: what the device of each stage of a plan holds at most, if that is known.
 
     Returns:
-        None where nothing keeps the limits; and where the planner is not asked again: it does as its paper says, or
+        None if nothing keeps the limits; and where the planner is not asked again: it does as its paper says, or
         has sought an order of tasks, or stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)

@@ -134,7 +134,8 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """What lies on the devices for a function, from what does for the training; and the bytes that had to be put there.
 
-    Of what several devices hold each takes its own; the arrays that the function closes over are none of the training.
+    Each device takes its own part of what several hold; the arrays that the function closes over are none of
+    the training.
     """
     current, graph = session.compiled, compiled.traced.graph
     there = {

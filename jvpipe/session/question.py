@@ -72,7 +72,7 @@ class Question(Training):
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut anew.
+            present: the model with other examples, whose layers it is to have; None: it is cut again.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -258,7 +258,7 @@ class Question(Training):
                 break
             with suppress(OtherLayersError):  # then replicas cannot have so few examples
                 traced = self.trace(b, whole.traced).traced
-                if _operations(traced) == _operations(whole.traced):  # likewise
+                if _operations(traced) == _operations(whole.traced):  # as above
                     costs[b] = self.costs(cluster, traced, optimizer)
         slowness = self.slowness(cluster, whole.traced, costs[most], devices)
         limit, apart = single_groups(slowness, limits, [x.name for x in used])
@@ -328,7 +328,7 @@ def given_pins(
         question: has the model and a whole batch.
         cluster: has the devices.
         devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
-        stages: as all that follows, None where it is to be decided.
+        stages: as all that follows, None if it is to be decided.
         replicas: devices of each stage; "auto" is None.
         cuts: layers of each stage.
         microbatches: in a step.

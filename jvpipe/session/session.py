@@ -120,7 +120,7 @@ class Session:
 
     @property
     def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step of the present plan; None where another process has not told them."""
+        """The most bytes on each device in a step of the present plan; None if another process has not told them."""
         compiled, (plan, told) = self.compiled, self._told_peaks
         own = zip(self.settings.devices, compiled.peaks, strict=False)
         return [
@@ -163,7 +163,7 @@ class Session:
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
         """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves.
 
-        Of several processes all must ask, and the first one alone gets them.
+        If there are several processes, all must ask, and only the first one gets them.
         """
         self.check_whole(self.compiled, state)
         hosts, spots = self.settings.hosts, names_of(self.compiled, state.stream_steps)
@@ -194,12 +194,12 @@ class Session:
         return plain_arrays(compiled, state)
 
     def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or was consumed."""
+        """Raises ValueError for a value that is not a state of this pipeline's present model, or was consumed."""
         self.check_state(state)
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or in a forked process."""
+        """Raises ValueError unless a value is a state of this pipeline's present model, or in a forked process."""
         check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
@@ -266,7 +266,7 @@ class Session:
         Args:
             compiled_plans: those of the model.
             compiled: of these, or one that will take their place.
-            leaves: put or make the arrays by name; optimizer state without leaves is made anew.
+            leaves: put or make the arrays by name; optimizer state without leaves is made again.
             words: those of the run's key.
             step: the steps that are done.
             updates: how often parameters were updated.
@@ -328,8 +328,8 @@ class Session:
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
-        another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
+        What went wrong before is told first; the state is whole then. The losses of a stream are waited for while
+        another step is under way, others are looked at once they are there. Where code on the host can fail, a step
         is not done before the one before it. What is in flight has the shapes of the first batch: it is finished before
         a batch of other shapes, and this one within its step.
         """
@@ -348,7 +348,7 @@ class Session:
             state = self.drain(state)
             fitting = self.compiled_plans.for_batch(
                 batch
-            )  # adopted anew if something was in flight
+            )  # adopted again if something was in flight
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
@@ -380,7 +380,7 @@ class Session:
         return after if compiled is self.compiled else self._finish(after, compiled), metrics
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
+        """Looks up the rows of a step; a migration that is due inside it leaves the queue, even if it fails."""
         compiled, migration = (
             self.compiled_at(batch, state.updates),
             self.migrations.pop_due_inside(state.step),

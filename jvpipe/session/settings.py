@@ -74,7 +74,7 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: the devices that the pipeline passes, or a plan for the first model's layers; None where `shares` has
+        stages: the devices that the pipeline passes, or a plan for the first model's layers; None if `shares` has
             their number decided.
         planner: the name of what chooses cuts and fates.
         limits: in bytes, what each device may hold; none: there is no limit.
@@ -86,9 +86,9 @@ class Settings(Training):
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
-        reductions: what is said of leaves of aux and of the model state.
+        reductions: the reductions of leaves of aux and of the model state.
         grad_norm: also report the global norm of the gradient.
-        remeasure: measure anew what an earlier process has measured.
+        remeasure: measure again what an earlier process has measured.
         group: consecutive layers of a stage run as one program.
         hosts: the processes of the run, if there are several.
         speeds: how fast each device is beside the others; none: what is measured tells.
@@ -126,8 +126,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
 
     Args:
         loss_fn: as the user gave it.
-        optimizer: likewise.
-        devices: likewise.
+        optimizer: as the user gave it.
+        devices: as the user gave them.
         told: what its options mean, by name.
 
     Raises:
@@ -222,7 +222,7 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """The number of stages, or a plan, as a schedule runs them; None where that is to be decided.
+    """The number of stages, or a plan, as a schedule runs them; None if that is to be decided.
 
     Args:
         stages: their number or a plan, if that is given.
@@ -431,7 +431,7 @@ def versions() -> Parts:
 
 
 def option_parts(settings: Settings) -> Parts:
-    """The options of a pipeline, but for its functions, which are compared once they are traced."""
+    """The options of a pipeline, except for its functions, which are compared once they are traced."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [each.name for each in fields(settings) if each.name not in apart]
     told = {name: getattr(settings, name) for name in names}
@@ -452,7 +452,7 @@ def agree_on_given(
 ) -> None:
     """Makes sure that all processes begin a run with the same.
 
-    Of parameters and model state every byte is compared, of parameters that a function makes how it makes each; of
+    Every byte of parameters and model state is compared; for parameters that a function makes, how it makes each; of
     the batch the shapes, and the bytes of the leaves that every process gives as arrays. Batches of later steps are
     not: to read them all would take longer than some steps.
 
@@ -488,7 +488,7 @@ def agree_on_given(
 
 
 def _unread(leaf: Any) -> Any:
-    """A leaf as it is, of one that is read lazily the shape: whoever needs nothing of it is not to read it."""
+    """A leaf as it is, of one that is read lazily the shape: a process that needs nothing of it must not read it."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
 
 

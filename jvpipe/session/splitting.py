@@ -66,7 +66,7 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Whether a layer of a model has the bits of the two that it is in another."""
+"""Tells whether a layer of a model is bitwise identical with the two that it is in another."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def _cuts(
 
 
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
-    """Leaves out places inside layers that hardly differ from the one before, but for those that send less."""
+    """Leaves out places inside layers that hardly differ from the one before, except for those that send less."""
     kept = [cuts[0]]
     for cut in cuts[1:]:
         near = cut.at_s - kept[-1].at_s < least_s

@@ -29,7 +29,7 @@ def shapes_of(tree: Tree) -> Any:
 
 
 _UNEVEN = (
-    ". Of an odd last batch leave out the rest (drop_remainder=True in most loaders), or pad it with examples that "
+    ". Drop the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
     "count with weight 0, and return jvpipe.Weighted(total, weight)"
 )
 
@@ -100,7 +100,7 @@ def check_fed(
     """Raises ValueError if a leaf of the batch that is read is a shape alone.
 
     Args:
-        feeds: what there is, by (kind, index).
+        feeds: the arrays, by (kind, index).
         needed: what the rows of a step read.
         names: of the batch's leaves.
     """

@@ -197,7 +197,7 @@ class Trigger:
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """Says which cuts the plan has that comes in place of those asked for: it is no new home."""
+        """Says which cuts the plan has that comes in place of those asked for: it is not a new home."""
         self._asked = cuts
 
     def _follow(self, plan: Plan) -> None:
@@ -274,7 +274,7 @@ class Trigger:
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
-        # Of three stages or more the odd one out is told, even if all are slower than planned.
+        # Among three stages or more, the odd one out is found even if all are slower than planned.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
         stage = int(np.abs(np.log(relative)).argmax())
         if at_home and np.all(ratio < self.rule.layer):

@@ -44,8 +44,8 @@ from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
 DOUBT = 0.1
-"""Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
-where devices share workers is more than any order saves there."""
+"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds of programs
+are off by where devices share workers is more than any order saves there."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -180,7 +180,7 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
     """Makes a plan with an order for all placements, cuts, rules and ways to make room.
 
-    Of few cuts all are begun with that may be faster than what was found before.
+    If there are few cuts, it begins with all that may be faster than what was found before.
     """
     cuts, every = Segments(problem).cuts, list[Candidate]()
     for rules, fates in placements:
@@ -363,7 +363,7 @@ def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
     """Yields the plans that hold the least, which decide whether there is any.
 
-    Of many layers one stage per device holds as little as several do, or nearly so.
+    With many layers, one stage per device holds as little as several do, or nearly so.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]
@@ -398,7 +398,7 @@ def _from_rival(
 
 
 def _swapping(one: Candidate) -> Iterator[Candidate]:
-    """Yields the order of a candidate with fates that may swap, which the clock knows nothing of."""
+    """Yields the order of a candidate with fates that may swap, which the clock does not know."""
     problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)

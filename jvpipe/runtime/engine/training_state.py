@@ -57,7 +57,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
-        # A state may hold anything where JAX maps over it: whatever is no array is left out.
+        # A state may hold anything where JAX maps over it: leaves that are not arrays are left out.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
