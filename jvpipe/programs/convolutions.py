@@ -1,7 +1,7 @@
 """Convolutions with their axes in the order in which a library takes them.
 
 At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library. In a function that
-is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and has other bits.
+is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and sums in another order.
 
     batch, features, rows  ->  batch, rows, features       the operand, and back again the result
     out, in, rows          ->  rows, in, out               the filter

@@ -43,7 +43,8 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
         if size % microbatches or not size:
             near = _nearest_divisors(size, microbatches)
             raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of {named_leaves(path, 'batch leaf')}: "
+                f"{microbatches} micro-batches do not divide the {size} examples of "
+                f"{named_leaves(path, 'batch leaf')}: "
                 f"the nearest that do are {near}{_UNEVEN if size else ''}"
             )
         return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)

@@ -121,7 +121,7 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
 def named_leaves(path: Sequence[Any], role: Role) -> str:
     """Returns a leaf as a message names it; if the tree is a single array, its role is enough.
 
-    >>> named_leaves((jax.tree_util.DictKey("x"),), "batch leaf"), named((), "batch leaf")
+    >>> named_leaves((jax.tree_util.DictKey("x"),), "batch leaf"), named_leaves((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')
     """
     return f"{role} '{path_name(path)}'" if path else f"the only {role}"
