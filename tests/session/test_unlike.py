@@ -45,7 +45,7 @@ class Gpu:
     platform = "gpu"
 
     def __init__(self, process: int) -> None:
-        self.process_index = process
+        self.id, self.process_index = id(self), process
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 1000}
