@@ -1,10 +1,13 @@
 """How devices differ: given speeds and limits, reported memory, measured layers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import pytest
+from jax.sharding import Mesh
 
+from jvpipe._jax import DeviceGroup
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.session import measuring
 from jvpipe.session.measuring import (
@@ -42,20 +45,28 @@ def test_those_that_report_nearly_the_same_are_alike(monkeypatch: Patch) -> None
     )
 
 
-class Gpu:
+@dataclass(frozen=True)
+class Gpu(DeviceGroup):
     """What limits are read from of a GPU."""
 
-    platform = "gpu"
+    mesh: Mesh
+    process: int
 
-    def __init__(self, process: int) -> None:
-        self.process_index = process
+    @property
+    def platform(self) -> str:
+        return "gpu"
+
+    @property
+    def process_index(self) -> int:
+        return self.process
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 1000}
 
 
 def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypatch: Patch) -> None:
-    gpus: list[Any] = [Gpu(0), Gpu(0), Gpu(1)]
+    mesh = Mesh(jax.devices()[:1], ("x",))
+    gpus: list[Any] = [Gpu(mesh, process) for process in (0, 0, 1)]
     assert device_limits(None, gpus[:2], 2, None) == (920, 920)
     assert device_limits(1000, gpus[:2], 2, None) == (1000, 1000)
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
