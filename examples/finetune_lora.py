@@ -35,7 +35,7 @@ def records(lines, tokenizer):
 
 
 def batches(ids, learned, seed):
-    """Endless batches, drawn anew from all records."""
+    """Endless batches, drawn again from all records."""
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)

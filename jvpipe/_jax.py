@@ -23,7 +23,7 @@ from jaxlib import _jax as _jaxlib  # pyright: ignore[reportAttributeAccessIssue
 class DeviceGroup:
     """Several devices that do together what one does, in a mesh of named axes along which arrays may be cut.
 
-    What is asked of a device it answers as its first one does, for they are alike.
+    It answers for its first device, because all of them are alike.
     """
 
     mesh: Mesh
@@ -54,7 +54,7 @@ class DeviceGroup:
         return self.first.process_index
 
     def memory_stats(self) -> dict[str, int] | None:
-        """What the first device tells of its memory."""
+        """Returns the memory statistics of the first device."""
         return self.first.memory_stats()
 
     def addressable_memories(self) -> list[Any]:
@@ -62,7 +62,7 @@ class DeviceGroup:
         return self.first.addressable_memories()
 
     def default_memory(self) -> Any:
-        """The memory of the first device where arrays lie unless that is said."""
+        """Returns the memory of the first device in which arrays lie by default."""
         return self.first.default_memory()
 
     def __str__(self) -> str:
@@ -148,8 +148,10 @@ def scope(eqn: JaxprEqn) -> str:
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
-    own = eqn.source_info
-    return own if outer is None else outer.replace(name_stack=outer.name_stack + own.name_stack)
+    source = eqn.source_info
+    return (
+        source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
+    )
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -198,7 +200,7 @@ def new_variable(aval: Any) -> Var:
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """A fresh variable like another but for its shape; one that is bound to no name stays so."""
+    """A fresh variable like another except for its shape; one that is bound to no name stays so."""
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -239,6 +241,15 @@ def _outlined() -> Any:
     mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
     return primitive
+
+
+def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr such that its results have the bits that they have where it is all of a program.
+
+    On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
+    """
+    barrier = jax.lax.optimization_barrier
+    return list(barrier(outlined(closed, barrier(list(values)))))
 
 
 def laid_out(x: Any) -> Any:
@@ -293,7 +304,7 @@ def is_ready(array: jax.Array) -> bool:
 
 @cache
 def exact(platform: str) -> dict[str, str | bool]:
-    """Compiler options under which a value has the same bits in whatever program it is computed.
+    """Returns compiler options under which a value is bitwise identical in all programs that compute it.
 
     On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
     other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
@@ -343,7 +354,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """A function that copies an array of a few bytes from `source` to `device`: at once, where it is there already."""
+    """A function that copies an array of a few bytes from `source` to `device`: at once if the device has it."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -432,7 +443,7 @@ def has_devices() -> bool:
 
 
 def coordination() -> Any:
-    """The processes' key-value store and barriers; None where this process is alone."""
+    """The processes' key-value store and barriers; None if this process is alone."""
     return cast(Any, multihost_utils).distributed.global_state.client
 
 

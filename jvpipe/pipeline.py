@@ -32,11 +32,9 @@ from jvpipe.session.arguments import (
     checked_rule,
     checked_stream,
 )
-from jvpipe.session.evaluation import evaluate
+from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.options import PIPELINE, checked
-from jvpipe.session.prediction import predict
-from jvpipe.session.reasons import reasons_of
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import agree_on_given, settings_of
 from jvpipe.session.trigger import Rule
@@ -72,11 +70,11 @@ class Pipeline:
         speeds: how fast each device is beside the others, such as `[2.0, 1.0]`; layers are measured on one device of
             each kind unless given.
         replicas: devices per stage, such as (2, 1), which share the examples of each micro-batch; by default one each,
-            for bits are not to depend on how many devices a machine has. With "auto" they are decided, with the number
+            as results must not depend on how many devices a machine has. With "auto" they are decided, with the number
             of stages, for all devices that there are; one each where schedule or loss allow no more. Counts take
             `devices` in their order, those of the first stage, of the second, and so on. Every replica computes its
             examples as one device computes all: a loss that is a mean, or `jvpipe.Weighted`, keeps its value, and
-            dropout its masks. Of batch norm each replica uses the statistics of its own examples, and the
+            dropout its masks. Each replica normalises its own examples with their own statistics, and the
             means of these are kept. Gradients are added up once per update. Without a flush, whole
             micro-batches take turns on the devices of a stage instead.
         sharding: how parameters lie over the axes of meshes, where `devices` are such: a regular expression for whole
@@ -101,7 +99,12 @@ class Pipeline:
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
-        remeasure: measure anew what an earlier process has measured. Seconds are kept, and found again, where JAX has a
+        group: consecutive layers of a stage run as one program in each direction, with the same results bitwise as
+            layers apart, which False keeps. It takes fewer dispatches, which is what limits small layers and fast
+            devices, and longer to compile. Unless given, on all devices but CPUs. Layers that call the host run by
+            programs of their own, and so do those that have moved, until their groups are compiled beside the run. If
+            groups would not keep the limit, and under `sharding`, layers stay apart.
+        remeasure: measure again what an earlier process has measured. Seconds are kept, and found again, if JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
     Raises:
@@ -149,10 +152,11 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
-        told = checked(PIPELINE, locals())
-        self.session = Session(settings_of(loss_fn, optimizer, devices, told))
+        options = checked(PIPELINE, locals())
+        self.session = Session(settings_of(loss_fn, optimizer, devices, options))
 
     def __repr__(self) -> str:
         session, plans = self.session, self.session.compiled_plans
@@ -178,7 +182,7 @@ class Pipeline:
         """Says what runs where, what it costs and why."""
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
-        layer_s, reasons = reasons_of(session)
+        layer_s, reasons = session.compiled_plans.reasons()
         why = reason_of(plan.planner)
         return explain(session.graph, plan, session.peaks, layer_s, devices, why, reasons)
 
@@ -227,7 +231,7 @@ class Pipeline:
 
         Raises:
             ValueError: the loss of an earlier step is not finite and a parameter is NaN; `state` is not consumed.
-            MemoryLimitExceeded: a batch of other shapes than that of `init` does not keep the limit; likewise.
+            MemoryLimitExceeded: a batch of other shapes than that of `init` does not keep the limit; the same field.
             StageError: this step failed, or the one before it; `restore` makes the pipeline work again.
         """
         state, metrics = self.session.advance(state, batch)
@@ -354,7 +358,7 @@ class Pipeline:
     ) -> State:
         """Moves layers while training runs: from a micro-batch on, this plan holds. Values do not change.
 
-        Of several processes all ask for the same.
+        If there are several processes, all ask for the same.
 
         Args:
             state: the newest; consumed if the move is made at once.
@@ -378,7 +382,7 @@ class Pipeline:
         """Lets layers move away from what became slow, and back, as `rule` says; or no longer.
 
         The planner that made the plan is asked again, under the same limits, if it is jvpipe's own. `session.history`
-        tells what moved and why. Of several processes all call it, before the same step.
+        tells what moved and why. If there are several processes, all call it before the same step.
         """
         checked_flag("on", on)
         self.session.adapter.switch(on, checked_rule(rule))
@@ -388,12 +392,13 @@ class Pipeline:
     def update_model(
         self, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree = None
     ) -> State:
-        """Goes on with another model from the next step on; the plan is made anew. What is in flight is finished first.
+        """Goes on with another model, under a new plan, from the next step on.
 
-        A parameter with the path, shape and type of one of the present model keeps its value and its optimizer state,
-        and so does a leaf of the model state. What the new model lacks waits on the host until a later model has it
-        again. The rest begins as given, with fresh optimizer state. Layers that some model had are not compiled again;
-        a loss that was met before, the very object, is neither traced nor planned again.
+        Steps in flight are finished first. A parameter with the path, shape and type of one of the present
+        model keeps its value and its optimizer state, and so does a leaf of the model state. Leaves that the new
+        model lacks wait on the host until a later model has them again. The rest begins as given, with fresh
+        optimizer state. Layers that some model had are not compiled again; a loss that was met before, the very
+        object, is neither traced nor planned again.
 
         Args:
             state: the newest; consumed.
@@ -415,26 +420,26 @@ class Pipeline:
     ) -> None:
         """Traces, plans and compiles a model for all devices ahead of `update_model`; nothing changes.
 
-        It may be called in another thread while this one trains; layers that no model had are timed beside that. Of
-        several processes all call it, in the thread that trains.
+        It may be called in another thread while this one trains; layers that no model had are timed beside that. If
+        there are several processes, all call it in the thread that trains.
 
         Args:
             loss_fn: that of the model to come.
             params: arrays or shapes.
-            model_state: likewise.
+            model_state: arrays or shapes too.
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():
-            known, present = self.session.known_models, self.session.compiled_plans
-            known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
+            models, present = self.session.known_models, self.session.compiled_plans
+            models.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
 
     # Checkpoints
 
     def save(self, path: str | Path, state: State, extra: dict[str, Any] | None = None) -> None:
         """Writes a checkpoint, keyed by parameter path: any cut can restore it.
 
-        Of several processes each writes a part. Of a state in flight everything is kept that the same schedule, cuts
-        and fates need to go on to the bit.
+        If there are several processes, each writes a part. A state in flight is saved with all that the same schedule,
+        cuts and fates need to go on bitwise identically.
 
         Args:
             path: a folder.

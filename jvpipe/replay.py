@@ -24,7 +24,7 @@ def replay(
     rng: jax.Array | None,
     model_state: Tree = None,
 ) -> tuple[Tree, list[float]]:
-    """Computes once more what an asynchronous run computed; the bits are the same.
+    """Computes once more what an asynchronous run computed; the results are bitwise identical.
 
     Args:
         ledger: that of the run, `pipe.ledger`: which weights every forward and backward read.

@@ -39,7 +39,7 @@ Tree = Any
 class AmoebaNetConfig(ClassConfig):
     """The shape of an AmoebaNet-D: GPipe's (L, D) are the normal `cells`, and the `filters` of the first group.
 
-    Of large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side.
+    For large images (`stem_reductions=2`) the stem and two reductions leave an eighth of the side.
     """
 
     cells: int

@@ -43,7 +43,7 @@ class Architecture:
         return [name for _, name, _ in self.blocks()]
 
     def with_slot(self, slot: int, block: Block | None) -> "Architecture":
-        """The same, but for one slot."""
+        """The same, except for one slot."""
         return Architecture((*self.slots[:slot], block, *self.slots[slot + 1 :]))
 
 

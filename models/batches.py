@@ -1,4 +1,4 @@
-"""The order in which records are seen: shuffled anew each epoch, without end, from any position."""
+"""The order in which records are seen: shuffled again each epoch, without end, from any position."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -20,7 +20,7 @@ from jvpipe.models.lora import with_adapters
 from jvpipe.util.names import did_you_mean
 
 Logits = Callable[[Any, Any, jax.Array | None], Float[Array, "*B V"]]
-"""Of parameters, a batch and a key; without dropout if the key is None."""
+"""A function of parameters, a batch and a key; without dropout if the key is None."""
 LossFunction = Callable[[Any, Any, jax.Array | None], Weighted]
 
 
@@ -133,7 +133,7 @@ def mixture(
     drop: Callable[[jax.Array], jax.Array],
     scale: float | None = None,
 ) -> Float[Array, "B T D"]:
-    """Of values v, for each query q as much as its key k agrees with it, head by head; `drop` drops weights.
+    """Mixes values v for each query q, weighted by how well their keys k match it, head by head; `drop` drops weights.
 
     Scores are multiplied by `scale`, by the usual one unless it is given.
     """
@@ -252,7 +252,7 @@ class Parts:
         return self._kinds[name].module(params)
 
     def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
-        """The key of a module: derived by its position in the model, so that blocks are alike but for a number."""
+        """The key of a module: derived by its position in the model, so that blocks are alike except for a number."""
         return None if key is None else jax.random.fold_in(key, self._first[name] + i)
 
     def through(
@@ -337,7 +337,7 @@ def prediction_loss(
 ) -> Weighted:
     """The loss of predicting the batch's `targets` [*B]: nats, and how many, each counted by its `weights` [*B].
 
-    Of a target the share `smoothing` is spread over all V (arXiv:1512.00567).
+    The share `smoothing` of each target is spread over all V (arXiv:1512.00567).
     """
     nats, weights = cross_entropies(logits, batch["targets"]), batch["weights"]
     if smoothing:

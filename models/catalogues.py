@@ -16,7 +16,7 @@ Pair = tuple[str, str]
 _PLACE = re.compile(r"%\(\w+\)[sdi]|%[sdi]|\{\w*\}")
 """Where a value is to be filled in, there is an X."""
 _CODE = re.compile(r"[<>=_/\\]")
-"""In messages that are no plain sentences: those are left out."""
+"""Marks of messages that are not plain sentences. Such messages are left out."""
 
 
 def catalogue_pairs(source: str, target: str) -> list[Pair]:
@@ -31,8 +31,8 @@ def catalogue_pairs(source: str, target: str) -> list[Pair]:
     path = cache_folder() / f"catalogues-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
-        known = {(left[name], right[name]): None for name in left if name in right}
-        write_whole(path, json.dumps(list(known)).encode())
+        pairs = {(left[name], right[name]): None for name in left if name in right}
+        write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]
 
 
@@ -58,7 +58,7 @@ def read_messages(content: bytes) -> Iterator[Pair]:
 
 
 def _texts(language: str) -> dict[str, str]:
-    """What is said in a language, by its English; English itself is told by the catalogues of another one."""
+    """Returns the messages of a language, by their English; English itself is told by the catalogues of another one."""
     pairs: dict[str, str] = {}
     for file in _catalogues("de" if language == "en" else language):
         for english, translated in read_messages(file.read_bytes()):
@@ -77,10 +77,12 @@ def _catalogues(language: str) -> list[Path]:
     package = Path(spec.origin).parent
     files = sorted(package.rglob(f"locale/{language}/LC_MESSAGES/django.mo"))
     if not files:
-        known = [
+        catalogues = [
             folder.name for folder in (package / "conf" / "locale").iterdir() if folder.is_dir()
         ]
         raise ValueError(
-            did_you_mean("language", language, sorted(name for name in known if name[:2] != "__"))
+            did_you_mean(
+                "language", language, sorted(name for name in catalogues if name[:2] != "__")
+            )
         )
     return files

@@ -87,7 +87,7 @@ class ChatTemplate:
     def _program(self) -> Any:
         """The template as those of transformers run: in a sandbox, with the functions that they may call.
 
-        `strftime_now` is none of them: a record is not to depend on the day, and templates have a date without it.
+        `strftime_now` is none of them: a record must not depend on the day, and templates have a date without it.
         """
         with extra("hf"):
             from jinja2 import TemplateSyntaxError, nodes
@@ -129,23 +129,23 @@ def read_template(folder: Path) -> ChatTemplate | None:
     Raises:
         ValueError: a file of it cannot be read.
     """
-    known: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in (FILES[2], FILES[1]):
         if (folder / name).exists():
             try:
-                known |= json.loads((folder / name).read_text(encoding="utf-8"))
+                settings |= json.loads((folder / name).read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError) as problem:
                 raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
-    source = known.get("chat_template")
+    source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if (folder / FILES[0]).exists():
         source = (folder / FILES[0]).read_text(encoding="utf-8")
     if source is None:
         return None
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in known.items()
+        for name, value in settings.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
     return ChatTemplate(source, tokens)
@@ -164,14 +164,14 @@ class Chats:
 
     @property
     def name(self) -> str:
-        """Of the template."""
+        """The name of the template: a digest of its source and tokens."""
         said = json.dumps([self.template.source, *sorted(self.template.tokens.items())])
         return f"chats-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
 
     def records(
         self, documents: Sequence[str], tokenizer: Tokenizer, tokens: int
     ) -> Int32[np.ndarray, "N 2 T"]:
-        """Those of conversations in JSON.
+        """Yields the records of conversations in JSON.
 
         Raises:
             ValueError: what `ChatTemplate.rendered` raises, of which conversation.
@@ -182,7 +182,7 @@ class Chats:
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
     ) -> grain.IterDataset:
-        """Likewise, of conversations that come one by one."""
+        """Yields the records of conversations that come one by one."""
         rows = documents.map(lambda document: self._record(document, tokenizer, tokens))
         return rows.filter(lambda row: bool(row[1].any()))
 
@@ -217,8 +217,8 @@ def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Genera
 
 def _check(messages: Sequence[Message]) -> None:
     for message in messages:
-        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not known or not isinstance(message.get("content"), str):
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
             raise ValueError(
                 "each of 'messages' should have a 'role' and a text as 'content', "
                 f"not {str(message)[:80]}"

@@ -60,7 +60,7 @@ def open_corpus(path: Path | None) -> Corpus:
     """The text under `path`; if None, the English prose that the running Python carries.
 
     A folder gives its `.txt`, `.md`, `.rst`, `.jsonl` and `.parquet` files, in the order of their paths; a file gives
-    itself. Of the last two kinds each line or row has a `text`.
+    itself. Each line or row of the last two kinds has a `text`.
 
     Raises:
         ValueError: nothing is there, it cannot be read, it is not UTF-8, or it holds too little text.

@@ -57,7 +57,7 @@ class RegularizedEvolution:
         return self.space.mutate(parent, self._rng)
 
     def report(self, architecture: Architecture, loss: float) -> None:
-        """Adds a trained architecture to the population; a loss that is no number counts as the worst."""
+        """Adds a trained architecture to the population; a loss that is not a number counts as the worst."""
         self._members.append((architecture, math.inf if math.isnan(loss) else loss))
 
     @property

@@ -1,4 +1,4 @@
-"""Images as training data: shuffled anew each epoch, with some held out."""
+"""Images as training data: shuffled again each epoch, with some held out."""
 
 from collections.abc import Sequence
 from pathlib import Path

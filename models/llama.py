@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
 }
-"""By what a feed-forward network may be gated."""
+"""The activations by which a feed-forward network may be gated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class LlamaConfig(TextConfig):
     their scale (`offset_norms`); embeddings that are multiplied by the root of D (`scaled_embedding`); norms after
     sublayers too (`after_norms`); scores divided by the root of `score_width` (0: K) and, like logits, kept within
     a cap by a tanh (0: none); blocks whose tokens see `window` tokens alone: `spans` has a letter for each, L for
-    such a local one and G for one that sees all, and begins anew where it ends; local ones turn by `local_theta`,
+    such a local one and G for one that sees all, and begins again where it ends; local ones turn by `local_theta`,
     unstretched, unless it is 0.
     """
 
@@ -85,7 +85,7 @@ class LlamaConfig(TextConfig):
         super().__post_init__()
         if self.heads < 1 or (not self.head_width and self.width % (2 * self.heads)):
             raise ValueError(
-                f"width={self.width} is no even number for each of heads={self.heads}: change one of them"
+                f"width={self.width} is not an even number for each of heads={self.heads}: change one of them"
             )
         if self.head_width % 2:
             raise ValueError(
@@ -200,12 +200,12 @@ class GroupedAttention(nnx.Module):
     """Tokens look at those before them, with H heads in G groups."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        own, shared = config.heads * config.head, config.groups * config.head
+        query_width, shared = config.heads * config.head, config.groups * config.head
         self.config = config
-        self.queries = matrix(config, rngs, config.width, own)
+        self.queries = matrix(config, rngs, config.width, query_width)
         self.keys = matrix(config, rngs, config.width, shared)
         self.values = matrix(config, rngs, config.width, shared)
-        self.output = matrix(config, rngs, own, config.width, scale=residual_scale(config))
+        self.output = matrix(config, rngs, query_width, config.width, scale=residual_scale(config))
         if config.normed_heads:
             self.query_norm = Norm(config, config.head, rngs=rngs)
             self.key_norm = Norm(config, config.head, rngs=rngs)
@@ -308,8 +308,8 @@ class Llama:
         """The logits of next tokens, in float32; nothing depends on the key."""
         kinds, config = self.kinds, self.config
 
-        def block(x: Float[Array, "B T D"], own: Any) -> tuple[Float[Array, "B T D"], None]:
-            p, *local = own
+        def block(x: Float[Array, "B T D"], scanned: Any) -> tuple[Float[Array, "B T D"], None]:
+            p, *local = scanned
             return kinds["blocks"].module(p)(x, *local), None
 
         tokens = kinds["tokens"].module(params["tokens"])

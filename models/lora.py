@@ -29,7 +29,7 @@ def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str)
 
     Args:
         build: makes the module without them; its own parameters stay as they were.
-        name: the module's, with which paths begin; the numbers of blocks are no part of them.
+        name: the module's, with which paths begin; the numbers of blocks are not part of them.
         rank: r; 0 for no adapters.
         patterns: of the paths, such as "*attention*", several with commas between them.
         dtype: in which A and B are multiplied.
@@ -88,7 +88,7 @@ def check_adapted(params: Mapping[str, Any], patterns: str) -> None:
         patterns: those that were asked for.
 
     Raises:
-        ValueError: none is; the message names what there is to be adapted.
+        ValueError: none is; the message names what can be adapted.
     """
     if any(True for _ in _adapters(params)):
         return

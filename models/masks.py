@@ -56,7 +56,7 @@ def masked_digits(side: int) -> Masked:
 
 
 def mask_folders(path: Path, side: int) -> Masked:
-    """Images of the folder `images` with those of the folder `masks` that are called alike but for their suffixes.
+    """Images of the folder `images` with those of the folder `masks` that are called alike except for their suffixes.
 
     Both are scaled and cropped in their middle to `side` x `side` pixels; a mask is where an image is not black.
 

@@ -16,7 +16,7 @@ from jvpipe.util.extras import extra
 
 
 def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
-    """Of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
+    """Computes the perplexity of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
     loss = jax.jit(lambda batch: prediction_loss(logits(params, batch, None), batch))
     losses = [loss(batch) for batch in batches]
     return float(np.exp(sum(float(x.total) for x in losses) / sum(float(x.weight) for x in losses)))
@@ -76,8 +76,8 @@ def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        known = logits(params, {**batch, "tokens": written[:, :-1]}, None)
-        chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(known, i, 1, keepdims=False), -1)
+        scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)
+        chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False), -1)
         return jax.lax.dynamic_update_index_in_dim(written, chosen.astype(jnp.int32), i + 1, 1)
 
     return jax.lax.fori_loop(0, tokens, write, jnp.full((size, tokens + 1), start, jnp.int32))[

@@ -1,4 +1,4 @@
-"""What a model is to the command line: one's own and those of jvpipe alike."""
+"""What a model is to the command line: a user's own and those of jvpipe alike."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -45,6 +45,6 @@ class Model(Protocol):
         """The batches to train on, without end, the same for the same seed: pytrees of arrays, examples first.
 
         The iterator of a Grain dataset keeps its place in checkpoints (it has `get_state` and `set_state`); any other
-        begins anew when a run is resumed, and what the run has seen is passed over.
+        begins again when a run is resumed, and what the run has seen is passed over.
         """
         ...

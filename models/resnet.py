@@ -32,7 +32,7 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 BLOCKS = {8: (1, 1), 11: (1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Of each group, by depth: the number of convolutions on the longest way, and of linear maps."""
+"""The blocks of each group, by depth: the number of convolutions on the longest way, and of linear maps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def read_head(rows: Callable[[], Any], name: str) -> Head:
 
 
 class Rows(grain.IterDataset):
-    """Rows of a stream without end, but for the first few, which are held out.
+    """Rows of a stream without end, except for the first few, which are held out.
 
     Args:
         rows: begins the stream, as a data set of Hugging Face: it has `skip`, `state_dict` and `load_state_dict`.

@@ -30,7 +30,8 @@ def open_text(
 ) -> Data:
     """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
 
-    What is no path, but a name of a hub, is streamed. `transform` takes the size of the tokenizer's vocabulary and its
+    Data named on a hub, and not by a path, are streamed. `transform` takes the size of the tokenizer's
+    vocabulary and its
     marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
 
     Raises:
@@ -53,8 +54,8 @@ def open_text(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
             "to hold out: give more text"
         )
-    known, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
-    example_of = transform(known, marks)
+    vocab_size, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
+    example_of = transform(vocab_size, marks)
     held_out = fixed_batches(
         held_out_records[: max(1, _HELD_OUT_TOKENS // tokens)], example_of, batch_size
     )
@@ -68,7 +69,9 @@ def open_text(
         example=held_out[0],
         held_out=held_out,
         digest=documents.digest,
-        baseline_loss=frequency_loss(_texts(records), held_out, known, min(first, marks.first)),
+        baseline_loss=frequency_loss(
+            _texts(records), held_out, vocab_size, min(first, marks.first)
+        ),
     )
 
 
@@ -88,7 +91,7 @@ def open_next_tokens(
 ) -> Data:
     """Text as batches whose every token is predicted from those before it; raises what `open_text` does.
 
-    Of conversations, data with `messages` in place of a `text`, what the assistant says is predicted.
+    Data with `messages` in place of a `text` are conversations: what the assistant says is predicted.
     """
     form, transform = PACKED, next_tokens
     if are_conversations(data_path):

@@ -8,7 +8,7 @@ from typing import Any
 from jvpipe.util.extras import extra
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".parquet")
-"""Of the files that a folder is searched for; a plain text may have any other."""
+"""The names of the files that a folder is searched for; a plain text may have any other."""
 TEXT, MESSAGES = "text", "messages"
 """The fields of lines and rows: a text, or a conversation."""
 
@@ -30,7 +30,7 @@ def texts_in(file: Path) -> list[str]:
 
 
 def conversations_in(file: Path) -> list[list[Any]]:
-    """The conversations of a file, lists of what was said; raises what `texts_in` does."""
+    """Yields the conversations of a file, lists of messages; raises what `texts_in` does."""
     of = _of_rows if file.suffix.lower() == ".parquet" else _of_lines
     return list(of(file, MESSAGES, list))
 
@@ -75,15 +75,15 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
         if not line.strip():
             continue
         try:
-            told = json.loads(line)
+            record = json.loads(line)
         except ValueError as problem:
             raise ValueError(
-                f"line {number} of '{file}' is no JSON ({problem}): each line is to be an object"
+                f"line {number} of '{file}' is not JSON ({problem}): each line is to be an object"
             ) from None
-        if not isinstance(told, dict) or not isinstance(told.get(field), kind):
-            names = list(told) if isinstance(told, dict) else []
+        if not isinstance(record, dict) or not isinstance(record.get(field), kind):
+            names = list(record) if isinstance(record, dict) else []
             raise ValueError(f"line {number} of '{file}' {lacks(field, names)}")
-        yield told[field]
+        yield record[field]
 
 
 def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:

@@ -38,7 +38,7 @@ class Marks:
 
 
 OURS = Marks(CLS, SEP, MASK, tuple(range(len(SPECIAL_TOKENS))))
-"""Of the tokenizers that are trained here."""
+"""The marks of the tokenizers that are trained here."""
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
@@ -47,9 +47,9 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     Raises:
         ValueError: it has nothing to end a document with.
     """
-    known = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
+    id_of = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
     ids = [
-        next((known[n] for n in names if known[n] is not None), None)
+        next((id_of[n] for n in names if id_of[n] is not None), None)
         for names in (_STARTS, _ENDS, _MASKS)
     ]
     start, end, mask = ids
@@ -100,7 +100,7 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     """The tokenizer in `folder/tokenizer.json`; trained on `documents` and written there if absent.
 
     Raises:
-        ValueError: the file is no tokenizer, or has more tokens than the model.
+        ValueError: the file is not a tokenizer, or has more tokens than the model.
 
     """
     path = folder / "tokenizer.json"

@@ -81,7 +81,7 @@ class Embeddings(nnx.Module):
         )
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Of the next token, in float32."""
+        """Computes the logits of the next token, in float32."""
         return self.tokens.attend(x).astype(jnp.float32)
 
 

@@ -39,7 +39,7 @@ class Parallel:
 def open_parallel(path: Path | None, languages: str) -> Parallel:
     """The pairs in a folder; if None, those of the message catalogues that Django carries.
 
-    Of `languages` such as `en-de`, the folder has files `NAME.en` and `NAME.de`. Those called `valid` are held out;
+    For `languages` such as `en-de`, the folder has files `NAME.en` and `NAME.de`. Those called `valid` are held out;
     without them, and in the catalogues, a tenth is.
 
     Raises:
@@ -164,7 +164,7 @@ def _read(source: Path, target: Path) -> list[Pair]:
 
 
 def _split(pairs: Sequence[Pair]) -> Parallel:
-    """Those of least hash are held out, with all translations of the same sentence."""
+    """The sentences of least hash are held out, with all their translations."""
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]
     bound = (
         sorted(hashes)[max(1, min(_HELD_OUT, len(pairs) // _HELD_OUT_SHARE)) - 1] if pairs else b""

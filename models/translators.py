@@ -19,8 +19,8 @@ from jvpipe.models.workload import Data
 class TranslatorConfig(TextConfig):
     """The shape of a model that translates.
 
-    Of `languages` the first is read and the second written; `smoothing` is the share of a target that is spread over
-    all tokens.
+    The first of the `languages` is read and the second written; `smoothing` is the share of a target that is
+    spread over all tokens.
     """
 
     languages: str = "en-de"

@@ -29,7 +29,7 @@ from jvpipe.models.workload import Workload, sized
 
 Tree = Any
 CONVOLUTIONS = {7: (2, 2), 9: (2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-"""Of each group, by depth: with the three linear maps there are so many layers."""
+"""The convolutions of each group, by depth: with the three linear maps, that many layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
                 zip(counts, pairwise(channels), strict=True)
             )
         }
-        own = jax.random.fold_in(key, len(counts))
+        layer_key = jax.random.fold_in(key, len(counts))
         maps = {
-            str(i): layer(jax.random.fold_in(own, i), *shape)
+            str(i): layer(jax.random.fold_in(layer_key, i), *shape)
             for i, shape in enumerate(pairwise(widths))
         }
         return {"groups": groups, "maps": maps}

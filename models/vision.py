@@ -42,7 +42,7 @@ class ImageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassConfig(ImageConfig):
-    """Of a model that tells which of some `classes` an image is of."""
+    """The shape of a model that tells to which of some `classes` an image belongs."""
 
     classes: int = 1000
 
@@ -92,7 +92,7 @@ class Convolution:
 
 
 def convolved(x: Image, kernel: Float[Array, "H W C D"], strides: tuple[int, int]) -> Image:
-    """A convolution that keeps the image, but for strides."""
+    """A convolution that keeps the image, except for strides."""
     return jax.lax.conv_general_dilated(
         x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )

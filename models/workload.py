@@ -121,12 +121,12 @@ class Workload:
     def settings(self) -> dict[str, Any]:
         """What is plain data of the configuration, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
-        known = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
+        values = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
             self.config, "__dict__", {}
         )
         return {
             k: v
-            for k, v in known.items()
+            for k, v in values.items()
             if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"
         }
 
@@ -208,7 +208,7 @@ def _module(name: str) -> Any:
 def configured(
     model: str, sizes: Mapping[str, Config], size: str, options: Mapping[str, Any]
 ) -> Config:
-    """The configuration of a size, with fields replaced by `options`; ValueError for what there is not."""
+    """The configuration of a size, with fields replaced by `options`; ValueError for a name that does not exist."""
     if size not in sizes:
         raise ValueError(did_you_mean(f"size of {model}", size, list(sizes)))
     return with_fields(model, sizes[size], options)

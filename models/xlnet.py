@@ -45,7 +45,7 @@ class XlnetConfig(MaskedConfig):
     mask_rate: float = 1 / 6
 
     def bias(self, tokens: int) -> None:
-        """Who looks at whom is another thing for each record."""
+        """Each record has a mask of its own, which says which position sees which."""
 
 
 SIZES = {

@@ -64,7 +64,9 @@ def test_a_program_trains_over_a_pipeline_as_before(name: str) -> None:
         return
     before = run(plain(name))
     np.testing.assert_allclose(two["losses"], before["losses"], rtol=1e-4)
-    for ours, theirs in zip(
-        jax.tree.leaves(trained), jax.tree.leaves(before["params"]), strict=True
-    ):
-        np.testing.assert_allclose(ours, np.asarray(theirs), rtol=2e-2, atol=2e-4)
+    leaves = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(before["params"]), strict=True)
+    for (path, ours), theirs in leaves:
+        # A bias of keys adds the same to all scores of a query: softmax does not see it, its gradient is rounding, and
+        # Adam makes whole steps of that.
+        if not jax.tree_util.keystr(path).endswith("['key']['bias']"):
+            np.testing.assert_allclose(ours, np.asarray(theirs), rtol=2e-2, atol=2e-4)

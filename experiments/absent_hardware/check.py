@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.absent_hardware.table import cell
+from experiments.absent_hardware.table import forecast
 from jvpipe._jax import absent_device
 from jvpipe.cli.job import keep_compiled
 from jvpipe.cost.targets import find_target
@@ -68,8 +68,7 @@ def main(model: str, hardware: str, stages: str) -> None:
     """Prints both sums for each stage."""
     keep_compiled()
     jax.config.update("jax_enable_compilation_cache", False)
-    name, _, size = model.partition(":")
-    found = cell(name, size, hardware, int(stages))
+    found = forecast(model, hardware, int(stages))
     assert found.question
     question = replace(found.question, microbatches=found.microbatches)
     ours = [stage.compiled_bytes for stage in found.answers[0].compiled]

@@ -10,7 +10,7 @@ A layer is computed alike if its sums are (products, convolutions, reductions, a
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -137,7 +137,7 @@ def programs_of(programs: LayerPrograms) -> Iterator[tuple[str, Program]]:
         yield "W", weight_program(programs)
 
 
-def differences(found: dict[tuple[Any, str], Sequence[Kernel]], sums: bool) -> Iterator[str]:
+def differences(found: Mapping[tuple[Any, str], Sequence[Kernel]], sums: bool) -> Iterator[str]:
     """Yields where a layer is not computed alike.
 
     Args:

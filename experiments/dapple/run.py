@@ -1,7 +1,7 @@
 """DAPPLE's tables V, VI and VII, planned and simulated: python -m experiments.dapple.run [--quick]
 
 Configurations A, B and C are `v100-a`, `v100-b` and `v100-c`, 16 devices each. BERT is traced and estimated; the others
-are PipeDream's profiles beside the checkout in shared/profiles, their seconds in proportion to the batch. Each plan is
+are PipeDream's, of `experiments/planners/profiles`, their seconds in proportion to the batch. Each plan is
 made twice: all-reduces after a stage's last backward (as jvpipe runs), and overlapping it (as DAPPLE's data parallelism
 does). `--quick` leaves BERT out.
 """
@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from experiments.planners.questions import question
-from experiments.planners.tables import PROFILES
+from experiments.planners.tables import profiled
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
@@ -30,7 +30,6 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.shape_reasons import shape_of
-from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.session.asking import Planned, ask_shapes
@@ -61,7 +60,7 @@ PROFILED_BATCH = {"resnet50": 128, "vgg16": 64, "gnmt": 64}
 def costs_of(model: str) -> LocalCosts:
     """What a model takes: a profile's, or estimated at a few local batches."""
     if model in PROFILED_BATCH:
-        costs = read_graph(PROFILES / f"pipedream_{model}.graph.txt").costs
+        costs = profiled(model)
         return LocalCosts((PROFILED_BATCH[model],), (costs,))
     name, size = model.split("-")
     device = find_cluster("v100-a")

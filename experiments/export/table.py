@@ -11,7 +11,7 @@ from jvpipe.session.forecasts import Forecast
 
 STAGES, MICROBATCHES = 2, 4
 WORDS = {
-    "the model is no embedding": "no stack",
+    "the model is not an embedding": "no stack",
     "blocks of the model are not alike": "unlike",
     "blocks are too few": "few blocks",
     "nothing near": "chunks",

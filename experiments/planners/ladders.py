@@ -4,8 +4,8 @@ A ladder of limits plans a profile under ten memory limits, from the least that 
 plan without a limit holds, and under none. A ladder of devices plans a model for 1 to 16 devices of
 two kinds of cluster, which may be left idle. No step may be longer than that of a rung below.
 
-Everything is asked by the command line, as users ask it. Profiles of others are read from
-shared/profiles beside the checkout, where there are any; chains are drawn.
+Everything is asked by the command line, as users ask it. Profiles of others are those of
+`experiments/planners/profiles`; chains are drawn.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.planners.tables import PROFILES
+from experiments.planners.profiles import profiles_folder
 from jvpipe.cli import plan
 
 DRAWN, RUNGS, STAGES = 8, 10, 4
@@ -71,8 +71,8 @@ def drawn(seed: int) -> str:
 
 def profiles(folder: Path) -> Iterator[Path]:
     """Yields graph files: those of others, and drawn ones, which are written to a folder."""
-    graphs = (*PROFILES.glob("*.graph.txt"), *PROFILES.glob("*_training.json"))
-    yield from sorted(graphs)
+    others = profiles_folder()
+    yield from sorted([*others.glob("*.graph.txt"), *others.glob("*_training.json")])
     for seed in range(DRAWN):
         path = folder / f"drawn{seed}.graph.txt"
         path.write_text(drawn(seed))

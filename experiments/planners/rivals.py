@@ -1,6 +1,6 @@
 """jvpipe beside every other planner, where it once lost: python -m experiments.planners.rivals [PROFILE ...]
 
-Profiles are given by path (by default those of shared/profiles beside the checkout); chains and graphs with skips are
+Profiles are given by path (by default those of `experiments/planners/profiles`); chains and graphs with skips are
 drawn, models are those of the command line. Each model is planned for 2 to 16 stages under every schedule, links,
 micro-batches and limits taking turns. `--every N` takes each N-th case, `--first K` begins with the K-th.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import tyro
 
+from experiments.planners.profiles import profiles_folder
 from experiments.planners.questions import question
-from experiments.planners.tables import PROFILES
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
@@ -119,7 +119,7 @@ def models(
 def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
     """The problems, links, micro-batches and limits taking turns."""
     profiles = arguments.profiles or sorted(
-        p for p in PROFILES.glob("*") if p.suffix in (".txt", ".json")
+        p for p in profiles_folder().glob("*") if p.suffix in (".txt", ".json")
     )
     known: dict[str, tuple[Costs, Link | None]] = {}
     every = product(

@@ -1,14 +1,14 @@
 """Every planner on real profiles and on our own models: python -m experiments.planners.tables
 
-The profiles lie beside the checkout in shared/profiles; without them their tables are left out.
+Profiles are those of `experiments/planners/profiles`.
 """
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from experiments.planners.profiles import profiles_folder
 from experiments.planners.questions import question
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs
@@ -20,12 +20,16 @@ from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
-from jvpipe.session.forecasts import answer
+from jvpipe.session.forecasts import asked
 from jvpipe.session.question import on_cluster
 
-PROFILES = Path(__file__).parents[2].parent / "shared" / "profiles"
 FILES = ("resnet50", "vgg16", "gnmt")
 STAGES = (2, 4, 8)
+
+
+def answer(problem: Problem, planner: str) -> Answer:
+    """Asks one planner."""
+    return asked(problem, [planner]).answers[0]
 
 
 def exact_bottleneck_s(costs: Costs, stages: int) -> float:
@@ -42,6 +46,11 @@ def exact_bottleneck_s(costs: Costs, stages: int) -> float:
     return float(best[-1])
 
 
+def profiled(name: str) -> Costs:
+    """The costs in a profile of PipeDream."""
+    return read_graph(profiles_folder() / f"pipedream_{name}.graph.txt").costs
+
+
 def bottlenecks() -> None:
     print(
         "## Slowest stage over the exact contiguous optimum; no limit, schedule pipedream (planning seconds)\n"
@@ -51,7 +60,7 @@ def bottlenecks() -> None:
     )
     problems = []
     for name in FILES:
-        costs = read_graph(PROFILES / f"pipedream_{name}.graph.txt").costs
+        costs = profiled(name)
         for stages in STAGES:
             exact_s = exact_bottleneck_s(costs, stages)
             problems.append(
@@ -67,7 +76,7 @@ def bottlenecks() -> None:
 
 
 def expert() -> None:
-    file = PROFILES / "dnn_partitioning_bert24_training.json"
+    file = profiles_folder() / "dnn_partitioning_bert24_training.json"
     graph = read_graph(file)
     assert graph.devices is not None
     loads = split_loads_s(graph, expert_split(file.with_name(f"{file.stem}_expert.json")))
@@ -94,11 +103,7 @@ def under_limits() -> None:
     print(
         "\n## Simulated step over jvpipe's, under a limit (share of what keeping everything takes); M = 4 S\n"
     )
-    cases = (
-        [(f, read_graph(PROFILES / f"pipedream_{f}.graph.txt").costs) for f in FILES]
-        if PROFILES.exists()
-        else []
-    )
+    cases = [(name, profiled(name)) for name in FILES]
     cluster = find_cluster("a100-40gb")
     for size in ("base", "large"):
         costs = question("bert", size, 64, 16).costs(cluster)
@@ -171,9 +176,8 @@ def noise(draws: int = 20) -> None:
 
 
 def main() -> None:
-    if PROFILES.exists():
-        bottlenecks()
-        expert()
+    bottlenecks()
+    expert()
     under_limits()
     noise()
 

@@ -6,18 +6,15 @@ micro-batches at every number of stages. Nothing runs: layers are estimated from
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import optax
 
 from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
-from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.session.asking import ask
+from jvpipe.session.forecasts import asked, with_splits
+from jvpipe.session.question import Question
 
 STAGES, MICRO_BATCHES = (1, 2, 4, 8, 16), 32
 
@@ -31,35 +28,29 @@ class Subject:
     micro_batch: int
     tokens: int | None = None
 
-    def problem(self) -> Problem:
-        """On one device; costs are those of a micro-batch, so that only the number of stages changes."""
-        workload = load(
-            self.model, self.size, **({} if self.tokens is None else {"tokens": self.tokens})
-        )
+    def question(self, stages: int) -> Question:
+        """On so many devices; micro-batches are the same whatever their number."""
+        size = {} if self.tokens is None else {"tokens": self.tokens}
+        workload = load(self.model, self.size, **size)
         batch_size = self.micro_batch * MICRO_BATCHES
-        return question_of(workload, batch_size, MICRO_BATCHES, 1, optax.adamw(1e-3)).problem(
-            PRESETS["v100-a"]
-        )
+        return question_of(workload, batch_size, MICRO_BATCHES, stages, optax.adamw(1e-3))
 
     def row(self) -> str:
         """Examples per second at each number of stages, and the share of the first one's per device that is left."""
-        problem, cells, first = self.problem(), [], 0.0
+        cells, first = [], 0.0
         for stages in STAGES:
-            rate = self.rate(replace(problem, stages=stages))
+            rate = self.rate(self.question(stages))
             first = first or rate / stages
             cells.append(
                 f"{rate:.3g} ({100 * rate / stages / first:.0f}%)" if rate else "does not fit"
             )
         return f"| {self.model} {self.size} | {self.micro_batch} | {' | '.join(cells)} |"
 
-    def rate(self, problem: Problem) -> float:
+    def rate(self, question: Question) -> float:
         """Examples per second under jvpipe's plan; 0 if nothing fits."""
-        try:
-            found = ask("jvpipe", problem)
-        except Infeasible:
-            return 0.0
-        stages = evaluate(found.problem, found.decision).stages
-        return self.micro_batch * MICRO_BATCHES / simulated_step_s(found.problem, stages)
+        whole = asked(question.problem(PRESETS["v100-a"]), ["jvpipe"], "", question)
+        found = with_splits(question, whole)
+        return self.micro_batch * MICRO_BATCHES / found.step_s if found.fits else 0.0
 
 
 SUBJECTS = (

@@ -1,7 +1,7 @@
 """The problems of the simulated table: drawn transformers, real profiles, the package's models on an A100.
 
-A drawn model has 32 layers, halves of blocks in turn, whose bytes are those of shared/notes/schedules.md, section 2
-(attention, then feed-forward network: W needs 1.17 and 2.2 times what F leaves). A forward takes one second, or 0.5 to
+A drawn model has 32 layers, halves of blocks in turn: attention, whose W needs 1.17 times what its F leaves, then a
+feed-forward network, whose W needs 2.2 times that. A forward takes one second, or 0.5 to
 1.5 where layers are uneven.
 """
 
@@ -12,8 +12,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from experiments.planners.profiles import profiles_folder
 from experiments.planners.questions import question
-from experiments.planners.tables import PROFILES
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
@@ -134,10 +134,10 @@ def drawn_cases() -> Iterator[Case]:
 
 
 def real_cases() -> Iterator[Case]:
-    """Yields rows of profiles, if there are any beside the checkout, and of the package's models."""
+    """Yields rows of profiles, and of the package's models."""
     paths = sorted(
         p
-        for p in PROFILES.glob("*")
+        for p in profiles_folder().glob("*")
         if p.suffix in (".txt", ".json") and not p.stem.endswith("_expert")
     )
     for path, devices, share in product(paths, DEVICES, SHARES[:2]):

@@ -6,12 +6,30 @@ from collections.abc import Sequence
 import jvpipe
 from jvpipe.cli import plan, train
 from jvpipe.cli.command_line import names
+from jvpipe.cli.completion import SHELLS, completion
+from jvpipe.cli.options import TrainOptions
 from jvpipe.util.names import did_you_mean
 
-_COMMANDS = {"train": train.main, "plan": plan.main}
+_OPTIONS = {"train": TrainOptions, "plan": plan.PlanOptions}
+
+
+def _complete(arguments: Sequence[str]) -> int:
+    """Prints the script that completes `jvpipe` in a shell."""
+    try:
+        (shell,) = arguments
+        print(completion(shell, _OPTIONS))
+    except ValueError as problem:
+        told = problem if len(arguments) == 1 else f"name one shell: {', '.join(SHELLS)}"
+        print("error:", told, file=sys.stderr)
+        return 2
+    return 0
+
+
+_COMMANDS = {"train": train.main, "plan": plan.main, "completion": _complete}
 _TOLD = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
+jvpipe completion bash                                   prints what completes jvpipe there, or in zsh or tcsh
 python -m jvpipe train --help, python -m jvpipe plan --help
 """
 

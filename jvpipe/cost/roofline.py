@@ -5,7 +5,9 @@ reductions, operands of products, and what a program yields. Each of these is a 
 
     launch + max(flops / flops per second, elementwise operations / per second, bytes read and written / per second)
 
-and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009).
+and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009). On a device with a tiling
+the first of the three is what the waves of tiles take (`tiling.py`). Frameworks that do not fuse have a kernel for each
+equation that is no other name of its operand; a program takes at least what its host needs to start all kernels.
 """
 
 import math
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.products import product_of
+from jvpipe.cost.tiling import product_s
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
 from jvpipe.trace.primitives import flops, is_heavy, is_random
@@ -29,13 +33,18 @@ _ALIASES = _words(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name stop_gradient copy copy_p "
     "reduce_precision sharding_constraint transpose"
 )
+# Nor are these, which readers make as they go.
+_MADE_ON_READING = _words("broadcast_in_dim iota")
 # Results of these are written even where all readers are elementwise.
-_REDUCTIONS = _words(
+REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
 # Of their operand these read, or write, no more than a part: that of their result, of the update.
 _PARTIAL = _words("slice dynamic_slice gather")
-_UPDATES = _words("dynamic_update_slice scatter scatter-add scatter-mul")
+SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
+POOLS = _words(
+    "reduce_window_max reduce_window_min reduce_window_sum reduce_window select_and_scatter_add select_and_gather_add"
+)
 # What an equation counts as, in elementwise operations per value; 1 if it is not listed.
 _OPERATIONS: dict[str, float] = dict.fromkeys(
     _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
@@ -58,24 +67,9 @@ def nbytes(atom: Atom) -> int:
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged(closed).jaxpr
-    return float(sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device)))
-
-
-def temporary_bytes(closed: ClosedJaxpr) -> int:
-    """The most that a program holds in memory beside its inputs and results, run in the order of its equations."""
-    jaxpr = merged(closed).jaxpr
-    kernels = _Kernels(jaxpr.eqns, jaxpr.outvars)
-    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
-    last = {v: i for i, kernel in kernels.of.items() for v in kernel.reads}
-    alive = most = 0
-    ending: dict[int, int] = {}
-    for i in kernels.of:
-        for v in (v for v in jaxpr.eqns[i].outvars if v in kernels.written and v not in results):
-            alive += nbytes(v)
-            ending[last.get(v, i)] = ending.get(last.get(v, i), 0) + nbytes(v)
-        most = max(most, alive)
-        alive -= ending.pop(i, 0)
-    return most
+    kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform, fuses=device.framework.fuses)
+    busy_s = sum(_kernel_seconds(jaxpr.eqns[i], kernel, device) for i, kernel in kernels.of.items())
+    return float(max(busy_s, len(kernels.of) * device.framework.host_s))
 
 
 def equation_seconds(
@@ -88,7 +82,7 @@ def equation_seconds(
         outputs: what the program yields.
         device: that would run it.
     """
-    kernels = _Kernels(eqns, outputs)
+    kernels = Kernels(eqns, outputs, device.platform, fuses=device.framework.fuses)
     return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
 
 
@@ -101,10 +95,17 @@ class _Kernel:
     written: int
 
 
-class _Kernels:
+class Kernels:
     """Equations as kernels: `of` those of equations that have one, `written` the values that reach memory."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> None:
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        outputs: Iterable[Atom],
+        platform: str = "cuda",
+        *,
+        fuses: bool = True,
+    ) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
             self.root |= {
@@ -113,7 +114,7 @@ class _Kernels:
             source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
             if isinstance(source, Var) and len(eqn.outvars) == 1:
                 self.root[eqn.outvars[0]] = self.root[source]
-        self.written = self._written(eqns, outputs)
+        self.written = self._written(eqns, outputs, platform, fuses)
         self.of: dict[int, _Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
@@ -122,20 +123,21 @@ class _Kernels:
             if kernel:
                 size = (
                     nbytes(eqn.invars[-1])
-                    if eqn.primitive.name in _UPDATES
+                    if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice")
                     else sum(map(nbytes, eqn.outvars))
                 )
                 self.of[i] = _Kernel(reads, sum(operations.values()), size)
             for v in eqn.outvars:
                 self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
 
-    def _written(self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> set[Var]:
+    def _written(
+        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str, fuses: bool
+    ) -> set[Var]:
         wanted = list(jaxprs.variables(outputs))
         for eqn in eqns:
-            if is_heavy(eqn) or is_random(eqn):
-                wanted += [*eqn.outvars, *jaxprs.variables(eqn.invars)]
-            elif eqn.primitive.name in _REDUCTIONS:
+            if _is_kernel(eqn, platform) or not (fuses or _is_free(eqn)):
                 wanted += eqn.outvars
+                wanted += jaxprs.variables(eqn.invars) if _reads_memory(eqn, platform) else ()
         return {self.root.get(v, v) for v in wanted}
 
     def _traced(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
@@ -152,11 +154,39 @@ class _Kernels:
         return reads, operations
 
 
+def _is_free(eqn: JaxprEqn) -> bool:
+    """Tells whether no framework has a kernel for an equation."""
+    return eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
+
+
+def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
+    """Tells whether an equation's results reach memory, whatever reads them.
+
+    Random bits of threefry are elementwise, except on CPUs. A scatter that puts one value into each row is a
+    comparison with the numbers of columns on a TPU.
+    """
+    if eqn.primitive.name in SCATTERS:
+        return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
+    if is_random(eqn):
+        return platform == "cpu" or "fry" not in str(_jax.aval(eqn.invars[0]).dtype)
+    return is_heavy(eqn) or eqn.primitive.name in REDUCTIONS
+
+
+def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
+    """Tells whether the operands of a kernel are in memory, not made inside it.
+
+    A GPU gathers and pools from what it makes at once.
+    """
+    if eqn.primitive.name in ("gather", *POOLS):
+        return platform != "cuda"
+    return is_heavy(eqn) and eqn.primitive.name not in SCATTERS
+
+
 def _operations(eqn: JaxprEqn) -> float:
     """The elementwise operations of an equation."""
     if eqn.primitive.name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
-    reduced = eqn.primitive.name in _REDUCTIONS or eqn.primitive.name == "sort"
+    reduced = eqn.primitive.name in REDUCTIONS or eqn.primitive.name == "sort"
     size = max(
         [math.prod(_jax.aval(v).shape) for v in (eqn.invars if reduced else eqn.outvars)], default=0
     )
@@ -173,13 +203,20 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
     if bodies := _jax.inner_jaxprs(eqn):
         return device.launch_s + _loop_seconds(eqn, bodies, device)
     work = flops(eqn)
-    dtype = str(_jax.aval(eqn.invars[0]).dtype) if eqn.invars else "float32"
     moved = sum(kernel.reads.values()) + kernel.written
     return device.launch_s + max(
-        work / device.products_per_s(dtype) if work else 0.0,
+        _product_seconds(eqn, work, device) if work else 0.0,
         kernel.operations / device.elementwise_per_s,
-        moved / device.memory_bytes_per_s,
+        moved * (1.0 if work else device.framework.passes) / device.memory_bytes_per_s,
     )
+
+
+def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
+    rate = device.products_per_s(str(_jax.aval(eqn.invars[0]).dtype))
+    product = product_of(eqn)
+    if device.tiling is None or product is None or not device.cores:
+        return work / rate
+    return product_s(product, device.tiling, device.cores, rate, device.memory_bytes_per_s)
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:

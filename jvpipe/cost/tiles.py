@@ -3,6 +3,12 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
+
+from jvpipe.ir.layers import Array
+
+T = TypeVar("T")
 
 _BITS = {"pred": 8, "token": 0}
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*\))*)[^}]*)?\})?")
@@ -29,6 +35,28 @@ def laid_bytes(shape: str) -> int:
         ends = zip(laid, reversed(tile), strict=False)
         sizes = [rest, *(-(-size // whole) * whole for size, whole in ends)]
     return -(-math.prod(sizes) * _bits(kind) // 8)
+
+
+def in_tiles(value: T) -> T:
+    """Returns plain data of a model, a graph or signatures, in which each array has the bytes that its tiles take.
+
+    Args:
+        value: an array, a frozen dataclass or a tuple with some in it, or anything else, which stays as it is.
+
+    >>> in_tiles((Array("logits", (8, 100), "float32", 3200), "kept"))
+    (Array(name='logits', shape=(8, 100), dtype='float32', bytes=4096, spec=()), 'kept')
+    """
+    if isinstance(value, Array):
+        size = math.prod(value.shape)
+        if value.spec or not 0 < size <= value.bytes:  # in parts, empty, or of packed elements
+            return value
+        return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))
+    if type(value) is tuple:
+        return tuple(map(in_tiles, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        told = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{name: in_tiles(x) for name, x in told.items()})
+    return value
 
 
 def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,1 +1,1 @@
-"""Plans in the words of other systems, and their layouts as plans: one file per format."""
+"""Plans written in the formats of other systems, and read from them: one file per format."""

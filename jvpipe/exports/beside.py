@@ -1,4 +1,4 @@
-"""A plan of others beside ours, on the costs that ours was made with: simulated seconds and bytes."""
+"""Compares the plan of another system with ours: both are simulated on the costs that ours was planned with."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -10,34 +10,37 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 from jvpipe.planners.model.stage_cost import device_bytes, evaluate
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given
+from jvpipe.util.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a plan takes: seconds of a step, and the bytes of its fullest device."""
+    """The simulated cost of a plan: seconds of a step, and the bytes of the fullest device."""
 
     step_s: float
     peak_bytes: int
 
 
 def judged(problem: Problem, plan: Plan) -> Judged:
-    """Simulates a plan of any layout.
+    """Simulates a step of a plan, whatever its cuts, devices and fates.
 
     Args:
-        problem: whose layers, links and micro-batches count.
-        plan: whose stages and order count.
+        problem: gives the layers, the links and the number of micro-batches.
+        plan: gives the stages and the order of their tasks.
 
     Raises:
-        ValueError: the layers have no choice with its fates.
+        ValueError: the layers have no choice with the fates of the plan.
     """
     schedule = given(plan.tasks) if plan.tasks else find_schedule(plan.schedule or "1f1b")
-    own = replace(problem, stages=len(plan.stages), schedule=schedule)
-    cost = evaluate(own, decision_of(problem.costs, plan)).stages
-    return Judged(simulated_step_s(own, cost), max(device_bytes(own, cost)))
+    plan_problem = replace(problem, stages=len(plan.stages), schedule=schedule)
+    decision = decision_of(problem.costs, plan)
+    stages = evaluate(plan_problem, decision).stages
+    step_s = simulated_step_s(plan_problem, stages)
+    return Judged(step_s, max(device_bytes(plan_problem, stages)))
 
 
 def decision_of(costs: Costs, plan: Plan) -> Decision:
-    """The decision that a plan comes of, as planners hold it."""
+    """Translates a plan into the decision of a planner: cuts, and a choice for each layer."""
     bounds = tuple(accumulate(plan.cuts, initial=0))
     choices = []
     for (i, j), stage in zip(pairwise(bounds), plan.stages, strict=True):
@@ -47,16 +50,25 @@ def decision_of(costs: Costs, plan: Plan) -> Decision:
 
 
 def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
-    """A layer's choice: an option, or its forward once more, from its input or from that of the layer before."""
-    options = costs.layers[layer].options
-    known = {name for option in options for name in option.fates}
-    fates = {name: fate for name, fate in dropped.items() if name in known}
-    into = [x.name for x in costs.edges if x.producer == layer - 1 and layer in x.readers]
-    out = [x.name for x in costs.edges if x.producer == layer]
-    if any(dropped.get(name) == Fate.RECOMPUTE for name in into):
+    """Returns the choice of a layer: one of its options, or a whole forward again.
+
+    Args:
+        costs: of all layers.
+        layer: its number.
+        dropped: the fates of all values of its stage that are not kept.
+    """
+    edges = costs.edges
+    inputs = [edge.name for edge in edges if edge.producer == layer - 1 and layer in edge.readers]
+    outputs = [edge.name for edge in edges if edge.producer == layer]
+    # A layer whose input is not kept repeats its forward from the input of the layer before it.
+    if any(dropped.get(name) == Fate.RECOMPUTE for name in inputs):
         return RECOMPUTE_CHAIN
-    if any(dropped.get(name) == Fate.RECOMPUTE for name in out):
-        return RECOMPUTE  # whoever reads what it makes has it made once more
+    # A layer whose output is not kept repeats its forward for the layers that read it.
+    if any(dropped.get(name) == Fate.RECOMPUTE for name in outputs):
+        return RECOMPUTE
+    options = costs.layers[layer].options
+    names = {name for option in options for name in option.fates}
+    fates = {name: fate for name, fate in dropped.items() if name in names}
     for number, option in enumerate(options):
         if dict(option.fates) == fates:
             return number
@@ -64,23 +76,30 @@ def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
 
 
 def beside(name: str, theirs: Judged, ours: Judged) -> str:
-    """The line that tells two plans apart.
+    """Writes the line that compares two plans.
 
     Args:
-        name: of their format.
-        theirs: what their plan takes.
-        ours: what ours takes.
+        name: of the other system's format.
+        theirs: the cost of its plan.
+        ours: the cost of the plan of jvpipe.
 
     >>> beside("megatron", Judged(0.5, 4 * 2**30), Judged(0.4, 3 * 2**30))
     'megatron: 500.00 ms, 4.00 GiB; jvpipe: 400.00 ms, 3.00 GiB; gain 100.00 ms (20.0%), 1.00 GiB'
     """
-    saved_s, saved = theirs.step_s - ours.step_s, theirs.peak_bytes - ours.peak_bytes
+    saved_s = theirs.step_s - ours.step_s
     share = saved_s / theirs.step_s if theirs.step_s else 0.0
+    gain = Judged(saved_s, theirs.peak_bytes - ours.peak_bytes)
     return (
-        f"{name}: {_told(theirs)}; jvpipe: {_told(ours)}; gain {1e3 * saved_s:.2f} ms ({share:.1%}), "
-        f"{saved / 2**30:.2f} GiB"
+        f"{name}: {_ms(theirs)}, {_gib(theirs)}; jvpipe: {_ms(ours)}, {_gib(ours)}; "
+        f"gain {_ms(gain)} ({share:.1%}), {_gib(gain)}"
     )
 
 
-def _told(judged: Judged) -> str:
-    return f"{1e3 * judged.step_s:.2f} ms, {judged.peak_bytes / 2**30:.2f} GiB"
+def _ms(cost: Judged) -> str:
+    """Writes the seconds of a step."""
+    return f"{1e3 * cost.step_s:.2f} ms"
+
+
+def _gib(cost: Judged) -> str:
+    """Writes the bytes of the fullest device."""
+    return f"{cost.peak_bytes / GIB:.2f} GiB"

@@ -1,4 +1,8 @@
-"""A format of another system: what of a plan it speaks of, and the one function that refuses what it cannot say."""
+"""The format of another system: which parts of a plan it covers, and how an export is refused that would lose some.
+
+A plan is written, what was written is read back, and the two plans are compared (`losses`). So no
+format has a list of what it cannot say: whatever comes back changed is lost, and is named.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,24 +20,25 @@ from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
 
 VERSION = 1
-"""Of what is written: a file of another version is refused."""
+"""The version of written files. A file of another version is refused."""
 
 
 class Part(StrEnum):
-    """The parts of a plan."""
+    """A part of a plan that a format may leave to another file."""
 
-    CUTS = "cuts"
-    PLACES = "places"
-    ORDER = "order"
-    FATES = "fates"
+    CUTS = "cuts"  # how many layers each stage has
+    PLACES = "places"  # the devices of the stages
+    ORDER = "order"  # the tasks of each device, in their order
+    FATES = "fates"  # which values are kept, and which are computed again
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: how a plan is written in it, as near as it can be, and read.
+    """A format, with the functions that write and read it.
 
-    `silent` are the parts that files of it are not about: they are told by another file, and nobody takes them to be
-    in this one. `comment` begins a line that readers pass over; without one there can be no such line.
+    `write` may change what the format cannot say to the nearest that it can. `silent` are the parts
+    that the system expects in another file, so their absence is not a loss. `comment` begins a comment
+    line; it is empty if the format has no comments.
     """
 
     name: str
@@ -46,7 +51,8 @@ class Format:
         """Writes a plan.
 
         Raises:
-            ValueError: the format cannot say all of it, and it is not to be `lossy`; or nothing near it.
+            ValueError: the format cannot say all of the plan and `lossy` is not set, or it can say
+                nothing that is near the plan.
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
@@ -58,21 +64,27 @@ class Format:
             )
         if not self.comment:
             return text
-        head = [f"jvpipe {self.name} {VERSION}", *(f"nearest; lost: {each}" for each in lost)]
+        head = [f"jvpipe {self.name} {VERSION}", *(f"nearest; lost: {loss}" for loss in lost)]
         return "".join(f"{self.comment}{line}\n" for line in head) + text
 
     def load(self, text: str, outline: Outline) -> Plan:
-        """Reads a plan; ValueError in one line for what is none, or does not fit the model."""
-        first = text.partition("\n")[0].removeprefix(self.comment).split() if self.comment else []
-        if first[:1] == ["jvpipe"] and first[1:] != [self.name, str(VERSION)]:
+        """Reads a plan.
+
+        Raises:
+            ValueError: the text is not of this format or version, or does not fit the model; in one line.
+        """
+        first_line = text.partition("\n")[0]
+        words = first_line.removeprefix(self.comment).split() if self.comment else []
+        # Files that another program wrote have no line of ours, and are read without a check.
+        if words[:1] == ["jvpipe"] and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
-                f"this is '{' '.join(first)}', and 'jvpipe {self.name} {VERSION}' can be read: export again"
+                f"this is '{' '.join(words)}', and 'jvpipe {self.name} {VERSION}' can be read: export again"
             )
         return self.read(text, outline)
 
 
 def outline_for(plan: Plan) -> Outline:
-    """What a plan knows of its model; ValueError if nothing."""
+    """Returns the outline of a plan's model; raises ValueError if the plan has none."""
     if plan.outline is None:
         raise ValueError(
             "this plan does not know its model's layers: export pipe.plan, or the plan of jvpipe.plan_for"
@@ -81,7 +93,11 @@ def outline_for(plan: Plan) -> Outline:
 
 
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
-    """The lists of a plan's step; those of 1F1B where it is for any schedule, or has updates within a step."""
+    """Returns the task lists of a plan's step.
+
+    Other systems update once per step: a plan without a schedule, or one that updates within a step,
+    is exported as 1F1B. `losses` reports the second.
+    """
     schedule = rule_named(plan.schedule or "1f1b")
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
@@ -89,7 +105,7 @@ def lists_for(plan: Plan, microbatches: int) -> TaskLists:
 
 
 def rule_named(name: str) -> Schedule:
-    """The schedule of a name, also where that says how many chunks there are.
+    """Finds a schedule by name; the name may carry the number of chunks.
 
     >>> rule_named("interleaved-3").chunks, rule_named("v-min").name
     (3, 'v-min')
@@ -100,19 +116,20 @@ def rule_named(name: str) -> Schedule:
 
 
 def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
-    """The schedules of some names that run so many stages per device; "interleaved" is any number from two on."""
+    """Returns the schedules among `names` that run `chunks` stages per device."""
+    # "interleaved" stands for a family: it has a member for each number of chunks from two on.
     families = {Interleaved().name: Interleaved(chunks=max(2, chunks))}
     rules = [families.get(name) or find_schedule(name) for name in names]
     return [rule for rule in rules if rule.chunks == chunks]
 
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
-    """Lists in the order of their devices, where others look for them; plans have that of the first stages."""
+    """Sorts task lists by device, as other systems expect them; a plan sorts them by first stage."""
     return tuple(sorted(lists, key=lambda tasks: plan.stages[tasks[0].stage].devices))
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
-    """The list of each stage; ValueError if a stage has none, or several."""
+    """Returns the number of the list that runs each stage; raises ValueError unless it is exactly one."""
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:
@@ -126,12 +143,17 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
 
 
 def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
-    """The rule, of some, whose lists a plan has; else the nearest: the first with as many chunks.
+    """Returns the name of the rule whose task lists a plan has, or else of the nearest rule.
+
+    The nearest is the first with as many chunks.
 
     Args:
-        plan: whose lists are compared.
+        plan: whose task lists are compared.
         microbatches: of a step.
-        names: of the rules.
+        names: of the rules that the format knows.
+
+    Raises:
+        ValueError: no rule has as many chunks as the plan.
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
@@ -146,12 +168,12 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
 
 
 def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
-    """Names what of a plan is another in the plan that its file is read back as.
+    """Yields in words each difference between a plan and what its exported file is read back as.
 
     Args:
-        plan: as it was.
-        back: as it was read.
-        silent: what the file is not about.
+        plan: as it was exported.
+        back: as it was read back.
+        silent: the parts that the format does not cover; differences in them are no loss.
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
@@ -161,25 +183,26 @@ def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
         yield "that the last micro-batch keeps everything"
     if Part.CUTS not in silent and plan.cuts != back.cuts:
         yield f"cuts: {_cuts(plan)} layers per stage, the nearest is {_cuts(back)}"
-    places, there = ([stage.devices for stage in each.stages] for each in (plan, back))
-    if Part.PLACES not in silent and places != there:
+    places = [stage.devices for stage in plan.stages]
+    if Part.PLACES not in silent and places != [stage.devices for stage in back.stages]:
         yield f"devices of the stages: {[d for (d,) in places]}"
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
-    elif Part.ORDER not in silent and lists_for(plan, microbatches) != _same(back, microbatches):
+    elif Part.ORDER not in silent and lists_for(plan, microbatches) != _lists(back, microbatches):
         yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
-    fates, told = ([dict(stage.fates) for stage in each.stages] for each in (plan, back))
-    if Part.FATES not in silent and fates != told:
+    fates = [dict(stage.fates) for stage in plan.stages]
+    if Part.FATES not in silent and fates != [dict(stage.fates) for stage in back.stages]:
         count = sum(map(len, fates))
-        how = sorted({str(fate) for each in fates for fate in each.values()})
-        yield f"fates of {count} values ({', '.join(how) or 'all are kept'})"
+        kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
+        yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"
     if count := sum(len(stage.state_fates) for stage in plan.stages):
         yield f"fates of the optimizer's state of {count} parameters"
 
 
-def _same(back: Plan, microbatches: int) -> TaskLists | None:
+def _lists(back: Plan, microbatches: int) -> TaskLists | None:
+    """Returns the task lists of a plan that was read back, and None if its schedule cannot run it."""
     try:
         return lists_for(back, microbatches)
     except ValueError:
@@ -187,28 +210,35 @@ def _same(back: Plan, microbatches: int) -> TaskLists | None:
 
 
 def _cuts(plan: Plan) -> str:
+    """Writes the number of layers of each stage, such as 5:2:2."""
     return ":".join(map(str, plan.cuts))
 
 
 def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
-    """A plan under some lists: the rule that gives them, if one does, else as its own.
+    """Gives a plan the schedule with these task lists.
+
+    It is the first rule that makes just these lists. If none does, the plan holds the lists itself.
 
     Args:
-        plan: whose stages are those of the lists.
-        lists: of each device, in any order.
-        names: of the rules.
+        plan: whose stages the lists are of.
+        lists: one for each device, in any order.
+        names: of the rules that the format knows.
 
     Raises:
-        ValueError: a stage, a micro-batch or a task is missing, or there too often.
+        ValueError: a stage, a micro-batch or a task is missing, or occurs more than once.
     """
     ranks_of(lists)
-    there = {task.microbatch for tasks in lists for task in tasks}
-    if missing := set(range(len(there))) - there:
-        raise ValueError(f"there are tasks of micro-batch {max(there)}, and none of {min(missing)}")
+    microbatches = {task.microbatch for tasks in lists for task in tasks}
+    count = len(microbatches)
+    if missing := set(range(count)) - microbatches:
+        raise ValueError(
+            f"there are tasks of micro-batch {max(microbatches)}, and none of {min(missing)}"
+        )
     lists = tuple(sorted(lists, key=lambda tasks: min(task.stage for task in tasks)))
-    for rule in rules_with(names, len(plan.stages) // len(lists)):
-        if rule.tasks(len(lists), len(there)) == lists:
+    chunks = len(plan.stages) // len(lists)
+    for rule in rules_with(names, chunks):
+        if rule.tasks(len(lists), count) == lists:
             return replace(plan, schedule=rule.name)
-    own = replace(plan, schedule="auto", tasks=lines_of(lists))
-    lists_for(own, len(there))  # refuses what is no step
-    return own
+    with_own_lists = replace(plan, schedule="auto", tasks=lines_of(lists))
+    lists_for(with_own_lists, count)  # raises ValueError unless the lists are a whole step
+    return with_own_lists

@@ -1,6 +1,14 @@
-"""JaxPP's marks and schedule: a Python file whose tables are literals, and the few lines that tell JaxPP."""
+"""JaxPP: a Python file with tables of literals, and the few lines that pass them to JaxPP.
+
+    MARKS      the last layer of each stage
+    DEVICES    the device of each stage
+    ORDER      for each device its tasks, such as "0F0 0F1 0B0 0B1"
+
+Reading takes the tables from the syntax tree. Nothing of the file is run.
+"""
 
 import ast
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -51,13 +59,14 @@ _HEAD = (
 )
 
 
-def write(plan: Plan, outline: Outline) -> str:
-    """The file: each stage's last layer is marked."""
+def _write(plan: Plan, outline: Outline) -> str:
+    """Writes the tables and the code that reads them."""
     names = [layer.name for layer in outline.layers]
     marks = [names[end - 1] for end in accumulate(plan.cuts)]
     lists = by_device(plan, lists_for(plan, outline.microbatches))
-    if any(task.kind in (Kind.I, Kind.W) for tasks in lists for task in tasks):
-        lists = tuple(tuple(part for task in tasks for part in _told(task)) for tasks in lists)
+    kinds = {task.kind for tasks in lists for task in tasks}
+    if kinds & {Kind.I, Kind.W}:
+        lists = tuple(_in_halves(tasks) for tasks in lists)
     tables = {
         "MICROBATCHES": outline.microbatches,
         "MARKS": marks,
@@ -68,15 +77,23 @@ def write(plan: Plan, outline: Outline) -> str:
     return _HEAD + body + _CODE
 
 
-def _told(task: Task) -> tuple[Task, ...]:
-    """A task as JaxPP has it where backwards are split: none is whole, and the first stage's W comes right after I."""
-    if task.kind == Kind.B or (task.kind == Kind.I and not task.stage):
-        return task._replace(kind=Kind.I), task._replace(kind=Kind.W)
-    return () if task.kind == Kind.W and not task.stage else (task,)
+def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Splits all backwards of a list, as JaxPP demands once one of them is split.
+
+    JaxPP also wants each W of the first stage right behind its I, wherever ours is.
+    """
+    parts = list[Task]()
+    for task in tasks:
+        on_first_stage = task.stage == 0
+        if task.kind == Kind.B or (task.kind == Kind.I and on_first_stage):
+            parts += [task._replace(kind=Kind.I), task._replace(kind=Kind.W)]
+        elif task.kind != Kind.W or not on_first_stage:
+            parts.append(task)
+    return tuple(parts)
 
 
-def read(text: str, outline: Outline) -> Plan:
-    """Reads the tables; nothing of the file is run."""
+def _read(text: str, outline: Outline) -> Plan:
+    """Reads the tables; raises ValueError if they do not fit the model, or cannot run."""
     tables = _tables(text)
     marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
     names = [layer.name for layer in outline.layers]
@@ -91,32 +108,33 @@ def read(text: str, outline: Outline) -> Plan:
         raise ValueError("ORDER has a device without tasks: write a line for each")
     if (rank := ranks_of(lists)) != dict(enumerate(devices)):
         raise ValueError(f"DEVICES are {devices}, the lines of ORDER are of {sorted(rank.items())}")
-    with_sends(lists)  # refuses tasks that wait for each other
+    with_sends(lists)  # raises ValueError if tasks wait for each other
     return with_lists(Plan.from_cuts(counts, devices, outline=outline), merged(lists), RULES)
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """The lists that a file gives names to, as literals."""
+    """Returns the lists of literals that a file assigns to names; raises ValueError if one is missing."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(
-            f"this is no Python: {getattr(error, 'msg', 'it nests too deeply')}"
+            f"this is not Python: {getattr(error, 'msg', 'it nests too deeply')}"
         ) from None
     tables = dict[str, list[Any]]()
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                value = ast.literal_eval(node.value)
-            except (ValueError, MemoryError, RecursionError):
-                continue
-            if isinstance(value, list):
-                tables[node.targets[0].id] = value
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        try:
+            value = ast.literal_eval(node.value)
+        except (ValueError, MemoryError, RecursionError):
+            continue  # not a literal, such as SCHEDULE
+        if isinstance(value, list):
+            tables[node.targets[0].id] = value
     kinds = {"MARKS": str, "DEVICES": int, "ORDER": str}
     for name, kind in kinds.items():
-        if name not in tables or not all(isinstance(each, kind) for each in tables[name]):
+        if name not in tables or not all(isinstance(entry, kind) for entry in tables[name]):
             raise ValueError(f"the file lacks {name}, a literal list of {kind.__name__}")
     return tables
 
 
-JAXPP = Format("jaxpp", write, read)
+JAXPP = Format("jaxpp", _write, _read)

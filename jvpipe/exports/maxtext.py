@@ -1,9 +1,9 @@
-"""MaxText's configuration: equal stages of a stack, each of which runs all micro-batches before any backward.
+"""MaxText: a configuration with equal stages, all of whose forwards run before the first backward.
 
-The file is a configuration by itself: what it does not say is told by MaxText's own `base.yml`.
-The embedding and the head run outside of its pipeline; here they count to the first and to the last stage.
-Unless `set_remat_policy_on_pipeline_iterations` is false, no more than the inputs of blocks is kept, also
-where `remat_policy` is none.
+The file is a complete configuration: it names MaxText's `base.yml` as the source of all other fields.
+MaxText runs the embedding and the head outside its pipeline; here they belong to the first and last stage.
+Unless `set_remat_policy_on_pipeline_iterations` is false, MaxText keeps the inputs of blocks and nothing
+else, even if `remat_policy` is none.
 """
 
 import re
@@ -16,8 +16,8 @@ from jvpipe.ir.plan import Plan
 _LINE = re.compile(r"(\w+)\s*[:=]\s*['\"]?(-?\w*)['\"]?\s*(?:#.*)?")
 
 
-def write(plan: Plan, outline: Outline) -> str:
-    """The fields of the nearest layout."""
+def _write(plan: Plan, outline: Outline) -> str:
+    """Writes the fields of the layout that is nearest to a plan."""
     layout = layout_of(plan, outline, ("gpipe",), equal=True)
     if outline.microbatches % layout.devices:
         raise ValueError(
@@ -36,28 +36,29 @@ def write(plan: Plan, outline: Outline) -> str:
     return "".join(f"{name}: {value}\n" for name, value in fields.items())
 
 
-def read(text: str, outline: Outline) -> Plan:
-    """Reads fields, as lines of YAML or words `name=value`."""
+def _read(text: str, outline: Outline) -> Plan:
+    """Reads the fields, written as lines of YAML or as `name=value`; raises ValueError if they do not fit."""
     fields = dict[str, str]()
     for line in text.splitlines():
         if match := _LINE.fullmatch(line.strip()):
             fields[match[1]] = match[2]
-    within, across = (
-        _number(fields, f"{where}_pipeline_parallelism", 1) for where in ("ici", "dcn")
-    )
+    # Stages lie on the devices of a slice (ici), on several slices (dcn), or on both.
+    within = _number(fields, "ici_pipeline_parallelism", 1)
+    across = _number(fields, "dcn_pipeline_parallelism", 1)
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks
     if stages < 1 or not {"ici_pipeline_parallelism", "dcn_pipeline_parallelism"} & set(fields):
         raise ValueError("ici_pipeline_parallelism must say how many stages there are")
-    told = _number(fields, "base_num_decoder_layers", blocks)
-    each = _number(fields, "num_layers_per_pipeline_stage", 1)
+    total = _number(fields, "base_num_decoder_layers", blocks)
+    per_stage = _number(fields, "num_layers_per_pipeline_stage", 1)
     repeats = _number(fields, "num_pipeline_repeats", -1)
-    if told != blocks:
-        raise ValueError(f"base_num_decoder_layers is {told}, the model has {blocks} blocks")
-    repeats = blocks // (stages * each) if repeats == -1 and each > 0 else repeats
-    if stages * each * repeats != blocks:
+    if total != blocks:
+        raise ValueError(f"base_num_decoder_layers is {total}, the model has {blocks} blocks")
+    if repeats == -1 and per_stage > 0:  # MaxText's default: as often as it takes
+        repeats = blocks // (stages * per_stage)
+    if stages * per_stage * repeats != blocks:
         raise ValueError(
-            f"{stages} stages of {each} layers, {repeats} times, do not cover the {blocks} blocks"
+            f"{stages} stages of {per_stage} layers, {repeats} times, do not cover the {blocks} blocks"
         )
     if repeats != 1:
         raise ValueError(f"num_pipeline_repeats {repeats} cannot be read: 1 can")
@@ -66,23 +67,25 @@ def read(text: str, outline: Outline) -> Plan:
         raise ValueError(f"remat_policy '{policy}' cannot be read: none and full can")
     iterations = _flag(fields, "set_remat_policy_on_pipeline_iterations", True)
     layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
-    again = each if iterations or (layers and policy == "full") else 0
-    return plan_of(Layout((each,) * stages, again, "gpipe", stages), outline, strict=False)
+    recomputes = iterations or (layers and policy == "full")
+    again = per_stage if recomputes else 0
+    return plan_of(Layout((per_stage,) * stages, again, "gpipe", stages), outline, strict=False)
 
 
-def _number(fields: dict[str, str], name: str, usual: int) -> int:
-    value = fields.get(name, str(usual))
+def _number(fields: dict[str, str], name: str, default: int) -> int:
+    """Returns a field that is a whole number."""
+    value = fields.get(name, str(default))
     if not value.lstrip("-").isdecimal():
         raise ValueError(f"{name} must be a whole number, not '{value}'")
     return int(value)
 
 
-def _flag(fields: dict[str, str], name: str, usual: bool) -> bool:
-    """A field that is true or false."""
-    value = fields.get(name, str(usual)).lower()
+def _flag(fields: dict[str, str], name: str, default: bool) -> bool:
+    """Returns a field that is true or false."""
+    value = fields.get(name, str(default)).lower()
     if value not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, not '{value}'")
     return value == "true"
 
 
-MAXTEXT = Format("maxtext", write, read)
+MAXTEXT = Format("maxtext", _write, _read)

@@ -1,7 +1,9 @@
-"""Megatron-LM's options: `E` embedding, `t` a block, `L` head and loss, `|` between stages.
+"""Megatron-LM: options of its command line, one of which draws the stages.
 
-Stages go round the ranks, chunk after chunk. `full` recomputation by `block` keeps the inputs of the first blocks of
-each stage alone.
+    Et*3|t*4|t*4|t*3L    four stages: E the embedding, t a block, L the head and the loss
+
+Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks of
+each stage, as many as `--recompute-num-layers` says, keep only their inputs.
 """
 
 import re
@@ -19,8 +21,8 @@ SCHEDULES = ("1f1b", "interleaved")
 _WORD = re.compile(r"\(([^)]+)\)\*(\d{1,7})|([EtL|])(?:\*(\d{1,7}))?")
 
 
-def write(plan: Plan, outline: Outline) -> str:
-    """The options of the nearest layout."""
+def _write(plan: Plan, outline: Outline) -> str:
+    """Writes the options of the layout that is nearest to a plan."""
     layout = layout_of(plan, outline, SCHEDULES)
     stages = ["t" * count if count < 2 else f"t*{count}" for count in layout.counts]
     stages[0] = "E" + stages[0]
@@ -36,8 +38,8 @@ def write(plan: Plan, outline: Outline) -> str:
     return "".join(f"--{name} {value}\n" for name, value in options.items())
 
 
-def read(text: str, outline: Outline) -> Plan:
-    """Reads options, or a layout alone (then there are as many ranks as stages)."""
+def _read(text: str, outline: Outline) -> Plan:
+    """Reads options, or a bare layout, which has one stage on each rank."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
         raise ValueError("there is no --pipeline-model-parallel-layout among these options")
@@ -53,13 +55,13 @@ def read(text: str, outline: Outline) -> Plan:
     if rest:
         raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
     rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
-    again = _again(options, max(stage.count("t") for stage in stages))
     counts = tuple(stage.count("t") for stage in stages)
+    again = _again(options, max(counts))
     return plan_of(Layout(counts, again, rule, devices), outline, strict=False)
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Options by name, flags with an empty value; what comes before the first one is the layout."""
+    """Returns options by name, flags with an empty value. Words before the first option are the layout."""
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
     name = ""
@@ -72,39 +74,56 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _again(options: dict[str, str], most: int) -> int:
-    """How many blocks of each stage are computed again."""
+def _again(options: dict[str, str], largest: int) -> int:
+    """Returns how many blocks of each stage are computed again.
+
+    Args:
+        options: by name.
+        largest: the blocks of the largest stage.
+
+    Raises:
+        ValueError: they are recomputed in a way that a plan cannot say.
+    """
     granularity = options.get("--recompute-granularity")
     if granularity is None:
         return 0
-    method, count = options.get("--recompute-method"), _number(options, "--recompute-num-layers", 1)
+    method = options.get("--recompute-method")
+    count = _number(options, "--recompute-num-layers", 1)
+    # In units of one block, "uniform" recomputes every block.
     if granularity == "full" and method == "uniform" and count == 1:
-        return most
+        return largest
     if granularity != "full" or method != "block":
         raise ValueError(
             f"recomputation '{granularity}' by '{method}' in units of {count} cannot be read: full by block can"
         )
-    return min(count, most)
+    return min(count, largest)
 
 
-def _number(options: dict[str, str], name: str, usual: int) -> int:
-    value = options.get(name, str(usual))
+def _number(options: dict[str, str], name: str, default: int) -> int:
+    """Returns an option that is a whole number."""
+    value = options.get(name, str(default))
     if not value.isdecimal():
         raise ValueError(f"{name} must be a whole number, not '{value}'")
     return int(value)
 
 
 def _unrolled(layout: str) -> str:
-    """The layout without repetitions: (tt|)*2 is tt|tt|."""
-    layout, parts, at, length = layout.replace(",", "").replace(" ", ""), list[str](), 0, 0
+    """Writes out the repetitions of a layout: (tt|)*2 becomes tt|tt|.
+
+    The length is checked on the way, so that a short text cannot fill the memory.
+    """
+    layout = layout.replace(",", "").replace(" ", "")
+    parts = list[str]()
+    at, length = 0, 0
     while at < len(layout):
         match = _WORD.match(layout, at)
         if match is None:
             raise ValueError(
-                f"{brief(layout[at:])} is no layout: E, t, L and | can be read, m cannot"
+                f"{brief(layout[at:])} is not a layout: E, t, L and | can be read, m cannot"
             )
         group, times, letter, count = match.groups()
-        number, part = int(times or count or 1), _unrolled(group) if group else letter
+        number = int(times or count or 1)
+        part = _unrolled(group) if group else letter
         length += number * len(part)
         if length > MOST_LAYERS:
             raise ValueError(
@@ -115,4 +134,4 @@ def _unrolled(layout: str) -> str:
     return "".join(parts)
 
 
-MEGATRON = Format("megatron", write, read)
+MEGATRON = Format("megatron", _write, _read)

@@ -1,4 +1,4 @@
-"""All formats, by name: `Plan.export` finds them, which knows nothing of this floor."""
+"""All formats, by name. They register themselves with `Plan.export`, which stands on a lower floor."""
 
 from jvpipe.exports.format import Format
 from jvpipe.exports.jaxpp import JAXPP
@@ -9,12 +9,12 @@ from jvpipe.exports.torchtitan import TORCHTITAN
 from jvpipe.ir.plan import EXPORTS
 from jvpipe.util.names import did_you_mean
 
-FORMATS = {each.name: each for each in (MEGATRON, TORCHTITAN, TORCH_CSV, MAXTEXT, JAXPP)}
-EXPORTS.update({name: each.export for name, each in FORMATS.items()})
+FORMATS = {fmt.name: fmt for fmt in (MEGATRON, TORCHTITAN, TORCH_CSV, MAXTEXT, JAXPP)}
+EXPORTS.update({name: fmt.export for name, fmt in FORMATS.items()})
 
 
 def find_format(name: str) -> Format:
-    """The format of that name."""
+    """Returns the format of a name; raises ValueError with the names there are."""
     if name not in FORMATS:
         raise ValueError(did_you_mean("format", name, list(FORMATS)))
     return FORMATS[name]

@@ -1,7 +1,7 @@
-"""Plans of a stack, an embedding, blocks that are alike, a head: the only models that most systems cut."""
+"""Plans of stacks: models of an embedding, equal blocks and a head, the only ones that most systems can cut."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from jvpipe.exports.format import rule_named, rule_of
 from jvpipe.ir.outline import Outline
@@ -14,20 +14,24 @@ _NORM = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where blocks begin: block k is layers `starts[k]` to `starts[k + 1]`, the head comes after the last one."""
+    """The layers of each block: block k is layers `starts[k]` to `starts[k + 1]`.
+
+    layers    0 1 2 3 4 5 6 7 8
+              e e b b b B B B h      starts (2, 5, 8): an embedding, two blocks, a head
+    """
 
     starts: tuple[int, ...]
     layers: int
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
         return len(self.starts) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: blocks per stage, and of how many of each stage, the first ones, all is computed again."""
+    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them whole."""
 
     counts: tuple[int, ...]
     again: int
@@ -40,63 +44,68 @@ def stack_of(outline: Outline, strict: bool = True) -> Stack:
 
     Args:
         outline: of its layers.
-        strict: several stacks, such as an encoder and a decoder, are not taken for one.
+        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike sizes.
 
     Raises:
-        ValueError: it is no stack, with what it is instead.
+        ValueError: the model is not a stack; the message says what it has instead.
     """
-    names = list(dict.fromkeys(layer.block for layer in outline.layers if layer.block))
+    block_of = [layer.block for layer in outline.layers]
+    names = list(dict.fromkeys(block for block in block_of if block))
     families = list(dict.fromkeys(name for name, _ in names))
-    found = [layer.block for layer in outline.layers]
-    starts = [found.index(name) for name in names]
+    starts = [block_of.index(name) for name in names]
     if len(names) < 2 or (strict and len(families) > 1):
         has = ", ".join(families) or "no numbered modules"
-        raise ValueError(f"the model is no embedding, one stack of blocks and a head: it has {has}")
+        raise ValueError(
+            f"the model is not an embedding, one stack of blocks and a head: it has {has}"
+        )
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
-    end = 1 + max(i for i, block in enumerate(found) if block)
-    stack = Stack((*starts, end), len(found))
+    end = 1 + max(i for i, block in enumerate(block_of) if block)
+    stack = Stack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
     return stack
 
 
 def _check_alike(outline: Outline, stack: Stack) -> None:
-    """Raises ValueError unless all blocks have as many values, and about as many bytes.
+    """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
 
-    The last one may have more, a norm or a gather before the head: a trace has these in the layer that ends the block.
+    The last layer of the last block may have more values: a trace puts a norm or a gather that comes
+    before the head into the layer that ends the block.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
-    values, sizes = (
-        [[len(layer.values) for layer in block] for block in blocks],
-        [sum(layer.parameter_bytes for layer in block) for block in blocks],
-    )
+    values = [[len(layer.values) for layer in block] for block in blocks]
+    sizes = [sum(layer.parameter_bytes for layer in block) for block in blocks]
     for k in range(1, len(blocks)):
-        ends = k == len(blocks) - 1 and len(values[k]) == len(values[0])
-        alike = values[k] == values[0] or (ends and values[k][:-1] == values[0][:-1])
+        is_last = k == len(blocks) - 1 and len(values[k]) == len(values[0])
+        alike = values[k] == values[0] or (is_last and values[k][:-1] == values[0][:-1])
         if not alike or abs(sizes[k] - sizes[0]) > _NORM * sizes[0]:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 
 def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool = False) -> Layout:
-    """The layout that is nearest to a plan.
+    """Returns the layout that is nearest to a plan.
+
+    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its values
+    is not kept; the layout recomputes as many blocks of each stage as the stage with the most of them.
 
     Args:
-        plan: of any cuts and fates.
+        plan: with any cuts and fates.
         outline: of its model.
-        names: of the schedules that can be said.
-        equal: whether all stages have the same number of blocks.
+        names: of the schedules that the format knows.
+        equal: whether the format gives all stages the same number of blocks.
 
     Raises:
-        ValueError: the model is no stack, or has fewer blocks than stages.
+        ValueError: the model is not a stack, or has fewer blocks than stages.
     """
     stack, stages = stack_of(outline), len(plan.stages)
-    rule, at = rule_of(plan, outline.microbatches, names), list[int]()
-    first = 0
+    rule = rule_of(plan, outline.microbatches, names)
+    cuts = list[int]()
+    layer = 0  # at which the stage ends
     for stage in plan.stages[:-1]:
-        first += len(stage.layers)
-        at.append(min(range(len(stack.starts)), key=lambda k: abs(stack.starts[k] - first)))
-    counts = [b - a for a, b in pairwise([0, *at, stack.blocks])]
+        layer += len(stage.layers)
+        cuts.append(min(range(len(stack.starts)), key=lambda k: abs(stack.starts[k] - layer)))
+    counts = [b - a for a, b in pairwise([0, *cuts, stack.blocks])]
     if equal:
         share, rest = divmod(stack.blocks, stages)
         if rest:
@@ -107,17 +116,19 @@ def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool 
     dropped = {
         name for stage in plan.stages for name, fate in stage.fates.items() if fate != "keep"
     }
-    again, k = 0, 0
+    again, first = 0, 0
     for count in counts:
-        touched = [
-            any(dropped & set(_values(outline, stack, block))) for block in range(k, k + count)
-        ]
-        again, k = max(again, sum(touched)), k + count
-    return Layout(tuple(counts), max(counts) if equal and again else again, rule, plan.device_count)
+        blocks = range(first, first + count)
+        recomputed = [block for block in blocks if dropped & set(_values(outline, stack, block))]
+        again = max(again, len(recomputed))
+        first += count
+    if equal and again:
+        again = max(counts)
+    return Layout(tuple(counts), again, rule, plan.device_count)
 
 
 def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
-    """The plan of a layout.
+    """Returns the plan of a layout.
 
     Args:
         layout: blocks per stage, and the rest.
@@ -130,9 +141,8 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     stack, stages = stack_of(outline, strict), len(layout.counts)
     if (total := sum(layout.counts)) != stack.blocks:
         raise ValueError(f"the layout covers {total} blocks, the model has {stack.blocks}")
-    ends = [0]
-    for count in layout.counts:
-        ends.append(ends[-1] + count)
+    ends = tuple(accumulate(layout.counts, initial=0))
+    # The embedding goes with the first stage, and the head with the last one.
     bounds = [0, *(stack.starts[k] for k in ends[1:-1]), stack.layers]
     rule = rule_named(layout.schedule)
     _check_rounds(rule, layout.devices, outline.microbatches)
@@ -140,15 +150,16 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     plan = Plan.from_cuts(
         [j - i for i, j in pairwise(bounds)], where, schedule=rule.name, outline=outline
     )
-    told = []
-    for stage, (a, b) in zip(plan.stages, pairwise(ends), strict=True):
-        names = [x for k in range(a, min(b, a + layout.again)) for x in _values(outline, stack, k)]
-        told.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
-    return replace(plan, stages=tuple(told))
+    with_fates = []
+    for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
+        recomputed = range(first, min(end, first + layout.again))
+        names = [name for block in recomputed for name in _values(outline, stack, block)]
+        with_fates.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
+    return replace(plan, stages=tuple(with_fates))
 
 
 def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
-    """Raises ValueError where others make other rounds of micro-batches than jvpipe, which makes them even."""
+    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these differently."""
     if rule.chunks > 1 and microbatches % devices:
         raise ValueError(
             f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "
@@ -157,6 +168,6 @@ def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
 
 
 def _values(outline: Outline, stack: Stack, block: int) -> list[str]:
-    """All that a block may compute again from its input."""
+    """Returns the names of all values that a block can compute again from its input."""
     layers = outline.layers[stack.starts[block] : stack.starts[block + 1]]
     return [name for layer in layers for name in (*layer.values, *layer.inner)]

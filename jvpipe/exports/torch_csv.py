@@ -1,12 +1,13 @@
-"""torch.distributed.pipelining's CSV of a schedule, with sends (`compute_comms`): a line per rank, `2F0` in its cells.
+"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`), a line for each rank.
 
-    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      the first rank: RECV_B is what the second one has sent back
-    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD
+    0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      rank 0: RECV_B receives what rank 1 sends back
+    1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD      rank 1
 
-A RECV stands where its SEND is issued, behind what its rank does before: so no two ranks wait for each
-other. Behind the last backward of a stage REDUCE_GRAD divides its gradients by the number of
-micro-batches: to a file with sends torch adds nothing itself, and they would be that much too large.
-The file is about the order alone. Which layers a stage has is told by the modules that torch is given.
+A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus meets
+its sends and receives in one common order, so no two ranks can wait for each other. REDUCE_GRAD, behind
+the last backward of a stage, divides its gradients by the number of micro-batches: torch adds this to
+schedules of its own, but nothing to a file that has sends. The file holds the order of tasks and nothing
+else; the layers of a stage are those of the module that torch is given.
 """
 
 import csv
@@ -29,7 +30,7 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
 
 _ADDS = (Kind.B, Kind.W)
-"""What adds to the gradients of weights."""
+"""The kinds of tasks that add to the gradients of weights."""
 RULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-half")
 _CELL = re.compile(
     r"(\d+)(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)|\d+(UNSHARD|RESHARD|REDUCE_GRAD)"
@@ -37,8 +38,8 @@ _CELL = re.compile(
 _SENDS = re.compile("SEND|RECV")
 
 
-def write(plan: Plan, outline: Outline) -> str:
-    """The lists of a plan with sends, rank by rank; a plan that updates within a step has those of 1F1B."""
+def _write(plan: Plan, outline: Outline) -> str:
+    """Writes the task lists of a plan with their sends, rank by rank."""
     lists = by_device(plan, lists_for(plan, outline.microbatches))
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(with_sends(lists))
@@ -46,10 +47,25 @@ def write(plan: Plan, outline: Outline) -> str:
 
 
 def with_sends(lists: TaskLists) -> list[list[str]]:
-    """Adds SEND and RECV to lists; ValueError if tasks wait for each other."""
+    """Adds SEND, RECV and REDUCE_GRAD to task lists.
+
+    The lists are played: in each round every rank runs its next task, if that is ready.
+
+    Args:
+        lists: of each rank.
+
+    Returns:
+        The cells of each rank.
+
+    Raises:
+        ValueError: tasks wait for each other.
+    """
     rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
+    last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
-    done, at, last = set[Task](), [0] * len(lists), max(rank, default=0)
+    done = set[Task]()
+    at = [0] * len(lists)  # the next task of each rank
+    # How many tasks of a stage are still to add to its gradients.
     backwards = Counter(task.stage for tasks in lists for task in tasks if task.kind in _ADDS)
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
@@ -68,21 +84,22 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
             backwards[task.stage] -= task.kind in _ADDS
             if task.kind in _ADDS and not backwards[task.stage]:
                 rows[r].append(f"{task.stage}REDUCE_GRAD")
-        if sum(at) == before:  # each round runs a task, or none ever will
+        if sum(at) == before:  # a round in which nothing ran is followed by others like it
             stuck = [tasks[at[r]] for r, tasks in enumerate(lists) if at[r] < len(tasks)]
             raise cannot_progress({task: _needs(task, last) for task in stuck})
     return rows
 
 
 def _next_stage(task: Task, last: int) -> int | None:
-    """The stage that waits for what a task makes."""
+    """Returns the stage that waits for the result of a task; `last` is the last stage."""
     if task.kind == Kind.F:
         return task.stage + 1 if task.stage < last else None
-    return task.stage - 1 if task.kind in (Kind.B, Kind.I) and task.stage else None
+    sends_back = task.kind in (Kind.B, Kind.I) and task.stage > 0
+    return task.stage - 1 if sends_back else None
 
 
 def _needs(task: Task, last: int) -> list[Task]:
-    """Of which one must be there before a task."""
+    """Returns the tasks one of which must be done before a task; `last` is the last stage."""
     s, _, m = task
     match task.kind:
         case Kind.F:
@@ -97,12 +114,19 @@ def _needs(task: Task, last: int) -> list[Task]:
 
 
 def _ready(task: Task, done: set[Task], last: int) -> bool:
+    """Tells whether a task can run once others are done."""
     needs = _needs(task, last)
-    return not needs or any(each in done for each in needs)
+    return not needs or not done.isdisjoint(needs)
 
 
-def read(text: str, outline: Outline) -> Plan:
-    """Reads lists, with sends or without; the layers are shared evenly, for the file does not say how."""
+def _read(text: str, outline: Outline) -> Plan:
+    """Reads task lists, with sends or without.
+
+    The file does not say which layers a stage has, so the stages get as many layers each as is possible.
+
+    Raises:
+        ValueError: the lists or their sends cannot run, or the model has too few layers.
+    """
     rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
@@ -111,7 +135,7 @@ def read(text: str, outline: Outline) -> Plan:
     stages, layers = len(rank), len(outline.layers)
     if stages > layers:
         raise ValueError(f"the CSV has {stages} stages, the model has {layers} layers")
-    sent = with_sends(lists)  # refuses tasks that wait for each other
+    sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
@@ -120,27 +144,34 @@ def read(text: str, outline: Outline) -> Plan:
 
 
 def _tasks(row: Iterable[str]) -> Iterable[Task]:
+    """Yields the tasks of a line, without its sends."""
     for cell in row:
         match = _CELL.fullmatch(cell)
         if match is None:
-            raise ValueError(f"'{cell}' is no action of torch's: write 2F0, 2SEND_F0")
+            raise ValueError(f"'{cell}' is not an action of torch's: write 2F0, 2SEND_F0")
         if match[2] and "_" not in match[2]:
             yield Task(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
-    """Raises ValueError unless the sends are those that the tasks need, and no rank waits for ever."""
-    for r, (row, need) in enumerate(zip(rows, sent, strict=True)):
-        there, want = (
-            Counter(cell for cell in each if _SENDS.search(cell)) for each in (row, need)
-        )
-        if there != want:
-            cell = min((there - want) + (want - there))
+    """Raises ValueError unless the sends are those that the tasks need, and no rank waits for ever.
+
+    Args:
+        rows: the cells of each rank, as they were read.
+        sent: the cells that we write for the same tasks.
+    """
+    for r, (row, expected_row) in enumerate(zip(rows, sent, strict=True)):
+        count = Counter(filter(_SENDS.search, row))
+        expected = Counter(filter(_SENDS.search, expected_row))
+        if count != expected:
+            cell = min((count - expected) + (expected - count))
             raise ValueError(
-                f"rank {r} must send and receive other values: {cell} {there[cell]} times, not {want[cell]}"
+                f"rank {r} must send and receive other values: {cell} {count[cell]} times, not {expected[cell]}"
             )
-    at, done = [0] * len(rows), set[str]()
+    # The order may be another than ours, so it is played too, this time with the sends.
     last = max(int(re.split(r"\D", cell)[0]) for row in rows for cell in row)
+    done = set[str]()
+    at = [0] * len(rows)
     while any(at[r] < len(row) for r, row in enumerate(rows)):
         before = sum(at)
         for r, row in enumerate(rows):
@@ -153,21 +184,35 @@ def _check_sends(rows: list[list[str]], sent: list[list[str]]) -> None:
 
 
 def _may_run(cell: str, done: set[str], last: int) -> bool:
-    """Whether what an action waits for is done; `last` is the last stage."""
+    """Tells whether an action can run.
+
+    Args:
+        cell: the action.
+        done: those that have run. One of those that the action waits for is enough.
+        last: the last stage.
+    """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match is not None
     s, word, m = int(match[1]), match[2], match[3]
-    back = {f"{s + 1}B{m}", f"{s + 1}I{m}", f"{s}RECV_B{m}"} if s < last else {f"{s}F{m}"}
-    one_of = {
-        "SEND_F": {f"{s}F{m}"},
-        "SEND_B": {f"{s}B{m}", f"{s}I{m}"},
-        "RECV_F": {f"{s - 1}SEND_F{m}"},
-        "RECV_B": {f"{s + 1}SEND_B{m}"},
-        str(Kind.F): {f"{s}RECV_F{m}", f"{s - 1}F{m}"} if s else set[str](),
-        str(Kind.B): back,
-        str(Kind.I): back,
-    }.get(word, set())
-    return not one_of or bool(one_of & done)
+    # A neighbour's result comes over a RECV, or directly if both stages are on one rank.
+    match word:
+        case "SEND_F":
+            waits_for = {f"{s}F{m}"}
+        case "SEND_B":
+            waits_for = {f"{s}B{m}", f"{s}I{m}"}
+        case "RECV_F":
+            waits_for = {f"{s - 1}SEND_F{m}"}
+        case "RECV_B":
+            waits_for = {f"{s + 1}SEND_B{m}"}
+        case "F" if s > 0:
+            waits_for = {f"{s}RECV_F{m}", f"{s - 1}F{m}"}
+        case "B" | "I" if s < last:
+            waits_for = {f"{s}RECV_B{m}", f"{s + 1}B{m}", f"{s + 1}I{m}"}
+        case "B" | "I":
+            waits_for = {f"{s}F{m}"}
+        case _:
+            return True
+    return not waits_for.isdisjoint(done)
 
 
-TORCH_CSV = Format("torch-csv", write, read, silent=frozenset({Part.CUTS}), comment="")
+TORCH_CSV = Format("torch-csv", _write, _read, silent=frozenset({Part.CUTS}), comment="")

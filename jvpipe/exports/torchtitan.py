@@ -1,4 +1,4 @@
-"""torchtitan's configuration: names of modules for each stage, in a table `[parallelism]`."""
+"""torchtitan: a TOML configuration that lists the modules of each stage in its table `[parallelism]`."""
 
 import re
 import tomllib
@@ -17,42 +17,45 @@ SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved"}
 FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]
 
 
-def write(plan: Plan, outline: Outline) -> str:
-    """The table of the nearest layout."""
+def _write(plan: Plan, outline: Outline) -> str:
+    """Writes the tables of the layout that is nearest to a plan."""
     layout = layout_of(plan, outline, tuple(SCHEDULES.values()), equal=False)
     rule = rule_named(layout.schedule)
-    usual = "interleaved" if rule.chunks > 1 else rule.name
-    called = next(name for name, ours in SCHEDULES.items() if ours == usual)
-    if layout.again:
-        layout = Layout(layout.counts, max(layout.counts), layout.schedule, layout.devices)
+    family = "interleaved" if rule.chunks > 1 else rule.name
+    schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
     ends = accumulate(layout.counts, initial=0)
     names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
     names[0] = FIRST + names[0]
     names[-1] += LAST
     rows = "".join(f"  {_row(row)},\n" for row in names)
+    # torchtitan recomputes all blocks or none, so a plan that recomputes some is nearest to "full".
+    mode = "full" if layout.again else "none"
     return (
-        f"[parallelism]\npipeline_parallel_degree = {layout.devices}\n"
-        f'pipeline_parallel_schedule = "{called}"\nmodule_fqns_per_model_part = [\n{rows}]\n'
-        f'\n[activation_checkpoint]\nmode = "{"full" if layout.again else "none"}"\n'
+        "[parallelism]\n"
+        f"pipeline_parallel_degree = {layout.devices}\n"
+        f'pipeline_parallel_schedule = "{schedule}"\n'
+        f"module_fqns_per_model_part = [\n{rows}]\n"
+        "\n[activation_checkpoint]\n"
+        f'mode = "{mode}"\n'
     )
 
 
 def _row(names: list[str]) -> str:
+    """Writes a list of texts in TOML."""
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def read(text: str, outline: Outline) -> Plan:
-    """Reads the tables."""
+def _read(text: str, outline: Outline) -> Plan:
+    """Reads the tables; raises ValueError if they do not fit the model."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"this is no TOML: {error}") from None
-    table, checkpoints = (_table(tables, name) for name in ("parallelism", "activation_checkpoint"))
+        raise ValueError(f"this is not TOML: {error}") from None
+    table = _table(tables, "parallelism")
+    checkpoints = _table(tables, "activation_checkpoint")
     counts = _counts(table.get("module_fqns_per_model_part"))
-    schedule, mode = (
-        table.get("pipeline_parallel_schedule", "1F1B"),
-        checkpoints.get("mode", "none"),
-    )
+    schedule = table.get("pipeline_parallel_schedule", "1F1B")
+    mode = checkpoints.get("mode", "none")
     if schedule not in list(SCHEDULES):
         raise ValueError(f"schedule {brief(schedule)} cannot be read: {', '.join(SCHEDULES)} can")
     if mode not in ("none", "full"):
@@ -68,7 +71,7 @@ def read(text: str, outline: Outline) -> Plan:
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    """A table of the file, empty if it is not there."""
+    """Returns a table of the file, empty if the file lacks it."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
         raise ValueError(f"[{name}] must be a table, not {brief(table)}")
@@ -76,25 +79,31 @@ def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _counts(parts: Any) -> tuple[int, ...]:
-    """The blocks of each part; ValueError unless the parts have all modules, each where its stage needs it."""
+    """Counts the blocks of each part.
+
+    Raises:
+        ValueError: a module is missing, or is not in the part whose stage needs it.
+    """
     if not isinstance(parts, list) or not all(_is_names(part) for part in parts) or not parts:
         raise ValueError("[parallelism] lacks module_fqns_per_model_part, lists of names")
     blocks = [name for part in parts for name in part if re.fullmatch(r"layers\.\d+", name)]
     if blocks != [f"layers.{k}" for k in range(len(blocks))]:
         raise ValueError(f"the layers must be each once and in order, they are {brief(blocks)}")
     others = [sorted(set(part) - set(blocks)) for part in parts]
-    want: list[list[str]] = [[] for _ in parts]
-    want[0] += FIRST
-    want[-1] += LAST
-    for s, (there, need) in enumerate(zip(others, want, strict=True)):
-        # a head was called output in versions before
-        if sorted("lm_head" if name == "output" else name for name in there) != sorted(need):
-            raise ValueError(f"part {s} must have {need} beside layers.N, it has {brief(there)}")
+    needs: list[list[str]] = [[] for _ in parts]
+    needs[0] += FIRST
+    needs[-1] += LAST
+    for s, (names, need) in enumerate(zip(others, needs, strict=True)):
+        # Earlier versions of torchtitan called the head "output".
+        current = sorted("lm_head" if name == "output" else name for name in names)
+        if current != sorted(need):
+            raise ValueError(f"part {s} must have {need} beside layers.N, it has {brief(names)}")
     return tuple(sum(name in blocks for name in part) for part in parts)
 
 
 def _is_names(part: Any) -> bool:
+    """Tells whether a part is a list of texts."""
     return isinstance(part, list) and all(isinstance(name, str) for name in part)
 
 
-TORCHTITAN = Format("torchtitan", write, read)
+TORCHTITAN = Format("torchtitan", _write, _read)

@@ -97,7 +97,7 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
     """Finds the parameters whose optimizer state lies on the host between updates.
 
     Raises:
-        ValueError: a state fate for what is no parameter of a layer of its stage.
+        ValueError: a state fate whose name is not that of a parameter of a layer of its stage.
 
     >>> from jvpipe.ir.layers import Array, Layer, Parameter
     >>> from jvpipe.ir.plan import Fate, Stage

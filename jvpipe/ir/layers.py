@@ -143,7 +143,7 @@ class LayerGraph:
     loss_bytes: int = 4
     seed_bytes: int = 16
     aux_chosen: tuple[AuxReduction | None, ...] = ()  # what the user says of each leaf of aux
-    state_chosen: tuple[StateReduction | None, ...] = ()  # likewise of the model state
+    state_chosen: tuple[StateReduction | None, ...] = ()  # those of the model state
 
     def label(self, layer: Layer) -> str:
         """Names a layer as plans do: with its id where several layers have that name.

@@ -42,7 +42,7 @@ FATES: dict[Fate, FateInfo] = {
 }
 """The one table of fates."""
 STATE_FATES = tuple(fate for fate, info in FATES.items() if info.saved)
-"""Those of the optimizer's state, which no forward makes again."""
+"""The fates of the optimizer's state, which no forward can compute again."""
 MOST_LAYERS = 1_000_000
 """Far more than a model has."""
 
@@ -70,8 +70,8 @@ class Plan:
     `splits` are the places, inside of what a trace calls a layer, at which layers are cut in two:
     the stages count both halves. `tasks` are those of each device in order, as text (none: as the
     schedule's rule has them); where they split backwards, those of the layers in `unsplit` stay
-    whole. `outline` is what exporting it must know of its model; it is no part of the plan, and is
-    not saved.
+    whole. `outline` is what exporting it must know of its model; it does not belong to the plan,
+    and is not saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)

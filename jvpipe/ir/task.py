@@ -52,7 +52,7 @@ def write_csv(path: str | Path, lists: TaskLists | Sequence[str]) -> None:
         lists: the tasks of each device, or their text, as `Plan.tasks` holds them.
 
     Raises:
-        ValueError: there are none, a text is no task, or torch has no word for a task.
+        ValueError: there are no tasks, a text is not a task, or torch has no word for a task.
     """
     if not lists or isinstance(lists, str):
         raise ValueError(

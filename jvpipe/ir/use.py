@@ -10,7 +10,7 @@ class Use:
     """One layer, one micro-batch: the version that its forward (F) or backward (B) read, or that its update (U) made.
 
     Numbers count from a first one that whoever keeps the use knows. `tied` are the versions of
-    parameters (by index) that follow another stage. Of a forward, `shift` is how many updates ahead
+    parameters (by index) that follow another stage. `shift` is, for a forward, how many updates ahead
     its weights were predicted; of a backward, by how many they were corrected.
     """
 

@@ -4,7 +4,7 @@ Legend: k micro-batches are in flight on a stage. A layer has one treatment of s
 least its smallest treatment's bytes; what a treatment holds beyond them is its weight, in quanta, rounded up, so that
 the limit holds. The quantum is the weights' greatest common divisor, or the smallest multiple of it of which `QUANTA`
 hold all that a stage may have: then a stage of n layers may leave n quanta unused. Cuts are compared with `QUANTA`, the
-stages that come of it choose once more with `FINE_QUANTA`. Where everything can be kept, no quanta are counted. The
+stages that result choose once more with `FINE_QUANTA`. Where everything can be kept, no quanta are counted. The
 most that a layer works with is counted beside all that is held: by `stage_cost.py` a stage takes at most that.
 """
 
@@ -83,9 +83,9 @@ class Knapsack:
         )
         more = [[x.bytes - min(y.bytes for y in layer) for x in layer] for layer in self.layers]
         divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
-        most = min(limit_bytes // k, sum(max(layer) for layer in more))
+        largest = min(limit_bytes // k, sum(max(layer) for layer in more))
         self.in_flight, self.q = k, q
-        self.quantum_bytes = divisor * max(1, -(-most // (q * divisor)))
+        self.quantum_bytes = divisor * max(1, -(-largest // (q * divisor)))
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:

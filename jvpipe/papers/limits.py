@@ -10,7 +10,7 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 
 LIMIT_GROWTH_PARTS = 20
-"""Of what all that is kept takes, which part is added until the planner answers."""
+"""The share of the bytes of keeping everything that is added until the planner answers: one part in this many."""
 LIMIT_TOLERANCE = 0.02
 """How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
 

@@ -46,6 +46,7 @@ def read_graph(path: str | Path) -> GraphFile:
     raise wrong(
         file,
         1,
-        "this is no graph file: it is neither PipeDream's graph.txt (`node1 -- description -- forward_compute_time=..`)"
+        "this is not a graph file: it is neither PipeDream's graph.txt "
+        "(`node1 -- description -- forward_compute_time=..`)"
         " nor the JSON of dnn-partitioning",
     )

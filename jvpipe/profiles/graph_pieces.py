@@ -12,8 +12,8 @@ def pieces(
 ) -> list[tuple[int, ...]]:
     """The nodes in pieces such that classes stay whole and every edge runs within a piece or to a later one.
 
-    No other pieces are smaller: a piece is a class, or classes between which edges run both ways. Of the pieces that
-    are ready, the one that holds the lowest number comes first, and within a piece nodes keep their order.
+    No other pieces are smaller: a piece is a class, or classes between which edges run both ways. Among the pieces
+    that are ready, the one that holds the lowest number comes first, and within a piece nodes keep their order.
 
     Args:
         nodes: all nodes, in an order.

@@ -14,7 +14,7 @@ from jvpipe.profiles.located_json import parse
 
 
 def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
-    """The node ids on each accelerator. Raises ValueError, with file, line and field, for what is no such file."""
+    """Returns the node ids on each accelerator; raises ValueError with file, line and field if the file is wrong."""
     whole = parse(Path(path).read_text(), str(path))
     if "cpus" in whole and any(device.items_of("nodes") for device in whole.objects("cpus")):
         raise whole.wrong("the field cpus holds nodes: only splits over accelerators can be used")
@@ -34,7 +34,7 @@ def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
 def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Each device's load in seconds; `split` are node ids per device.
 
-    Nodes that are no layer (backward ones) count where their forward is. A layer on no device is a ValueError.
+    Nodes that are not layers (backward ones) count where their forward is. A layer on no device is a ValueError.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Link

@@ -1,6 +1,6 @@
 """Compares a layer in two programs with the layer in one: its results, and its update, have to be bitwise identical.
 
-XLA chooses anew in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. No
+XLA chooses again in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. No
 rule says when, so it is tried: both run on the same numbers, and every output, gradient and cotangent is compared.
 """
 
@@ -100,7 +100,7 @@ def _updated(
                 to_global[replace(slot, source=0)].append(x)
     lasting = (SlotKind.PARAMETER, SlotKind.STATE)
     written = {slot: x for (slot, _), x in values.items() if slot.kind in lasting}
-    # Of two layers the vectors for the global program are packed in another order than of one.
+    # With two layers the vectors for the global program are packed in another order than with one.
     return written | {slot: np.sort(np.concatenate(x)) for slot, x in to_global.items()}
 
 

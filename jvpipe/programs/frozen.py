@@ -3,10 +3,10 @@
 Both are read off the traced update, after what is certain whatever the gradients are:
 
     g -> 0 (set_to_zero)     p + 0 = p    p stays, and nobody reads g
-    g -> mu -> 0 (masked)    p + 0 = p    likewise, and nobody reads mu but the next mu: it is not kept
+    g -> mu -> 0 (masked)    p + 0 = p    as above, and nobody reads mu but the next mu: it is not kept
     g -> norm -> others      p + 0 = p    p stays, but others need g
 
-(p + 0 is p but for the sign of a zero, which a frozen parameter keeps.)
+(p + 0 is p except for the sign of a zero, which a frozen parameter keeps.)
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -91,14 +91,14 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     leaves = closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], _jax.aval(v)) for v in leaves]
-    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.told(closed))
-    # The forward yields only those residuals that the backward turned out to read; they are numbered anew.
+    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.debug_calls(closed))
+    # The forward yields only those residuals that the backward turned out to read; they are numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
     jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
-    # A residual that is no candidate has no name of its own.
+    # A residual that is not a candidate has no name of its own.
     names = _candidate_names(jaxpr.eqns)
     signature = replace(
         signature,
@@ -155,7 +155,7 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
 
 
-# The value of its second argument, with the derivative of its first one, which is equal to it but for roundings.
+# The value of its second argument, with the derivative of its first one, which is equal to it except for roundings.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 

@@ -66,7 +66,7 @@ class OptimizerCut:
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
-        update: the pieces of an update, likewise.
+        update: the pieces of an update, by the same numbers.
         state: the leaves of the state.
         state_tree: their tree, as the optimizer has it.
         cross_layer: the names of transformations through which a layer's update depends on other layers.

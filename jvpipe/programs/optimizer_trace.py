@@ -173,7 +173,7 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
     prefixes = dict.fromkeys(path[:n] for path, n in cuts if path[n:] in leaf_of)
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
-    # Of several prefixes the shortest counts: it leaves the longest path of a parameter.
+    # If there are several prefixes, the shortest counts: it leaves the longest path of a parameter.
     shortest: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
@@ -279,8 +279,8 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
 def _traced_in(eqn: JaxprEqn) -> str:
     """Returns the factory of the innermost `update` or `init` that traced an equation.
 
-    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. Where there is none, the
-    outermost function of the optimizer counts.
+    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. If no such function exists,
+    the outermost function of the optimizer counts.
     """
     factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):

@@ -152,7 +152,7 @@ class Part:
 
     def trace(self) -> ClosedJaxpr:
         """Traces the program."""
-        # A slot that is no vector is read by one variable, which has its shape.
+        # A slot that is not a vector is read by one variable, which has its shape.
         single = {slot: var for var, slot in self.read.items()}
         shapes = [self._vector(s) if s in self.vectors else _shape(single[s]) for s in self.reads]
         return jax.make_jaxpr(self._run)(*shapes)
@@ -210,18 +210,18 @@ def _donated(
 ) -> tuple[int, ...]:
     """Returns the positions of arrays that results can replace.
 
-    They are parameters and state that are written anew, and then accumulators, as long as there are results left of
-    their shape and type: what is donated in vain only gives a warning.
+    They are parameters and state that are written again, and then accumulators, as long as there are results left of
+    their shape and type: a donated array that nothing overwrites only gives a warning.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
-    anew, sums = [], []
+    again, sums = [], []
     for i, slot in enumerate(reads):
         if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE) and slot in writes:
-            anew.append(i)
+            again.append(i)
         elif slot.kind is SlotKind.GRADIENT:
             sums.append(i)
     donated = []
-    for i in (*anew, *sums):
+    for i in (*again, *sums):
         aval = program.in_avals[i]
         if results[aval.shape, aval.dtype]:
             results[aval.shape, aval.dtype] -= 1

@@ -43,7 +43,7 @@ def reduce_program(
         replicas: how many.
         in_place: overwrites those of the first.
     """
-    # Of each parameter the sums of all replicas in a row: the first of a row is what the total may overwrite.
+    # The sums of all replicas, parameter after parameter: the first of a row is what the total may overwrite.
     inputs = tuple(array for array in sums for _ in range(replicas))
 
     def reduce(*parts: jax.Array) -> list[jax.Array]:

@@ -209,7 +209,7 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     The axis of the layers is one of three things to the operand that is `Rows`; if both are, the first of these counts:
 
         batch        a product per layer, with that layer's part of the other operand
-        contracted   likewise, and the products are added up in the order of the layers
+        contracted too, and the products are added up in the order of the layers
         free         a product per layer, with the whole of the other operand
     """
     contracted, batch = eqn.params["dimension_numbers"]
@@ -308,8 +308,8 @@ def _stacked(arrays: Sequence[Any]) -> jax.Array:
 
 
 _Shaped = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
-"""Of an equation that changes shapes, an axis and the number of parts along it: the parameters for a part, and the axis
-that the parts have in the result. None if they do not stay apart."""
+"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for a part,
+and the axis that the parts have in the result. None if they do not stay apart."""
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:

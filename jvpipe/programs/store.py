@@ -31,7 +31,7 @@ class Program:
         donated: positions of inputs that it may overwrite.
         calls_host: it can fail after its dispatch.
         takes: how the first inputs lie over a group of devices; all others are whole on each.
-        gives: likewise of results; one of which this says None lies as the compiler finds best.
+        gives: the same for results; one of which this says None lies as the compiler finds best.
     """
 
     key: Hashable

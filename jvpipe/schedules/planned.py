@@ -15,7 +15,7 @@ def pipeline_length(plan: Plan, schedule: Schedule) -> int:
     """Counts the task lists of a plan: one per device that the pipeline passes, however many stages it runs.
 
     Raises:
-        ValueError: its stages are no multiple of the schedule's chunks.
+        ValueError: its stages are not a multiple of the schedule's chunks.
 
     >>> from jvpipe.schedules import find_schedule
     >>> pipeline_length(Plan.from_cuts([2, 1, 1]), find_schedule("1f1b"))

@@ -20,7 +20,8 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""Of each result its axis, None for one that has none; or why examples do not stay apart. vmap counts axes in numpy."""
+"""The axis of each result, None for one without such an axis; or why examples do not stay apart. vmap counts
+axes in numpy."""
 
 _CLASSES = {
     "reduces": """

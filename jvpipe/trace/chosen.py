@@ -14,7 +14,7 @@ from jvpipe.trace.keys import is_key
 def chosen_aux(
     reductions: Reductions, paths: Sequence[str], leaves: Sequence[Sequence[Atom]]
 ) -> tuple[AuxReduction | None, ...]:
-    """Returns the reduction of each leaf of aux, as the user says; None where they say nothing.
+    """Returns the reduction of each leaf of aux, as the user says; None if they say nothing.
 
     Args:
         reductions: by pattern.

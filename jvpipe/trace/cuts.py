@@ -75,7 +75,7 @@ def _narrow(
     for g, group in enumerate(groups):
         nearby = fewest[max(0, g - window) : g + window + 1]
         if fewest[g] == min(nearby):
-            # Of the places with the fewest values, the last one with the fewest bytes.
+            # Among the places with the fewest values, the last one with the fewest bytes.
             narrow = group[count[group] == fewest[g]]
             narrowest = narrow[width[narrow] == width[narrow].min()]
             cuts.append(int(narrowest[-1]))

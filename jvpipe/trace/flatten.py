@@ -12,8 +12,8 @@ from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
 from jvpipe.trace.unroll import stacked, stacks_layers, unrolled, whole
 
-# Calls that say nothing of their own: their bodies belong to the caller. `remat2` is among them because
-# jvpipe decides by itself what is kept and what is recomputed.
+# Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2` is among
+# them because jvpipe decides by itself what is kept and what is recomputed.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -51,7 +51,7 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
     if any(isinstance(x, _jax.Tracer) for x in traced.consts):
         raise ValueError(
             "the loss, or a derivative rule in it, closes over a value that was traced, of which nothing is left when "
-            "it is used (jax.grad(jax.jit(loss)) fails likewise): pass the value as an argument, or make it with NumPy"
+            "it is used (jax.grad(jax.jit(loss)) fails too): pass the value as an argument, or make it with NumPy"
         )
     if not stacks_layers(traced.jaxpr, calls):
         return inlined(traced, calls)

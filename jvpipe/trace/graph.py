@@ -44,7 +44,7 @@ class Body:
         candidates: the variables whose fate can be chosen, by name.
         returned: marks the inputs whose gradient somebody reads. The backward is made for all that are differentiable
             and pruned to these: else it would have other equations, and the compiler might round the rest differently.
-        received: marks the outputs whose gradient comes, likewise.
+        received: marks the outputs whose gradient comes.
         share: of a slice's loss in that of the micro-batch, where the loss is a mean.
     """
 
@@ -423,7 +423,7 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean that random bits are turned into, if nothing else is made of them; else the bits.
+    """Returns the boolean that a value of random bits becomes, if nothing else is made of them; else the bits.
 
     A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only reader of the one
     before, is followed.

@@ -1,4 +1,4 @@
-"""Random keys as data, so that layers alike but for their key can share one program.
+"""Random keys as data, so that layers alike except for their key can share one program.
 
 A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`. The 7 would make
 each layer a program of its own. Here it becomes a constant that the layer reads.

@@ -7,7 +7,8 @@ would have two gradients, summed in another order. Only the layer itself is look
 alike, and no other layer changes.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from jvpipe import _jax
@@ -49,13 +50,68 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     >>> [[eqn.primitive.name for eqn in body.eqns] for body in halves.bodies]
     [['dot_general', 'tanh'], ['dot_general', 'reduce_sum']]
     """
-    sorted_eqns, body = Sorted.of(traced.loss), traced.bodies[layer]
-    start, end = _bounds(traced, sorted_eqns)[layer]
+    (places,) = places_inside(traced, [layer], seconds).values()
+
+    def evenness(place: Place) -> tuple[int, int, int]:
+        slower = max(place.share, 1 - place.share)
+        return round(slower / _EVEN), place.sent_bytes, place.before_end
+
+    return [place.before_end for place in sorted(places, key=evenness)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place inside a layer at which it may be cut.
+
+    Attributes:
+        before_end: how many equations before the layer's end.
+        share: of the layer's seconds, that of what comes before.
+        sent_bytes: what a cut there sends on, of what the layer makes.
+    """
+
+    before_end: int
+    share: float
+    sent_bytes: int
+
+
+def places_inside(
+    traced: Traced, layers: Iterable[int], seconds: Seconds
+) -> dict[int, list[Place]]:
+    """Returns the places at which each of some layers can be cut, in their order in the layer.
+
+    Args:
+        traced: the model.
+        layers: those in question; layers that are alike have the same places.
+        seconds: of each equation, of those that make some outputs.
+    """
+    sorted_eqns = Sorted.of(traced.loss)
+    bounds = _bounds(traced, sorted_eqns)
     parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    run, behind = sorted_eqns.main[start:end], parameters_behind(sorted_eqns.floating, parameters)
+    behind = parameters_behind(sorted_eqns.floating, parameters)
+    by_kind: dict[Hashable, list[Place]] = {}
+    found = {}
+    for layer in layers:
+        body = traced.bodies[layer]
+        kind = layer_signature(body)
+        if kind not in by_kind:
+            run = sorted_eqns.main[slice(*bounds[layer])]
+            by_kind[kind] = _places(run, behind, seconds(body.eqns, body.outputs))
+        found[layer] = by_kind[kind]
+    return found
+
+
+def _places(
+    run: Sequence[JaxprEqn], behind: dict[Var, frozenset[Var]], eqns_s: Sequence[float]
+) -> list[Place]:
+    """Returns the places in a layer.
+
+    Args:
+        run: its main equations.
+        behind: the parameters of which floating equations make values.
+        eqns_s: the seconds of all its equations, of which the main ones are the last.
+    """
+    total_s, places = sum(eqns_s), []
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
-    eqns_s = list(seconds(body.eqns, body.outputs))
-    total_s, points = sum(eqns_s), []
     for p in products[1:]:
         before_end = len(run) - p
         first, second = _reads(run[:p]), _reads(run[p:])
@@ -63,10 +119,10 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
             continue
         # The layer's floating equations come before its run, so they count in the first half.
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
-        slower = max(later_s, total_s - later_s) / total_s if total_s else 1.0
+        share = (total_s - later_s) / total_s if total_s else 0.0
         sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-        points.append((round(slower / _EVEN), sum(map(_bytes, sent)), before_end))
-    return [before_end for *_, before_end in sorted(points)]
+        places.append(Place(before_end, share, sum(map(_bytes, sent))))
+    return places
 
 
 def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
@@ -76,8 +132,18 @@ def split_layers(traced: Traced, where: dict[int, int]) -> Traced:
         traced: the model.
         where: by layer, how many equations before its end.
     """
+    return split_at(traced, where.items())
+
+
+def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
+    """Returns the same model with layers cut at places, of which a layer may have several.
+
+    Args:
+        traced: the model.
+        where: layers, and how many equations before their ends.
+    """
     bounds = _bounds(traced, Sorted.of(traced.loss))
-    further = [bounds[layer][1] - before_end for layer, before_end in where.items()]
+    further = [bounds[layer][1] - before_end for layer, before_end in where]
     return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
 
 

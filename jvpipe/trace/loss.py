@@ -47,7 +47,7 @@ class LossJaxpr:
         sharding: how parameters lie over the devices of a place, if there are several.
         specs: the spec of each parameter by that.
         aux_chosen: the reduction of each leaf of aux, as the user says.
-        state_chosen: likewise of the model state.
+        state_chosen: the same for the model state.
         frozen: parameters that nothing updates, and of which nobody reads a gradient.
     """
 
@@ -97,7 +97,7 @@ def trace_loss(
         reductions: what the user says of leaves of aux and of the model state.
 
     Raises:
-        ValueError: a loss that is no real scalar or reads no parameter, or an unfit reduction.
+        ValueError: a loss that is not a real scalar or reads no parameter, or an unfit reduction.
     """
     params, batch = abstract(params), abstract(batch, "batch leaf")
     state = abstract(state, "leaf of the model state")
@@ -160,9 +160,9 @@ class _Outputs:
         has_aux: as the caller says.
         has_state: as the caller says.
         weighted: once it is traced, whether it is a `Weighted`.
-        aux_tree: likewise the tree of its aux.
-        aux_weighted: likewise the leaves of that which are `Weighted`.
-        aux_paths: likewise their paths.
+        aux_tree: the tree of its aux.
+        aux_weighted: the leaves of aux that are `Weighted`.
+        aux_paths: the paths of the leaves of aux.
     """
 
     has_aux: bool

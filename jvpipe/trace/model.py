@@ -64,7 +64,7 @@ def trace_model(
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: with `has_state`.
-        present: the model at the shapes of another batch, whose layers it takes over; None: it is cut anew.
+        present: the model at the shapes of another batch, whose layers it takes over; None: it is cut again.
         stacks: which parameters are split into layers; None: those that are stacked for a scan.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.

@@ -1,4 +1,4 @@
-"""Modules of Flax that are passed whole as parameters: what of them cannot be trained, or should not, is said."""
+"""Modules of Flax that are passed whole as parameters: the parts that cannot, or should not, be trained are named."""
 
 import logging
 import sys

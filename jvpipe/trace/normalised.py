@@ -33,7 +33,7 @@ _SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "
 def first_of_same(eqns: Sequence[JaxprEqn]) -> dict[Var, Var]:
     """Returns for each result that of the first equation which computes the same.
 
-    So the mean that `jnp.var` takes once more is recognised as the one that was there already.
+    So the mean that `jnp.var` takes once more is recognised as a repetition.
 
     Args:
         eqns: in their order.

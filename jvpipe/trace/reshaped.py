@@ -15,7 +15,7 @@ class OtherLayersError(ValueError):
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     """Cuts a loss into the layers that it has at present.
 
-    Its equations need not be the same: an axis of size one needs fewer. Then it is cut anew, and only its layers are
+    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and only its layers are
     compared.
 
     Args:

@@ -34,7 +34,7 @@ from jvpipe.trace.structure import comparable
 from jvpipe.util.paths import path_name
 
 _LOOPS = ("scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "remat2", "remat")
-"""Equations with bodies, which are written anew for a slice."""
+"""Equations with bodies, which are written again for a slice."""
 
 
 @dataclass(frozen=True)

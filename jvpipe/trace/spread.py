@@ -96,7 +96,7 @@ class Spreading:
     flows: Collection[Var] | None = None
     _alike: Alike = field(default_factory=Alike)
     _rule: bool = False  # these are the equations of a rule's backward
-    _in_rule: bool = False  # or of a function with a rule, which cannot be written anew
+    _in_rule: bool = False  # or of a function with a rule, which cannot be written again
     _outer: JaxprEqn | None = None  # or those inside of this loop or call
 
     def run(self, eqns: Sequence[JaxprEqn], small: Sequence[JaxprEqn]) -> None:

@@ -46,7 +46,7 @@ def structure(
     """Returns a value that is equal for two runs of equations which compute the same function in the same way.
 
     Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
-    the equations are not to be differentiated. Parameters that cannot be compared are compared by identity: equal
+    the equations need no derivative. Parameters that cannot be compared are compared by identity: equal
     structures are equal programs; the converse need not hold.
 
     Args:
@@ -143,7 +143,7 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         return _Identity(value)
     if isinstance(value, (str, bytes, int, complex, bool, type(None), Collection)):
         return (type(value).__name__, value)
-    # Functions, and objects that say nothing of equality, are only equal to themselves.
+    # Functions, and objects that do not define equality, are only equal to themselves.
     compares = type(value).__eq__ is not object.__eq__ and not callable(value)
     return value if compares else _Identity(value)
 

@@ -7,23 +7,27 @@ _MOST_LETTERS = 200
 
 
 class _Brief(reprlib.Repr):
-    """Python's short form, in which an array is its type and shape."""
+    """Shortens a `repr` as Python's `reprlib` does, and writes an array as its type and shape."""
 
     def __init__(self) -> None:
         super().__init__()
+        # How many elements of a container, and letters of a leaf, are written before an ellipsis.
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = 16
         self.maxstring = self.maxother = 80
 
     def repr1(self, x: Any, level: int) -> str:
-        """Writes the short form of a value inside others; `level` says how much deeper it may go."""
-        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-        if dtype is not None and isinstance(shape, tuple) and shape:
-            return f"{dtype}[{', '.join(map(str, shape))}]"
-        return super().repr1(x, level)
+        """Writes the short form of a value; at most `level` further levels of nesting are shown."""
+        shape = getattr(x, "shape", None)
+        dtype = getattr(x, "dtype", None)
+        is_array = dtype is not None and isinstance(shape, tuple)
+        if not is_array or not shape:
+            return super().repr1(x, level)  # a scalar is written as its value
+        axes = ", ".join(map(str, shape))
+        return f"{dtype}[{axes}]"
 
 
 def brief(value: Any) -> str:
-    """Writes a value as messages show it: on one line, arrays by type and shape, long things by their beginning.
+    """Writes a value for a message: on one line, arrays by type and shape, long values cut short.
 
     >>> import numpy as np
     >>> brief([np.zeros((40, 40)), 2.5]), brief({"*/attention/*": 3}), brief(np.float32(2))
@@ -32,4 +36,6 @@ def brief(value: Any) -> str:
     (True, 200)
     """
     text = " ".join(_Brief().repr(value).splitlines())
-    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
+    if len(text) <= _MOST_LETTERS:
+        return text
+    return f"{text[: _MOST_LETTERS - 3]}..."

@@ -1,16 +1,20 @@
-"""Packages that not everybody needs: where one is missing, the extra that brings it is named."""
+"""Optional packages: if one is missing, the error names the extra of jvpipe that installs it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class MissingExtraError(ImportError, ValueError):
-    """A package of an extra is not installed; the message says how to install it."""
+    """A package of an extra is not installed; the message says how to install it.
+
+    It is an ImportError for programs that catch those, and a ValueError for the command line, which
+    shows a user's mistakes without a traceback.
+    """
 
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around imports that need an extra of jvpipe.
+    """Wraps imports that need an extra of jvpipe.
 
     Args:
         name: of the extra, such as `cli`.

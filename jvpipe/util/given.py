@@ -1,4 +1,4 @@
-"""Flags and whole numbers as a user gives them: Python's or NumPy's, one or several."""
+"""Checks of what a user passes: flags, paths and whole numbers, of Python or of NumPy, one or several."""
 
 import os
 from collections.abc import Iterable
@@ -9,57 +9,74 @@ import numpy as np
 
 from jvpipe.util.brief import brief
 
-_LONGEST = 255
-"""Bytes of a name in a folder."""
+_LONGEST_NAME = 255
+"""Bytes that file systems allow for the name of a file or folder."""
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """Returns an option that is on or off; raises ValueError for what is neither."""
+    """Returns an option that is on or off; raises ValueError for any other value."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {brief(value)}")
     return value
 
 
 def checked_frozen(name: str, frozen: Any) -> tuple[str, ...]:
-    """Patterns of parameters that nothing updates.
+    """Returns the patterns of the parameters that nothing updates.
+
+    Args:
+        name: of the option, for the message.
+        frozen: patterns as the user gave them; None if every parameter is updated.
+
+    Raises:
+        ValueError: `frozen` is a single text, or not a sequence of texts.
 
     >>> checked_frozen("frozen", ["base/*"])
     ('base/*',)
     """
-    given = [] if frozen is None else several(frozen)
-    if isinstance(frozen, str) or given is None or not all(isinstance(x, str) and x for x in given):
+    patterns = [] if frozen is None else several(frozen)
+    # A text is a sequence too, of its letters.
+    is_one = patterns is None or isinstance(frozen, str)
+    if is_one or not all(isinstance(pattern, str) and pattern for pattern in patterns or ()):
         raise ValueError(
             f"{name} must be patterns of the paths of parameters, such as ['base/*'], not {brief(frozen)}"
         )
-    return tuple(given)
+    return tuple(patterns or ())
 
 
 def check_callback(on_step: Any) -> None:
-    """Raises ValueError for what cannot be called after a step."""
-    if on_step is not None and (not callable(on_step) or isinstance(on_step, type)):
+    """Raises ValueError unless a value can be called after each step, or is None."""
+    if on_step is None:
+        return
+    # A class can be called too, but would only build an object that nobody looks at.
+    if not callable(on_step) or isinstance(on_step, type):
         raise ValueError(f"on_step must be a function of (state, metrics), not {brief(on_step)}")
 
 
 def checked_path(path: Any, name: str = "path") -> Path:
-    """Checks a path, which may be a text or a path; `name` is how the user calls it.
+    """Returns a path that was given as a text or as a path.
+
+    Args:
+        path: as the user gave it.
+        name: of the argument or option, for the message.
+
+    Raises:
+        ValueError: it is neither, or no file system can hold it.
 
     >>> checked_path(3)
     Traceback (most recent call last):
     ValueError: path must be a text or a pathlib.Path, not 3
     """
-    if (
-        not isinstance(path, str | os.PathLike)
-        or not isinstance(text := os.fspath(path), str)
-        or "\0" in text
-    ):
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"{name} must be a text or a pathlib.Path, not {brief(path)}")
-    if any(len(part.encode(errors="replace")) > _LONGEST for part in Path(path).parts):
-        raise ValueError(f"{name} has a name of more than {_LONGEST} bytes: {brief(text)}")
-    return Path(path)
+    sizes = [len(part.encode(errors="replace")) for part in Path(text).parts]
+    if max(sizes, default=0) > _LONGEST_NAME:
+        raise ValueError(f"{name} has a name of more than {_LONGEST_NAME} bytes: {brief(text)}")
+    return Path(text)
 
 
 def is_whole(value: Any) -> bool:
-    """Tells whether a value is a whole number; True and False are not, though Python counts with them.
+    """Tells whether a value is a whole number. True and False are not, although `bool` is a kind of `int`.
 
     >>> is_whole(2), is_whole(np.int64(2)), is_whole(True), is_whole(2.0)
     (True, True, False, False)
@@ -68,7 +85,7 @@ def is_whole(value: Any) -> bool:
 
 
 def several(values: Any) -> list[Any] | None:
-    """What a user gives where several of something are wanted, as a list; None for a single thing.
+    """Returns several values as a list, and None for a single value.
 
     >>> several((2, 1)), several(np.array([2, 1])), several(np.array(2)), several(2)
     ([2, 1], [np.int64(2), np.int64(1)], None, None)
@@ -77,19 +94,19 @@ def several(values: Any) -> list[Any] | None:
 
 
 def is_stream(values: Any) -> bool:
-    """Tells whether values can be asked for one after another; an array without axes claims so, and fails."""
+    """Tells whether values can be iterated over. An array without axes has `__iter__` too, but it fails."""
     return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
 
 def whole_numbers(what: str, values: Any) -> tuple[int, ...]:
-    """Several whole numbers.
+    """Returns several whole numbers as Python's own.
 
     Args:
-        what: they are, for the message.
+        what: the numbers are, for the message.
         values: as the user gave them.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one of them is not a whole number.
 
     >>> whole_numbers("devices", [0, np.int64(1)])
     (0, 1)

@@ -1,4 +1,4 @@
-"""Names that a user gave and that we do not know."""
+"""Messages about names that do not exist, with the names that the user may have meant."""
 
 import difflib
 from collections.abc import Sequence
@@ -8,35 +8,38 @@ from jvpipe.util.brief import brief
 _LONG = 100
 
 
-def did_you_mean(kind: str, name: str, known: Sequence[str]) -> str:
-    """Words the message for an unknown name.
+def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
+    """Writes the message for an unknown name.
 
     Args:
-        kind: of thing that is named.
-        name: that nobody knows.
-        known: the names that there are.
+        kind: of the thing, such as "schedule".
+        name: the unknown one.
+        names: all that exist.
 
     >>> did_you_mean("schedule", "1f1p", ["gpipe", "1f1b"])
     "unknown schedule '1f1p': did you mean '1f1b'? There are gpipe, 1f1b"
     >>> did_you_mean("tensor", "*", [])
     "unknown tensor '*': There are none"
     """
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean '{close[0]}'? " if close else ""
-    told = f"'{name}'" if len(name) < _LONG else brief(name)
-    return f"unknown {kind} {told}: {guess}There are {', '.join(known) or 'none'}"
+    quoted = f"'{name}'" if len(name) < _LONG else brief(name)
+    return f"unknown {kind} {quoted}: {guess}There are {', '.join(names) or 'none'}"
 
 
-def nearest(name: str, known: Sequence[str], most: int = 4) -> list[str]:
-    """Finds the known names that a name or a pattern is most like, the closest first.
+def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:
+    """Finds the names that are most similar to a name or a pattern, the most similar first.
 
-    >>> nearest("*/atention/*", ["embed/dot_0", "blocks/0/mlp/dot_0", "blocks/0/attention/dot_0"], most=1)
+    >>> names = ["embed/dot_0", "blocks/0/mlp/dot_0", "blocks/0/attention/dot_0"]
+    >>> nearest("*/atention/*", names, count=1)
     ['blocks/0/attention/dot_0']
     """
+    # The matcher prepares its second sequence once, so that is the name that stays the same.
     matcher = difflib.SequenceMatcher(b=name)
 
-    def unlike(other: str) -> float:
+    def unlikeness(other: str) -> float:
         matcher.set_seq1(other)
         return -matcher.ratio()
 
-    return sorted(dict.fromkeys(known), key=unlike)[:most]
+    distinct = dict.fromkeys(names)
+    return sorted(distinct, key=unlikeness)[:count]

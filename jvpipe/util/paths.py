@@ -7,7 +7,7 @@ import jax
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A key path as text, `blocks/0/kernel`; the `value` of a Flax variable is not named.
+    """Writes a key path as text, `blocks/0/kernel`, without the final `value` of a Flax variable.
 
     >>> [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1, 2]})]
     ['a/0', 'a/1']
@@ -16,9 +16,10 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[str, ...]:
-    """The key paths of a tree as texts that differ: where two read alike, what is in their keys is escaped in all.
+    """Writes the key paths of a tree as texts, no two of which are equal.
 
-    Escapes are those of JSON pointers: ~1 is a separator inside a key, ~0 is ~.
+    If two paths would read the same, the keys of all paths are escaped as in JSON pointers: ~1 is a
+    separator inside a key, and ~0 is ~.
 
     >>> tree = {"a/b": {"c": 1}, "a": {"b/c": 2}}
     >>> path_names([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
@@ -27,13 +28,16 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
     names = tuple(separator.join(_keys(path)) for path in paths)
     if len(set(names)) == len(names):
         return names
-    escaped = [
-        [key.replace("~", "~0").replace(separator, "~1") for key in _keys(path)] for path in paths
-    ]
-    return tuple(map(separator.join, escaped))
+    return tuple(separator.join(_escaped(key, separator) for key in _keys(path)) for path in paths)
+
+
+def _escaped(key: str, separator: str) -> str:
+    """Escapes a key. The tilde comes first, or those of escaped separators would be escaped again."""
+    return key.replace("~", "~0").replace(separator, "~1")
 
 
 def _keys(path: Sequence[Any]) -> list[str]:
+    """Lists the keys of a path as texts."""
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return [jax.tree_util.keystr((key,), simple=True) for key in path]

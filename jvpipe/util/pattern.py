@@ -1,8 +1,13 @@
-"""Plain data from a file, compared with what it should be, entry by entry.
+"""Checks of plain data from a file, entry by entry, against a pattern that looks like the data.
 
-A pattern is `str` or `bool` for such a value, `[p]` for a list of any length, `(p, q)` for a list of just these,
-`{str: p}` for a mapping of any names, `{"a": p, "b?": q}` for one of these names, of which b may be missing, or a
-function that raises ValueError itself, such as those below.
+    str, bool              a value of that type
+    [p]                    a list of any length, each element as p says
+    (p, q)                 a list of two elements, as p and as q say
+    {str: p}               a mapping with any names, each value as p says
+    {"a": p, "b?": q}      a mapping with these names, of which b may be missing
+    a function             called with the place and the data; as those below are
+
+A pattern is plain data too, so patterns nest and are named like the data that they describe.
 """
 
 from collections.abc import Callable
@@ -11,18 +16,19 @@ from typing import Any
 from jvpipe.util.brief import brief
 
 Pattern = Any
-MOST = 2**63 - 1
-"""Of a whole number, unless a pattern says otherwise."""
+LARGEST = 2**63 - 1
+"""The largest whole number, unless a pattern says otherwise."""
 _DEEPEST = 200
+"""How deeply lists and mappings may be nested, so that every reader of JSON can take them."""
 
 
 def compare(where: str, data: Any, pattern: Pattern) -> None:
-    """Raises ValueError unless data are as a pattern says; the message names the entry.
+    """Raises ValueError unless data match a pattern; the message names the entry that does not.
 
     Args:
-        where: the data are.
+        where: the path of the data in their file, for the message.
         data: as JSON has them.
-        pattern: as told above.
+        pattern: see the top of this file.
 
     >>> compare("step", {"at": [3, "x"]}, {"at": [whole()]})
     Traceback (most recent call last):
@@ -33,65 +39,68 @@ def compare(where: str, data: Any, pattern: Pattern) -> None:
             _compare_names(where, data, pattern)
         case list():
             _need(isinstance(data, list), where, "a list", data)
-            for i, each in enumerate(data):
-                compare(f"{where}[{i}]", each, pattern[0])
+            for i, element in enumerate(data):
+                compare(f"{where}[{i}]", element, pattern[0])
         case tuple():
-            told = f"a list of {len(pattern)}"
-            _need(isinstance(data, list) and len(data) == len(pattern), where, told, data)
-            for i, (each, wanted) in enumerate(zip(data, pattern, strict=True)):
-                compare(f"{where}[{i}]", each, wanted)
+            fits = isinstance(data, list) and len(data) == len(pattern)
+            _need(fits, where, f"a list of {len(pattern)}", data)
+            for i, (element, element_pattern) in enumerate(zip(data, pattern, strict=True)):
+                compare(f"{where}[{i}]", element, element_pattern)
         case type():
-            _need(type(data) is pattern, where, _WORDS[pattern], data)
+            _need(type(data) is pattern, where, _TYPES[pattern], data)
         case _:
             pattern(where, data)
 
 
-_WORDS = {str: "a text", bool: "true or false"}
+_TYPES = {str: "a text", bool: "true or false"}
 
 
 def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
+    """Compares a mapping, name by name."""
     _need(isinstance(data, dict), where, "a mapping of names", data)
     if str in pattern:
         for name, value in data.items():
             compare(f"{where}[{name!r}]", value, pattern[str])
         return
-    wanted = {name.removesuffix("?"): value for name, value in pattern.items()}
+    patterns = {name.removesuffix("?"): value for name, value in pattern.items()}
     if missing := [name for name in pattern if not name.endswith("?") and name not in data]:
         raise ValueError(f"{where} lacks {missing[0]}")
-    if unknown := [name for name in data if name not in wanted]:
+    if unknown := [name for name in data if name not in patterns]:
         raise ValueError(f"{where} has an entry that is not known, {brief(unknown[0])}")
     for name, value in data.items():
-        compare(f"{where}.{name}", value, wanted[name])
+        compare(f"{where}.{name}", value, patterns[name])
 
 
-def whole(least: int = 0, most: int = MOST) -> Pattern:
-    """A whole number between two."""
+def whole(least: int = 0, largest: int = LARGEST) -> Pattern:
+    """Returns the pattern of whole numbers in a range, both ends included."""
 
     def check(where: str, data: Any) -> None:
-        fits = type(data) is int and least <= data <= most
-        _need(fits, where, f"a whole number from {least} to {most}", data)
+        fits = type(data) is int and least <= data <= largest
+        _need(fits, where, f"a whole number from {least} to {largest}", data)
 
     return check
 
 
 def number(where: str, data: Any) -> None:
-    """A number of any kind."""
+    """Matches any number; true and false are not numbers."""
     _need(type(data) in (int, float), where, "a number", data)
 
 
 def anything(where: str, data: Any) -> None:
-    """What JSON holds, no deeper than is read everywhere."""
-    level, deep = [data], 0
+    """Matches whatever JSON can hold, up to a depth that every reader of it can take."""
+    level, depth = [data], 0
+    # Level by level and not by recursion, which deep data would overflow.
     while level:
-        if deep > _DEEPEST:
+        if depth > _DEEPEST:
             raise ValueError(f"{where} holds lists or mappings more than {_DEEPEST} deep")
-        inside = [each.values() if isinstance(each, dict) else each for each in level]
-        nested = [each for each in inside if not isinstance(each, str | int | float | None)]
-        level, deep = [part for each in nested for part in each], deep + 1
+        values = [value.values() if isinstance(value, dict) else value for value in level]
+        nested = [value for value in values if not isinstance(value, str | int | float | None)]
+        level = [element for value in nested for element in value]
+        depth += 1
 
 
 def maybe(pattern: Pattern) -> Pattern:
-    """What a pattern says, or null."""
+    """Returns the pattern that also matches null."""
 
     def check(where: str, data: Any) -> None:
         if data is not None:
@@ -101,17 +110,18 @@ def maybe(pattern: Pattern) -> Pattern:
 
 
 def one_of(values: Any) -> Pattern:
-    """One of some texts."""
-    known = list(map(str, values))
+    """Returns the pattern of a few texts."""
+    texts = list(map(str, values))
 
     def check(where: str, data: Any) -> None:
-        _need(isinstance(data, str) and data in known, where, f"one of {', '.join(known)}", data)
+        fits = isinstance(data, str) and data in texts
+        _need(fits, where, f"one of {', '.join(texts)}", data)
 
     return check
 
 
 def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Pattern:
-    """One pattern for data that pass a test, another one for what does not."""
+    """Returns the pattern that is `then` for data that pass a test, and `other` for the rest."""
 
     def check(where: str, data: Any) -> None:
         compare(where, data, then if test(data) else other)
@@ -119,6 +129,7 @@ def either(test: Callable[[Any], bool], then: Pattern, other: Pattern) -> Patter
     return check
 
 
-def _need(holds: bool, where: str, wanted: str, data: Any) -> None:
-    if not holds:
-        raise ValueError(f"{where} must be {wanted}, not {brief(data)}")
+def _need(fits: bool, where: str, expected: str, data: Any) -> None:
+    """Raises ValueError with what was expected unless the data fit."""
+    if not fits:
+        raise ValueError(f"{where} must be {expected}, not {brief(data)}")

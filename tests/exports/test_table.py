@@ -15,7 +15,7 @@ from tests.grid import grid
 GOLDEN = Path(__file__).with_name("golden")
 FLUSHED = tuple(name for name, schedule in SCHEDULES.items() if schedule.synchronous)
 REASON = (
-    r"cannot say all of this plan; lost would be |nothing near|the model is no embedding|"
+    r"cannot say all of this plan; lost would be |nothing near|the model is not an embedding|"
     r"blocks of the model are not alike|blocks are too few"
 )
 

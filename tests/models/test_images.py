@@ -32,8 +32,8 @@ def test_a_file_of_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (None, "is no .npz file"),
-        ({"images": np.zeros((4, 8, 8, 3))}, "is no .npz file of `images` and `labels`"),
+        (None, "is not an .npz file"),
+        ({"images": np.zeros((4, 8, 8, 3))}, "is not an .npz file of `images` and `labels`"),
         (
             {"images": np.zeros((4, 9, 8, 3)), "labels": np.zeros(4)},
             r"\(4, 9, 8, 3\).* are not \[N, 8, 8, 3\]",
@@ -43,7 +43,7 @@ def test_a_file_of_images(tmp_path: Path) -> None:
             {"images": np.zeros((4, 8, 8, 3)), "labels": np.arange(4)},
             "labels 0 to 3 are not among 2 classes",
         ),
-        ({"images": np.array([{}], object), "labels": np.arange(1)}, "is no .npz file"),
+        ({"images": np.array([{}], object), "labels": np.arange(1)}, "is not an .npz file"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, arrays: dict | None, message: str) -> None:

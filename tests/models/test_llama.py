@@ -117,7 +117,7 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"heads": 3}, "width=256 is no even number for each of heads=3"),
+        ({"heads": 3}, "width=256 is not an even number for each of heads=3"),
         ({"groups": 3}, "heads=4 is not divisible by groups=3"),
         ({"hidden": 0}, "hidden=0 must be at least 1"),
         ({"dropout": 0.1}, "dropout=0.1: a Llama has none"),

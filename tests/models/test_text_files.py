@@ -44,7 +44,7 @@ def test_the_same_texts_from_every_kind_of_file(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"body": "b", "id": 1}',
             "line 2 of .* has no text in a field 'text', .* body, id",
         ),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', "line 3 of .*a.jsonl' is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', "line 3 of .*a.jsonl' is not JSON"),
         ("a.jsonl", b'["text"]', "line 1 of .*a.jsonl' has no text in a field 'text'"),
         ("a.jsonl", b"caf\xe9", "is not UTF-8 text"),
         ("a.parquet", b"no table", "cannot read .*a.parquet'"),

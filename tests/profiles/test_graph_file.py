@@ -37,7 +37,7 @@ def test_the_content_tells_the_format(
         (
             "a.txt",
             b"digraph { a -> b }",
-            "a.txt, line 1: this is no graph file: it is neither PipeDream's graph.txt",
+            "a.txt, line 1: this is not a graph file: it is neither PipeDream's graph.txt",
         ),
         ("a.txt", b"\xff\xfe\x00", "a.txt, line 1: this is not text"),
         ("a.txt", b"  node1 -- node2\n", "a.txt, line 1: the edge dangles: node1 is not described"),

@@ -105,7 +105,9 @@ def test_other_compilers_are_told_how_results_and_inputs_lie() -> None:
     calls = [x for call in outline(body).values() for x in call.outputs]
     inputs = [array for array in forward.inputs if array.ndim > 1]
     assert pinned["cpu"] == 0
-    assert pinned["cuda"] == pinned["tpu"] == len(inputs) + sum(x.aval.ndim > 1 for x in calls)
+    assert (
+        pinned["cuda"] == pinned["tpu"] == len(inputs) + sum(_jax.aval(x).ndim > 1 for x in calls)
+    )
 
 
 def test_effects_stay_outside_of_calls() -> None:

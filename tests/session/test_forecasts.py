@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,27 @@ def test_the_optimizer_s_state_may_lie_on_the_host() -> None:
     assert away.reasons[-1].startswith("the optimizer's state that lies on the host")
     with pytest.raises(ValueError, match="unknown parameter 'x' in state_fates"):
         jvpipe.plan_for(loss_fn, [wide] * 8, wide, state_fates={"x": "swap"}, **asked)
+
+
+@pytest.mark.parametrize("shared", [{"stages": 2}, {"replicas": (2, 1)}])
+def test_state_goes_to_the_host_where_nothing_fits_else(shared: dict[str, Any]) -> None:
+    wide = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+        return jnp.mean(batch**2)
+
+    asked = {"hardware": "cpu", "optimizer": optax.adam(1e-3), "microbatches": 4, **shared}
+    plan_for = partial(jvpipe.plan_for, loss_fn, [wide] * 8, wide, **asked)
+    with pytest.raises(jvpipe.MemoryLimitExceeded) as error:
+        _ = plan_for(memory_limit=1).plan
+    least, parameter = error.value.smallest_limit_bytes, 256 * 256 * 4
+    counts = []
+    for limit in (least, least + 3 * parameter, 100 * parameter):
+        forecast = plan_for(memory_limit=limit)
+        counts.append(sum(len(stage.state_fates) for stage in forecast.plan.stages))
+        assert (forecast.state_s > 0) == (counts[-1] > 0)
+        assert max(forecast.held_bytes) <= limit
+    assert counts[0] > counts[1] > counts[2] == 0
+    assert not plan_for(memory_limit=least, state_fates={"*": "keep"}).fits

@@ -175,7 +175,7 @@ AT_REST: dict[str, tuple[Change, str]] = {
     ),
     "a node of a class that is none": (
         put("shapes", "params", value={"node": ["json:loads", None, []]}),
-        "'json:loads' is no class of containers",
+        "'json:loads' is not a class of containers",
     ),
     "containers that nest": (
         put("shapes", "params", value={"list": nested(500)}),
@@ -300,7 +300,7 @@ def test_arrays_in_flight_that_are_not_as_they_were(
         if damage == "gone":
             del arrays[name]
         else:
-            other = np.zeros(arrays[name].shape, np.uint32).view(np.int32)
+            other = np.zeros(arrays[name].shape, np.uint32)  # no optimizer has any such state
             arrays[name] = other if damage == "type" else arrays[name].reshape(-1)[:1]
 
     line = refused(with_arrays(flying, tmp_path / "state", change), "pipedream")

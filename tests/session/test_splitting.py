@@ -1,8 +1,9 @@
 """Plans with finer layers: when they are made, that they are faster as counted by hand, and that no bit changes."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -23,10 +24,10 @@ from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import Planned
-from jvpipe.session.planning import CutCandidate, Splitter
+from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, even_places
 from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.trace.graph import Sorted, Traced, build_graph
-from jvpipe.trace.layer_split import split_layers, split_points
+from jvpipe.trace.layer_split import Place, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.model import trace_model
 from tests.zoo import transformer
@@ -87,7 +88,7 @@ def by_flops(traced: Traced, stages: int = 3, worth: float = 1.0) -> CutCandidat
     problem = Problem(Costs(tuple(layers)), stages, find_schedule("1f1b"), microbatches=8)
     decision = jvpipe(problem)
     planned = Planned(decision.plan(problem, "jvpipe"), problem, decision)
-    return CutCandidate(traced, optimizer_of(traced, parameters(8, 40, 8)), planned)
+    return CutCandidate(traced, planned)
 
 
 def always(whole: Traced, layer: int, halves: Traced) -> bool:
@@ -97,7 +98,7 @@ def always(whole: Traced, layer: int, halves: Traced) -> bool:
 def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
     begin = by_flops(three_blocks())
     assert [x.flops for x in begin.traced.graph.layers] == [4096, 20480, 4096]
-    assert begin.step_s == pytest.approx(
+    assert begin.planned.step_s == pytest.approx(
         1 + 8 * (5 + 10) + 2
     )  # the first F, eight F and B of the slowest, the last B
     found = Splitter(CORE, always).better(begin, by_flops)
@@ -105,7 +106,42 @@ def test_a_lone_layer_that_is_the_slowest_stage_is_cut() -> None:
     assert found.planned.plan.cuts == (2, 1, 1)
     # Eight F and B of the first stage, which makes three F, then waits until 14.5 for the second to have made F F B,
     # and near the end 0.5 more: there the second takes 7.5 for the last F and a B, the first 7 for a B.
-    assert found.step_s == pytest.approx(8 * 3 * (1 + 2.5) + (14.5 - 3 * 3.5) + (7.5 - 7))
+    assert found.planned.step_s == pytest.approx(8 * 3 * (1 + 2.5) + (14.5 - 3 * 3.5) + (7.5 - 7))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_are_as_even_as_any_places_make_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layer_s, stages = rng.integers(1, 20, 5).astype(float), 3
+    inside = {
+        layer: [Place(9 - p, share, int(rng.integers(10))) for p, share in enumerate(shares)]
+        for layer in range(5)
+        if (shares := sorted(rng.choice(9, int(rng.integers(3)), replace=False) / 10 + 0.1))
+    }
+    costs = Costs(tuple(LayerCost("", t / 3, 2 * t / 3, (Option(0),)) for t in layer_s))
+    problem = Problem(costs, stages, find_schedule("1f1b"), microbatches=8)
+    decision = jvpipe(problem)
+    planned = Planned(decision.plan(problem, "jvpipe"), problem, decision)
+    ends = np.cumsum(layer_s)
+    all_places = [(float(end), None) for end in ends[:-1]] + [
+        (float(ends[layer] - layer_s[layer] * (1 - x.share)), (layer, x.before_end))
+        for layer, places in inside.items()
+        for x in places
+    ]
+
+    def slowest_s(chosen: Sequence[tuple[float, Any]]) -> float:
+        return max(np.diff([0.0, *sorted(at for at, _ in chosen), ends[-1]]))
+
+    def layers_cut(chosen: Sequence[tuple[float, Any]]) -> int:
+        return sum(place is not None for _, place in chosen)
+
+    ways = list(combinations(all_places, stages - 1))
+    least_s = min(map(slowest_s, ways))
+    fewest = min(layers_cut(x) for x in ways if slowest_s(x) <= SPLITTING.near_times * least_s)
+    found = even_places(planned, inside)
+    assert len(found) == fewest
+    reached = [x for x in ways if {place for _, place in x} - {None} == set(found)]
+    assert min(map(slowest_s, reached)) <= SPLITTING.near_times * least_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("why", ["bits differ", "layers are light", "no finer plan", "not faster"])
@@ -145,9 +181,6 @@ def test_halves_are_planned_where_whole_layers_keep_no_limit_whatever_the_second
     with pytest.raises(MemoryLimitExceeded, match="6 layers") as refused:
         splitter.within_limit(whole, 3, within(79))
     assert refused.value.smallest_limit_bytes == 80
-    # What is cut because it is slow is cut in the same way: no plan is there that holds less than what was named.
-    best = splitter.better(by_flops(whole), within(80), limited=True)
-    assert len(best.traced.graph.layers) == 6
 
 
 def test_even_stages_stay() -> None:
@@ -168,18 +201,20 @@ def run(
     return (losses, [x.tobytes() for x in jax.tree.leaves(pipe.params(state))]), pipe
 
 
-def test_a_transformer_has_the_same_bits_with_halves() -> None:
+def test_a_transformer_has_the_same_bits_in_parts() -> None:
     case = transformer(2)
     micro = micro_batch_shapes(case.batch, 2)
     whole = trace_model(case.loss_fn, case.params, micro, case.rng).traced
     attention, network = (
         split_points(whole, layer, lambda eqns, _: [1.0] * len(eqns))[0] for layer in (1, 2)
     )
-    halves = split_layers(whole, {1: attention, 2: network})
-    plan = Plan.from_cuts([2, 1, 1, len(halves.graph.layers) - 4], splits=halves.splits)
+    *_, last = split_points(whole, 1, lambda eqns, _: [1.0] * len(eqns))
+    assert last != attention
+    parts = split_at(whole, [(1, attention), (1, last), (2, network)])
+    plan = Plan.from_cuts([2, 1, 2, len(parts.graph.layers) - 5], splits=parts.splits)
     alone, _ = run(case.params, case.batch, case.loss_fn, 1, planner="even")
     cut, pipe = run(case.params, case.batch, case.loss_fn, plan)
-    assert len(pipe.session.compiled.traced.graph.layers) == len(whole.graph.layers) + 2
+    assert len(pipe.session.compiled.traced.graph.layers) == len(whole.graph.layers) + 3
     assert cut == alone
 
 

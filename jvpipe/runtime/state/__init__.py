@@ -1,1 +1,1 @@
-"""What becomes of a state: moved to other devices or models, kept on disk, made again."""
+"""What happens to a state between steps: it is moved to other devices or models, saved, and restored."""

@@ -42,7 +42,7 @@ from jvpipe.runtime.engine.transport import to_host
 from jvpipe.schedules.one_f_one_b import one_f_one_b
 
 UNFORESEEN = -1
-"""Stands for a stream's steps where a migration is prepared anew once it is due."""
+"""Stands for a stream's steps where a migration is prepared again once it is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, placing = migration.bound.lowered.buffers, migration.old.placing
-    # Of each array some copy is alive, at the old place or at the new one, on a device or on the host.
+    # Some copy of each array is alive, at the old place or at the new one, on a device or on the host.
     alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
@@ -274,7 +274,7 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, before, after).
 
-    Of replicas the first device that a layer leaves is told, and the first one to which it comes.
+    For replicas, the event names the first device that a layer leaves and the first to which it comes.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)

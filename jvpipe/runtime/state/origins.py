@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Origins:
-    """Decides where each array of a new model comes from, and what becomes of the old model's.
+    """Decides where each array of a new model comes from, and what happens to those of the old model.
 
     Args:
         old: the compiled plan before.
@@ -66,7 +66,7 @@ class Origins:
         Raises:
             ValueError: an array has another shape or type than before, or one that is new has no value.
         """
-        # By path: an array of the same path must be the same, or it would silently begin anew.
+        # By path: an array of the same path must be the same, or it would silently begin again.
         before = {(kind, array.name): array for kind, array in self.before}
         for kind, array in dict.fromkeys(self.after):
             old = before.get((kind, array.name), array)

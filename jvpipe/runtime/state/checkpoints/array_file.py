@@ -59,7 +59,7 @@ def unpack(arrays: Arrays, keys: Sequence[Sequence[Any]], raw: Sequence[Sequence
     Args:
         arrays: as they were read; changed.
         keys: as in `Packed`.
-        raw: likewise.
+        raw: as in `Packed`.
 
     Raises:
         ValueError: there is no such array, or it is none of that type and shape.
@@ -116,7 +116,7 @@ def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     Raises:
         SafetensorError: they cannot be written.
-        OSError: likewise.
+        OSError: the file cannot be written.
     """
     # safetensors itself writes files that only their owner may read.
     file.touch()

@@ -37,7 +37,7 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
         stream_steps: the steps of its stream, 0 at rest.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    # Of the copies of an array the first one counts: from last to first, it comes to stand in the result.
+    # If an array has several copies, the first one counts: from last to first, it comes to stand in the result.
     backwards = reversed(compiled.persistent)
     return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
@@ -99,7 +99,7 @@ def brought_arrays(
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
     """Returns for each array of a plain state where its newest version is among a state's arrays.
 
-    Of the copies of that version it is the one at the array's own place, if there is one; else a layer is moving.
+    If that version has several copies, it is the one at the array's own place, if there is one; else a layer is moving.
     """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
@@ -210,7 +210,7 @@ def restore_in_flight(
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of an array in flight; None where only programs of an earlier plan know."""
+    """Returns the shape and type of an array in flight; None if only programs of an earlier plan know."""
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

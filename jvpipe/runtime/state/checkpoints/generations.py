@@ -119,7 +119,7 @@ def delete(folder: Path) -> None:
 
 @contextmanager
 def telling(path: Path) -> Iterator[None]:
-    """Wraps the deletion of a path: a failure is no error, but a warning, the first time."""
+    """Wraps the deletion of a path: a failure is only a warning, the first time."""
     try:
         yield
     except OSError as problem:

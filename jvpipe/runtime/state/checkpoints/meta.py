@@ -12,11 +12,11 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints import skeleton
 from jvpipe.trace.keys import IMPLEMENTATIONS
-from jvpipe.util.pattern import MOST, anything, compare, either, maybe, one_of, whole
+from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_of, whole
 
 _WHERE = "meta.json"
 _COUNT = whole(0, 2**31 - 1)
-_ANY = whole(-MOST)
+_ANY = whole(-LARGEST)
 """Numbers of a use are counted from where its step begins: they may be below 0."""
 _USE = (one_of((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
@@ -105,7 +105,7 @@ def _check_flight(flight: Mapping[str, Any], step: int) -> None:
     used = (layer for run in runs if run for _, layer, *_ in run[0])
     beyond = next((layer for layer in used if layer >= layers), None)
     if beyond is not None:
-        raise ValueError(f"{_WHERE}: flight.versions tell of layer {beyond}, the plan has {layers}")
+        raise ValueError(f"{_WHERE}: flight.versions names layer {beyond}, the plan has {layers}")
     starts = [start for start, _ in legs]
     if starts != sorted(set(starts)):
         raise ValueError(f"{_WHERE}: flight.legs begin at micro-batches {starts}, not in turn")

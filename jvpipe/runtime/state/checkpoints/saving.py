@@ -50,7 +50,7 @@ class Saving:
     def arrays(self, of_state: Sequence[jax.Array | None], stream_steps: int) -> Arrays:
         """Returns the arrays of a state on the host, as far as this process holds them.
 
-        Of an array that lies at several places, the process with the first copy saves it.
+        An array that lies at several places is saved by the process with the first copy.
 
         Args:
             of_state: its arrays, None for what another process holds.
@@ -231,5 +231,5 @@ def _saved_key(path: str | Path, meta: Mapping[str, Any]) -> jax.Array:
     try:
         return jax.random.wrap_key_data(key, impl=impl)
     except TypeError as problem:
-        damage = f"{len(words)} words of shape {shape} are no key of {impl}"
+        damage = f"{len(words)} words of shape {shape} are not a key of {impl}"
         raise DamageError(f"{path} is damaged: meta.json: {damage}") from problem

@@ -44,7 +44,7 @@ def tree(where: str, dumped: Any) -> None:
 
 
 def dtype(where: str, name: Any) -> None:
-    """Raises ValueError unless a name is that of a type: likewise a pattern."""
+    """Raises ValueError unless a name is that of a type; it is used as a pattern."""
     compare(where, name, str)
     try:
         dtype_of(name)
@@ -160,5 +160,5 @@ def _class(name: str) -> type:
             f"the containers are of class {inside} of {module}: import that before restore"
         ) from problem
     if not isinstance(container, type):
-        raise ValueError(f"{brief(name)} is no class of containers")
+        raise ValueError(f"{brief(name)} is not a class of containers")
     return container

@@ -1,0 +1,61 @@
+"""Products that a GPU's compiler cuts along what they sum over, so that all of its cores have work.
+
+    parts      the cores have tiles of 64 x 128 of the result to make, one and a half each; where there are fewer, the
+               sum is cut into parts, a power of two. Small ones, which move much for what they compute, are cut further
+    bytes      each part is a whole result in float32; their sum is made of them afterwards
+    padding    a sum of a length that the parts do not divide is filled up: both operands are copied for that
+
+This is XLA's rule (`splitk_rewriter`), with its constants.
+"""
+
+from jvpipe.cost.products import Product
+
+_TILE = 64, 128
+_TILES_PER_CORE = 1.5
+_FEW_OPERATIONS = 240  # multiply-adds per 32 bytes that are moved
+_SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # sums, after they are cut
+_MOST_PARTS = 128
+
+
+def parts_of(product: Product, cores: int) -> int:
+    """Into how many parts the sum of a product is cut.
+
+    Args:
+        product: its shape.
+        cores: of the GPU.
+
+    >>> parts_of(Product(1, 304, 1024, 30522), 132), parts_of(Product(1, 8192, 1024, 50257), 132)
+    (8, 1)
+    """
+    m, n, k = product.m, product.n, product.k
+    moved = 8 * sum(x * y for x, y in zip((m * k, n * k, m * n), product.itemsizes, strict=True))
+    if 256 * m * n * k < _FEW_OPERATIONS * moved:
+        return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
+    tiles = product.b * -(-m // _TILE[0]) * -(-n // _TILE[1])
+    wanted = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
+    most = 1 << max(1, k // _SHORTEST).bit_length() - 1
+    return _power(min(wanted, most))
+
+
+def split_bytes(product: Product, cores: int) -> int:
+    """Counts the bytes of the parts, and of operands that are copied for them; nothing if there is one part.
+
+    Args:
+        product: its shape.
+        cores: of the GPU.
+
+    >>> split_bytes(Product(1, 304, 1024, 30522), 132) / 2**20
+    164.15234375
+    """
+    parts = parts_of(product, cores)
+    if parts == 1:
+        return 0
+    filled = -(-product.k // parts) * parts if product.k % parts else 0
+    left, right, _ = product.itemsizes
+    copies = product.b * filled * (product.m * left + product.n * right)
+    return copies + parts * product.b * product.m * product.n * 4
+
+
+def _power(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (max(1, count) - 1).bit_length()
