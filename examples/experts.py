@@ -19,10 +19,10 @@ def mixed(x, p):
     chances = jax.nn.softmax(norm(x) @ p["router"])
     chosen = jax.nn.one_hot(chances.argmax(-1), chances.shape[-1])
     hidden = jax.nn.gelu(jnp.einsum("...d,edf->...ef", norm(x), p["up"]))
-    made = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
+    outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
     axes = tuple(range(x.ndim - 1))
     uneven = chances.shape[-1] * jnp.sum(chosen.mean(axes) * chances.mean(axes))
-    return x + made, uneven, chosen.mean(axes)
+    return x + outputs, uneven, chosen.mean(axes)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class UNet:
         keys = iter(jax.random.split(key, 64))
         drawn = lambda *shape: jax.random.normal(next(keys), shape) * np.prod(shape[:-1]) ** -0.5
 
-        def made(inside, outside):
+        def block_weights(inside, outside):
             return {
                 "first": drawn(3, 3, inside, outside),
                 "time": drawn(8, outside),
@@ -55,8 +55,8 @@ class UNet:
             }
 
         widths = self.channels
-        down = [made(a, b) for a, b in zip((1, *widths), widths)]
-        up = [made(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1])]
+        down = [block_weights(a, b) for a, b in zip((1, *widths), widths)]
+        up = [block_weights(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1])]
         return {"down": down, "up": up, "last": drawn(1, 1, widths[0], 1)}
 
     def loss_fn(self, params, clean, rng):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.core import Tracer as Tracer
 from jax.experimental import multihost_utils, topologies, transfer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as _core
 from jax.interpreters import mlir
@@ -147,8 +148,10 @@ def scope(eqn: JaxprEqn) -> str:
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
     """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
-    own = eqn.source_info
-    return own if outer is None else outer.replace(name_stack=outer.name_stack + own.name_stack)
+    source = eqn.source_info
+    return (
+        source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
+    )
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -205,7 +208,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr as a function that the compiler does not merge into its caller; it has no derivative."""
+    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program; it has no derivative.
+
+    A CPU's compiler does not merge it into its caller. Others do: their kernels differ by the layouts that the readers
+    of a result would like, so there results lie as they do between programs.
+    """
     return _outlined().bind(*values, jaxpr=closed)
 
 
@@ -213,6 +220,9 @@ def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 def _outlined() -> Any:
     def inside(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*values)
+
+    def laid(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
+        return [_row_major(x) for x in inside(*values, jaxpr=jaxpr)]
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
@@ -224,9 +234,43 @@ def _outlined() -> Any:
     primitive.multiple_results = True
     primitive.def_impl(inside)
     primitive.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(inside, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(laid, multiple_results=True))
     mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
     return primitive
+
+
+def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Calls a jaxpr such that its results have the bits that they have where it is all of a program.
+
+    On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
+    """
+    barrier = jax.lax.optimization_barrier
+    return list(barrier(outlined(closed, barrier(list(values)))))
+
+
+def laid_out(x: Any) -> Any:
+    """An input of a program, for readers that find it as it lies, as they would a value that was computed again.
+
+    A CPU's compiler needs not be told.
+    """
+    return _laid_out().bind(x)
+
+
+@cache
+def _laid_out() -> Any:
+    primitive = _core.Primitive("laid_out")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(_row_major, multiple_results=False))
+    mlir.register_lowering(primitive, lambda _, x: [x], platform="cpu")
+    return primitive
+
+
+def _row_major(x: Any) -> Any:
+    """An array in the layout that arrays have between programs."""
+    if x.ndim < 2 or not is_plain(x.dtype):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 # `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and

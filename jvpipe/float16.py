@@ -130,8 +130,10 @@ def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTrans
         inner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner, state.inner)
         count = jnp.where(finite, state.updates + 1, 0)
         grows = count >= growth_updates
-        wanted = jnp.where(finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0))
-        return {"params": moves, "scale": wanted - scale}, ScaledState(
+        proposed = jnp.where(
+            finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1.0)
+        )
+        return {"params": moves, "scale": proposed - scale}, ScaledState(
             jnp.where(grows, 0, count), inner
         )
 

@@ -85,8 +85,8 @@ class NnxLoss:
 
     def __call__(self, params: Tree, *others: Any) -> Any:
         """The loss of (params, batch, key), or that of (params, model state, batch, key) with the new state."""
-        *held, batch, rng = others
-        module = self.module(params, held[0] if held else None, rng)
+        *model_state, batch, rng = others
+        module = self.module(params, model_state[0] if model_state else None, rng)
         value = self.loss_fn(module, batch)
         if not self.has_state:
             return value

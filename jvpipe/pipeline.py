@@ -101,6 +101,11 @@ class Pipeline:
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
+        group: consecutive layers of a stage run as one program in each direction, with the same results bitwise as
+            layers apart, which False keeps. It takes fewer dispatches, which is what limits small layers and fast
+            devices, and longer to compile. Unless given, on all devices but CPUs. Layers that call the host run by
+            programs of their own, and so do those that have moved, until their groups are compiled beside the run. If
+            groups would not keep the limit, and under `sharding`, layers stay apart.
         remeasure: measure again what an earlier process has measured. Seconds are kept, and found again, if JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
@@ -149,10 +154,11 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
-        told = checked(PIPELINE, locals())
-        self.session = Session(settings_of(loss_fn, optimizer, devices, told))
+        options = checked(PIPELINE, locals())
+        self.session = Session(settings_of(loss_fn, optimizer, devices, options))
 
     def __repr__(self) -> str:
         session, plans = self.session, self.session.compiled_plans
@@ -391,10 +397,10 @@ class Pipeline:
         """Goes on with another model, under a new plan, from the next step on.
 
         Steps in flight are finished first. A parameter with the path, shape and type of one of the present
-        model keeps its value and its optimizer state,
-        and so does a leaf of the model state. What the new model lacks waits on the host until a later model has it
-        again. The rest begins as given, with fresh optimizer state. Layers that some model had are not compiled again;
-        a loss that was met before, the very object, is neither traced nor planned again.
+        model keeps its value and its optimizer state, and so does a leaf of the model state. Leaves that the new
+        model lacks wait on the host until a later model has them again. The rest begins as given, with fresh
+        optimizer state. Layers that some model had are not compiled again; a loss that was met before, the very
+        object, is neither traced nor planned again.
 
         Args:
             state: the newest; consumed.
@@ -426,8 +432,8 @@ class Pipeline:
         """
         check_loss(loss_fn, has_state=self.session.settings.has_state)
         with beside_training():
-            known, present = self.session.known_models, self.session.compiled_plans
-            known.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
+            models, present = self.session.known_models, self.session.compiled_plans
+            models.compiled_for(present, loss_fn, params, model_state).compile_everywhere()
 
     # Checkpoints
 

@@ -78,10 +78,10 @@ class Head(nnx.Module):
         return y.astype(jnp.float32) + self.bias[...][None, None]
 
 
-def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `BertConfig` that config.json tells."""
-    dropout = told.get("hidden_dropout_prob", 0.1)
-    for key, known in (
+    dropout = settings.get("hidden_dropout_prob", 0.1)
+    for key, value in (
         ("hidden_act", "gelu"),
         ("type_vocab_size", 2),
         ("position_embedding_type", "absolute"),
@@ -90,19 +90,19 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         ("add_cross_attention", False),
         ("is_encoder_decoder", False),
     ):
-        told.only(key, known)
-    positions = told["max_position_embeddings"]
+        settings.only(key, value)
+    positions = settings["max_position_embeddings"]
     return {
-        "blocks": told["num_hidden_layers"],
-        "width": told["hidden_size"],
-        "heads": told["num_attention_heads"],
-        "vocabulary": told["vocab_size"],
+        "blocks": settings["num_hidden_layers"],
+        "width": settings["hidden_size"],
+        "heads": settings["num_attention_heads"],
+        "vocabulary": settings["vocab_size"],
         "positions": positions,
         "tokens": min(128, positions),
-        "feed_forward": told["intermediate_size"],
-        "epsilon": told.get("layer_norm_eps", 1e-12),
+        "feed_forward": settings["intermediate_size"],
+        "epsilon": settings.get("layer_norm_eps", 1e-12),
         "dropout": dropout,
-        "tied": told.get("tie_word_embeddings", True),
+        "tied": settings.get("tie_word_embeddings", True),
         "published": True,
     }
 
@@ -126,8 +126,8 @@ def _sources(config: Any) -> dict[str, Source]:
     sources |= norm_of("head.norm", "cls.predictions.transform.LayerNorm")
     if config.tied:
         return sources | {"head.bias": Source(("cls.predictions.bias",))}
-    own = linear_of("head.output", "cls.predictions.decoder", bias=False)
-    return sources | own | {"head.bias": Source(("cls.predictions.decoder.bias",))}
+    decoder = linear_of("head.output", "cls.predictions.decoder", bias=False)
+    return sources | decoder | {"head.bias": Source(("cls.predictions.decoder.bias",))}
 
 
 FORMAT = Format(

@@ -31,8 +31,8 @@ def catalogue_pairs(source: str, target: str) -> list[Pair]:
     path = cache_folder() / f"catalogues-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
-        known = {(left[name], right[name]): None for name in left if name in right}
-        write_whole(path, json.dumps(list(known)).encode())
+        pairs = {(left[name], right[name]): None for name in left if name in right}
+        write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]
 
 
@@ -77,10 +77,12 @@ def _catalogues(language: str) -> list[Path]:
     package = Path(spec.origin).parent
     files = sorted(package.rglob(f"locale/{language}/LC_MESSAGES/django.mo"))
     if not files:
-        known = [
+        catalogues = [
             folder.name for folder in (package / "conf" / "locale").iterdir() if folder.is_dir()
         ]
         raise ValueError(
-            did_you_mean("language", language, sorted(name for name in known if name[:2] != "__"))
+            did_you_mean(
+                "language", language, sorted(name for name in catalogues if name[:2] != "__")
+            )
         )
     return files

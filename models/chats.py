@@ -129,23 +129,23 @@ def read_template(folder: Path) -> ChatTemplate | None:
     Raises:
         ValueError: a file of it cannot be read.
     """
-    known: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in (FILES[2], FILES[1]):
         if (folder / name).exists():
             try:
-                known |= json.loads((folder / name).read_text(encoding="utf-8"))
+                settings |= json.loads((folder / name).read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError) as problem:
                 raise ValueError(f"{folder / name} cannot be read: {problem}") from problem
-    source = known.get("chat_template")
+    source = settings.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if (folder / FILES[0]).exists():
         source = (folder / FILES[0]).read_text(encoding="utf-8")
     if source is None:
         return None
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in known.items()
+        for name, value in settings.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
     return ChatTemplate(source, tokens)
@@ -217,8 +217,8 @@ def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Genera
 
 def _check(messages: Sequence[Message]) -> None:
     for message in messages:
-        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not known or not isinstance(message.get("content"), str):
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
             raise ValueError(
                 "each of 'messages' should have a 'role' and a text as 'content', "
                 f"not {str(message)[:80]}"

@@ -51,8 +51,8 @@ def from_folder(path: str | Path, key: jax.Array, **fields: Any) -> tuple[Worklo
     """
     folder = open_folder(model_folder(path))
     name = model_of(folder)
-    told = read_fields(folder, format_of(name))
-    workload = load(name, published_size(name), **{**told, **fields})
+    settings = read_fields(folder, format_of(name))
+    workload = load(name, published_size(name), **{**settings, **fields})
     return workload, first_params(folder, workload, key)
 
 

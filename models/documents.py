@@ -115,12 +115,14 @@ def are_conversations(path: Path | None) -> bool:
 
 
 def _conversations(path: Path) -> Corpus:
-    told = [each for file in files_under(path) for each in conversations_in(file)]
-    if len(told) < 2:
+    conversations = [
+        conversation for file in files_under(path) for conversation in conversations_in(file)
+    ]
+    if len(conversations) < 2:
         raise ValueError(
-            f"'{path}' has {len(told)} conversations: give two at least, some are held out"
+            f"'{path}' has {len(conversations)} conversations: give two at least, some are held out"
         )
-    return Corpus(tuple(map(json.dumps, told)))
+    return Corpus(tuple(map(json.dumps, conversations)))
 
 
 def _streamed(name: Path, field: str) -> Documents:

@@ -131,7 +131,7 @@ def params_of(
 ) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
 
-    def own(*names: str) -> jax.Array:
+    def leaf(*names: str) -> jax.Array:
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
     parts: dict[str, dict[str, Chain]] = {
@@ -143,10 +143,10 @@ def params_of(
         for slot, name, b in architecture.blocks()
     }
     params = {
-        name: {side: init(chain, own(name, side)) for side, chain in chains.items() if chain}
+        name: {side: init(chain, leaf(name, side)) for side, chain in chains.items() if chain}
         for name, chains in parts.items()
     }
-    return params | {"head": head(config).init(own("head"))}
+    return params | {"head": head(config).init(leaf("head"))}
 
 
 def loss_of(

@@ -11,13 +11,13 @@ _ALSO = {"sequence_length": "tokens"}
 """Other names of fields, for configurations that lack the first."""
 
 
-def with_fields(kind: str, config: Config, given: Mapping[str, Any]) -> Config:
+def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
     """A dataclass with fields replaced; text is read as what the field is now.
 
     Args:
         kind: of what it is the configuration, for messages.
         config: a dataclass.
-        given: values by the name of their field; `sequence_length` may also be `tokens`.
+        named: values by the name of their field; `sequence_length` may also be `tokens`.
 
     Raises:
         ValueError: there is no such field, a text cannot be read, or the configuration refuses a value.
@@ -35,15 +35,15 @@ def with_fields(kind: str, config: Config, given: Mapping[str, Any]) -> Config:
     chosen: Any = config
     fields = [field.name for field in dataclasses.fields(chosen) if field.init]
     values: dict[str, Any] = {}
-    for name, value in given.items():
-        own = name if name in fields else _ALSO.get(name, name)
-        if own not in fields:
+    for name, value in named.items():
+        field_name = name if name in fields else _ALSO.get(name, name)
+        if field_name not in fields:
             raise ValueError(did_you_mean(f"option of {kind}", name, fields))
-        values[own] = _read(f"{own} of {kind}", value, getattr(chosen, own))
+        values[field_name] = _read(f"{field_name} of {kind}", value, getattr(chosen, field_name))
     return dataclasses.replace(chosen, **values)
 
 
-def _read(told: str, value: Any, present: Any) -> Any:
+def _read(where: str, value: Any, present: Any) -> Any:
     """A value as the type of the present one; of none that is a truth or a number, if it can be."""
     if not isinstance(value, str) or isinstance(present, str):
         return value
@@ -51,13 +51,13 @@ def _read(told: str, value: Any, present: Any) -> Any:
         case bool():
             if value.lower() in ("true", "false"):
                 return value.lower() == "true"
-            raise ValueError(f"{told} is {present}: give true or false, not '{value}'")
+            raise ValueError(f"{where} is {present}: give true or false, not '{value}'")
         case int() | float():
             try:
                 return type(present)(value)
             except ValueError:
-                wanted = "a whole number" if isinstance(present, int) else "a number"
-                raise ValueError(f"{told} is {present}: give {wanted}, not '{value}'") from None
+                expected = "a whole number" if isinstance(present, int) else "a number"
+                raise ValueError(f"{where} is {present}: give {expected}, not '{value}'") from None
         case None if value.lower() in ("true", "false"):
             return value.lower() == "true"
         case None:
@@ -67,7 +67,7 @@ def _read(told: str, value: Any, present: Any) -> Any:
             )
         case _:
             raise ValueError(
-                f"{told} is {present!r}, which no text can replace: only numbers, texts, true and false"
+                f"{where} is {present!r}, which no text can replace: only numbers, texts, true and false"
             )
 
 

@@ -101,8 +101,8 @@ _PLAIN = (
 class Settings(Mapping[str, Any]):
     """The settings of a config.json, or of a part of it, which remember those that were asked for."""
 
-    def __init__(self, told: Mapping[str, Any], where: str = "config.json") -> None:
-        self._told, self._asked, self._where = told, set[str](), where
+    def __init__(self, settings: Mapping[str, Any], where: str = "config.json") -> None:
+        self._told, self._asked, self._where = settings, set[str](), where
 
     def __getitem__(self, key: str) -> Any:
         self._asked.add(key)
@@ -114,15 +114,15 @@ class Settings(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._told)
 
-    def only(self, key: str, *known: Any) -> None:
-        """Checks a setting that our model has only as one of `known`; what is not told is the first of them.
+    def only(self, key: str, *values: Any) -> None:
+        """Checks a setting that our model has only as one of `values`; what is not told is the first of them.
 
         Raises:
             ValueError: it is another.
         """
-        if self.get(key, known[0]) not in known:
+        if self.get(key, values[0]) not in values:
             raise ValueError(
-                f"{self._where} has {key} {self[key]!r}: of such models only {' or '.join(map(repr, known))} is known"
+                f"{self._where} has {key} {self[key]!r}: of such models only {' or '.join(map(repr, values))} is known"
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:

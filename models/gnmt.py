@@ -88,10 +88,10 @@ class Lstm(nnx.Module):
         """What the cells give at each time; they begin with zeros."""
 
         def step(
-            state: tuple[Float[Array, "B D"], Float[Array, "B D"]], given: Float[Array, "B G"]
+            state: tuple[Float[Array, "B D"], Float[Array, "B D"]], gates_in: Float[Array, "B G"]
         ) -> tuple[tuple[Float[Array, "B D"], Float[Array, "B D"]], Float[Array, "B D"]]:
             h, c = state
-            i, f, g, o = jnp.split(given + h @ kernel, 4, axis=-1)
+            i, f, g, o = jnp.split(gates_in + h @ kernel, 4, axis=-1)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
@@ -99,10 +99,10 @@ class Lstm(nnx.Module):
         read = self.inputs(x)
         if self.context is not None and attended is not None:
             read = read + self.context(attended)
-        given = jnp.swapaxes(read, 0, 1)
-        kernel = self.state.kernel[...].astype(given.dtype)
-        zeros = jnp.zeros((x.shape[0], kernel.shape[0]), given.dtype)
-        return jnp.swapaxes(jax.lax.scan(step, (zeros, zeros), given)[1], 0, 1)
+        inputs = jnp.swapaxes(read, 0, 1)
+        kernel = self.state.kernel[...].astype(inputs.dtype)
+        zeros = jnp.zeros((x.shape[0], kernel.shape[0]), inputs.dtype)
+        return jnp.swapaxes(jax.lax.scan(step, (zeros, zeros), inputs)[1], 0, 1)
 
 
 class BothWays(nnx.Module):

@@ -136,10 +136,10 @@ def open_data(
     )
 
 
-def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `Gpt2Config` that config.json tells."""
-    dropout = told.get("resid_pdrop", 0.1)
-    for key, *known in (
+    dropout = settings.get("resid_pdrop", 0.1)
+    for key, *values in (
         ("activation_function", "gelu_new"),
         ("embd_pdrop", dropout),
         ("attn_pdrop", dropout),
@@ -149,18 +149,18 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         ("is_encoder_decoder", False),
         ("is_decoder", False, True),
     ):
-        told.only(key, *known)
+        settings.only(key, *values)
     return {
-        "blocks": told["n_layer"],
-        "width": told["n_embd"],
-        "heads": told["n_head"],
-        "vocabulary": told["vocab_size"],
-        "positions": told["n_positions"],
-        "tokens": told["n_positions"],
-        "feed_forward": told.get("n_inner") or 0,
-        "epsilon": told.get("layer_norm_epsilon", 1e-5),
+        "blocks": settings["n_layer"],
+        "width": settings["n_embd"],
+        "heads": settings["n_head"],
+        "vocabulary": settings["vocab_size"],
+        "positions": settings["n_positions"],
+        "tokens": settings["n_positions"],
+        "feed_forward": settings.get("n_inner") or 0,
+        "epsilon": settings.get("layer_norm_epsilon", 1e-5),
         "dropout": dropout,
-        "tied": told.get("tie_word_embeddings", True),
+        "tied": settings.get("tie_word_embeddings", True),
     }
 
 

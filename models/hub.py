@@ -25,7 +25,7 @@ _FILES = (
 """What of a model is fetched: weights in one format, settings, and all that belongs to its tokenizer."""
 
 
-def is_name(given: str | Path) -> bool:
+def is_name(name: str | Path) -> bool:
     """Tells a name of a hub, `owner/name`, `@REVISION` and `:CONFIG` after it, from paths of files that are there.
 
     >>> is_name("Qwen/Qwen3-0.6B"), is_name("Salesforce/wikitext@main:wikitext-2-v1")
@@ -33,28 +33,28 @@ def is_name(given: str | Path) -> bool:
     >>> is_name("a/b/c"), is_name("/base"), is_name("texts.jsonl")
     (False, False, False)
     """
-    return _NAME.match(str(given)) is not None and not Path(given).exists()
+    return _NAME.match(str(name)) is not None and not Path(name).exists()
 
 
-def model_folder(given: str | Path) -> Path:
+def model_folder(source: str | Path) -> Path:
     """Gives the folder of a model: the one that is there, or the one that a hub has by this name.
 
     What was fetched before is found in the hub's cache, without a network too.
 
     Args:
-        given: a path, or `owner/name[@REVISION]`.
+        source: a path, or `owner/name[@REVISION]`.
 
     Raises:
         ValueError: it is a name, and there is no such model, or the hub is out of reach.
         MissingExtraError: it is a name, and huggingface-hub is not installed.
     """
-    if not is_name(given):
-        return Path(given)
+    if not is_name(source):
+        return Path(source)
     with extra("hf"):
         import huggingface_hub
-    name, revision, _ = _parts(given)
+    name, revision, _ = _parts(source)
     cure = f"where there is a network, hf download {name} --local-dir DIR gives a folder for it"
-    with _telling(f"there is no folder {given}, and the hub gives none of this name", cure):
+    with _telling(f"there is no folder {source}, and the hub gives none of this name", cure):
         patterns: list[str] = [*_FILES]
         there: Any = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=patterns
@@ -62,22 +62,22 @@ def model_folder(given: str | Path) -> Path:
         return Path(there)
 
 
-def pinned(given: str, folder: Path) -> str:
+def pinned(name: str, folder: Path) -> str:
     """Adds to a model's name the revision that was fetched, so that a run that is resumed has the same.
 
     >>> pinned("owner/name", Path("snapshots/0a1b")), pinned("base", Path("base"))
     ('owner/name@0a1b', 'base')
     """
-    if not is_name(given):
-        return given
-    return f"{_parts(given)[0]}@{folder.name}"
+    if not is_name(name):
+        return name
+    return f"{_parts(name)[0]}@{folder.name}"
 
 
-def data_set(given: str | Path) -> Callable[[], Any]:
+def data_set(source: str | Path) -> Callable[[], Any]:
     """Opens a data set of a hub to be streamed: each call of what is given back begins again.
 
     Args:
-        given: `owner/name[@REVISION][:CONFIG]`; its split `train` is read.
+        source: `owner/name[@REVISION][:CONFIG]`; its split `train` is read.
 
     Raises:
         ValueError: there is none, or the hub is out of reach.
@@ -85,26 +85,26 @@ def data_set(given: str | Path) -> Callable[[], Any]:
     """
     with extra("hf"):
         datasets = importlib.import_module("datasets")  # not every checkout has it
-    name, revision, config = _parts(given)
+    name, revision, config = _parts(source)
     cure = "a folder of .jsonl, .parquet or text files is read without a network"
-    with _telling(f"there is no file or folder {given}, and the hub gives no data set", cure):
+    with _telling(f"there is no file or folder {source}, and the hub gives no data set", cure):
         rows: Any = datasets.load_dataset(
             name, config, split="train", streaming=True, revision=revision
         )
     return lambda: rows.skip(0)
 
 
-def _parts(given: str | Path) -> tuple[str, str | None, str | None]:
-    found = _NAME.match(str(given))
+def _parts(name: str | Path) -> tuple[str, str | None, str | None]:
+    found = _NAME.match(str(name))
     assert found is not None, "is_name has looked"
     return found["name"], found["revision"], found["config"]
 
 
 @contextmanager
-def _telling(told: str, cure: str) -> Iterator[None]:
+def _telling(subject: str, cure: str) -> Iterator[None]:
     """Makes one line of whatever libraries, network and hub raise."""
     try:
         yield
     except Exception as problem:  # each of them has classes of its own
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
-        raise ValueError(f"{told} ({reason}): {cure}") from problem
+        raise ValueError(f"{subject} ({reason}): {cure}") from problem

@@ -106,5 +106,5 @@ def _opened(file: Path, *, whole: bool) -> Any:
 
 def digest_of(files: Iterable[Path], root: Path) -> str:
     """What tells these files from others: their names and sizes."""
-    told = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
-    return hashlib.sha256(told.encode()).hexdigest()
+    listing = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
+    return hashlib.sha256(listing.encode()).hexdigest()

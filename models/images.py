@@ -87,9 +87,9 @@ def read_images(path: Path, side: int, classes: int) -> Images:
             f"'{path}' is not an .npz file of `images` and `labels`: {problem}"
         ) from problem
     if images.shape[1:] != (side, side, 3) or labels.shape != images.shape[:1] or len(labels) < 2:
-        wanted = f"[N, {side}, {side}, 3] and [N]"
+        shapes = f"[N, {side}, {side}, 3] and [N]"
         raise ValueError(
-            f"'{path}': images {images.shape} and labels {labels.shape} are not {wanted}"
+            f"'{path}': images {images.shape} and labels {labels.shape} are not {shapes}"
         )
     if labels.min() < 0 or labels.max() >= classes:
         raise ValueError(

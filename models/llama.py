@@ -200,12 +200,12 @@ class GroupedAttention(nnx.Module):
     """Tokens look at those before them, with H heads in G groups."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        own, shared = config.heads * config.head, config.groups * config.head
+        query_width, shared = config.heads * config.head, config.groups * config.head
         self.config = config
-        self.queries = matrix(config, rngs, config.width, own)
+        self.queries = matrix(config, rngs, config.width, query_width)
         self.keys = matrix(config, rngs, config.width, shared)
         self.values = matrix(config, rngs, config.width, shared)
-        self.output = matrix(config, rngs, own, config.width, scale=residual_scale(config))
+        self.output = matrix(config, rngs, query_width, config.width, scale=residual_scale(config))
         if config.normed_heads:
             self.query_norm = Norm(config, config.head, rngs=rngs)
             self.key_norm = Norm(config, config.head, rngs=rngs)
@@ -308,8 +308,8 @@ class Llama:
         """The logits of next tokens, in float32; nothing depends on the key."""
         kinds, config = self.kinds, self.config
 
-        def block(x: Float[Array, "B T D"], own: Any) -> tuple[Float[Array, "B T D"], None]:
-            p, *local = own
+        def block(x: Float[Array, "B T D"], scanned: Any) -> tuple[Float[Array, "B T D"], None]:
+            p, *local = scanned
             return kinds["blocks"].module(p)(x, *local), None
 
         tokens = kinds["tokens"].module(params["tokens"])

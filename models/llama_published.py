@@ -47,13 +47,13 @@ _ACTIVATIONS = {"silu": ("silu",), "gelu": ("gelu_pytorch_tanh", "gelu")}
 """What they are called there; Gemma's "gelu" means the other too."""
 
 
-def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `LlamaConfig` that config.json tells."""
-    kind = told["model_type"]
+    kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
-    get = lambda key, otherwise=None: told.get(key, usual.get(key, otherwise))  # noqa: E731
+    get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
     activation = KINDS[kind].get("activation", "silu")
-    for key, *known in (
+    for key, *values in (
         ("hidden_act", *_ACTIVATIONS[activation]),
         ("hidden_activation", None, *_ACTIVATIONS[activation]),
         ("attention_bias", False),
@@ -62,41 +62,41 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
         ("use_bidirectional_attention", None, False),
         ("is_encoder_decoder", False),
     ):
-        told.only(key, *known)
+        settings.only(key, *values)
     fields = {
-        "blocks": told["num_hidden_layers"],
-        "width": told["hidden_size"],
-        "heads": told["num_attention_heads"],
-        "groups": told.get("num_key_value_heads") or told["num_attention_heads"],
-        "hidden": told["intermediate_size"],
-        "vocabulary": told["vocab_size"],
+        "blocks": settings["num_hidden_layers"],
+        "width": settings["hidden_size"],
+        "heads": settings["num_attention_heads"],
+        "groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
+        "hidden": settings["intermediate_size"],
+        "vocabulary": settings["vocab_size"],
         "tokens": min(_TOKENS, get("max_position_embeddings", _TOKENS)),
-        "epsilon": told.get("rms_norm_eps", 1e-6),
+        "epsilon": settings.get("rms_norm_eps", 1e-6),
         "head_width": get("head_dim") or 0,
         "score_width": float(get("query_pre_attn_scalar") or 0),
         "score_cap": get("attn_logit_softcapping") or 0.0,
         "logit_cap": get("final_logit_softcapping") or 0.0,
         "tied": get("tie_word_embeddings"),
     }
-    return {**KINDS[kind], **fields, **_spans(told, usual), **_turns(told, usual)}
+    return {**KINDS[kind], **fields, **_spans(settings, usual), **_turns(settings, usual)}
 
 
-def _spans(told: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _spans(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
     """Which blocks are local, and within which window.
 
     Newer config.json have a list of them; older ones say that every so many-th sees all, or, Qwen's, that those after
     the first so many are local.
     """
     blocks, window = (
-        told["num_hidden_layers"],
-        told.get("sliding_window", usual.get("sliding_window")),
+        settings["num_hidden_layers"],
+        settings.get("sliding_window", usual.get("sliding_window")),
     )
-    every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern"))
-    first = told.get("max_window_layers", blocks)
-    if not told.get("use_sliding_window", "sliding_window" in usual) or window is None:
+    every = settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern"))
+    first = settings.get("max_window_layers", blocks)
+    if not settings.get("use_sliding_window", "sliding_window" in usual) or window is None:
         window, first = 0, blocks
     kinds = {"full_attention": "G", "sliding_attention": "L"}
-    listed = told.get("layer_types")
+    listed = settings.get("layer_types")
     if listed is not None:
         unknown = sorted(set(map(str, listed)) - set(kinds))
         if unknown or len(listed) != blocks:
@@ -124,24 +124,24 @@ def _period(letters: str) -> str:
     )
 
 
-def _turns(told: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _turns(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
     """How queries and keys turn: told in `rope_parameters`, or in older config.json in keys of their own."""
-    local = told.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
-    theta = told.get("rope_theta", usual.get("rope_theta", 1e4))
-    of_all = told.get("rope_parameters") or {}
+    local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
+    theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
+    of_all = settings.get("rope_parameters") or {}
     if "full_attention" in of_all:
         parts = Settings(of_all, "rope_parameters of config.json")
-        local = _stretch(parts.get("sliding_attention") or {}, local, told)["theta"]
+        local = _stretch(parts.get("sliding_attention") or {}, local, settings)["theta"]
         of_all = parts["full_attention"]
         parts.all_understood(())
-    turns = _stretch(of_all or told.get("rope_scaling") or {}, theta, told)
-    told.get("rope_scaling")  # it says the same
+    turns = _stretch(of_all or settings.get("rope_scaling") or {}, theta, settings)
+    settings.get("rope_scaling")  # it says the same
     return turns | ({"local_theta": local} if local else {})
 
 
-def _stretch(given: Mapping[str, Any], theta: float, told: Settings) -> dict[str, Any]:
+def _stretch(scaling: Mapping[str, Any], theta: float, settings: Settings) -> dict[str, Any]:
     """The angles that one group of settings tells."""
-    rope = Settings(given, "config.json, of the rope,")
+    rope = Settings(scaling, "config.json, of the rope,")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
@@ -156,7 +156,7 @@ def _stretch(given: Mapping[str, Any], theta: float, told: Settings) -> dict[str
             "stretch_low": rope["low_freq_factor"],
             "stretch_high": rope["high_freq_factor"],
             "stretch_from": rope.get("original_max_position_embeddings")
-            or told["max_position_embeddings"],
+            or settings["max_position_embeddings"],
         }
     rope.all_understood(())
     return fields

@@ -111,13 +111,13 @@ def open_masked_text(
 ) -> Data:
     """Text as batches of masked records; arguments and errors are those of `open_text`."""
 
-    def transform(known: int, marks: Marks) -> Transform:
+    def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:
             raise ValueError(
                 "the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted"
             )
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
-        return partial(mask_record, vocabulary=known, marks=marks, **rates)
+        return partial(mask_record, vocabulary=vocabulary, marks=marks, **rates)
 
     sizes: dict[str, Any] = {
         "vocabulary": config.vocabulary,
@@ -132,7 +132,7 @@ def open_permuted_text(
 ) -> Data:
     """Text as batches of records that are predicted in a random order; as `open_text` otherwise."""
 
-    def transform(known: int, marks: Marks) -> Transform:
+    def transform(vocabulary: int, marks: Marks) -> Transform:
         return partial(
             permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks
         )

@@ -76,8 +76,8 @@ def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        known = logits(params, {**batch, "tokens": written[:, :-1]}, None)
-        chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(known, i, 1, keepdims=False), -1)
+        scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)
+        chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False), -1)
         return jax.lax.dynamic_update_index_in_dim(written, chosen.astype(jnp.int32), i + 1, 1)
 
     return jax.lax.fori_loop(0, tokens, write, jnp.full((size, tokens + 1), start, jnp.int32))[

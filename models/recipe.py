@@ -70,10 +70,10 @@ class Recipe:
 
     def schedule(self, total_steps: int) -> optax.Schedule:
         """The learning rate as a function of the number of updates so far."""
-        wanted = (
+        updates = (
             round(self.warmup * total_steps) if self.warmup_steps is None else self.warmup_steps
         )
-        warmup_steps = min(max(1, wanted), total_steps)
+        warmup_steps = min(max(1, updates), total_steps)
         rise = optax.linear_schedule(
             self.learning_rate / warmup_steps, self.learning_rate, max(1, warmup_steps - 1)
         )

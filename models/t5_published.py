@@ -262,40 +262,40 @@ def _keys(key: Key, count: int) -> Any:
     return (None,) * count if key is None else jax.random.split(key, count)
 
 
-def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
+def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `T5Config` that a folder tells.
 
     Newer config.json say of every head that it is tied: what it is, its tensor tells. Older ones do not say whether
     logits are `scaled`: they are unless the embedding is told not to be tied.
     """
-    gated = told.get("feed_forward_proj", "relu") == "gated-gelu"
-    tied = told.get("tie_word_embeddings", True)
-    for key, *known in (
+    gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
+    tied = settings.get("tie_word_embeddings", True)
+    for key, *values in (
         ("feed_forward_proj", "relu", "gated-gelu"),
         ("is_gated_act", gated),
         ("dense_act_fn", "gelu_new" if gated else "relu"),
-        ("num_decoder_layers", told["num_layers"], None),
+        ("num_decoder_layers", settings["num_layers"], None),
         ("is_encoder_decoder", True),
         ("is_decoder", False),
         ("tie_word_embeddings", True, False),
         ("scale_decoder_outputs", tied, not tied),
     ):
-        told.only(key, *known)
+        settings.only(key, *values)
     return {
-        "blocks": told["num_layers"],
-        "width": told["d_model"],
-        "heads": told["num_heads"],
-        "vocabulary": told["vocab_size"],
+        "blocks": settings["num_layers"],
+        "width": settings["d_model"],
+        "heads": settings["num_heads"],
+        "vocabulary": settings["vocab_size"],
         "tokens": 128,
-        "head_width": told["d_kv"],
-        "feed_forward": told["d_ff"],
-        "buckets": told.get("relative_attention_num_buckets", 32),
-        "distance": told.get("relative_attention_max_distance", 128),
-        "epsilon": told.get("layer_norm_epsilon", 1e-6),
-        "dropout": told.get("dropout_rate", 0.1),
+        "head_width": settings["d_kv"],
+        "feed_forward": settings["d_ff"],
+        "buckets": settings.get("relative_attention_num_buckets", 32),
+        "distance": settings.get("relative_attention_max_distance", 128),
+        "epsilon": settings.get("layer_norm_epsilon", 1e-6),
+        "dropout": settings.get("dropout_rate", 0.1),
         "gated": gated,
         "tied": _HEAD not in folder.files or folder.repeats(_HEAD, _TABLE),
-        "scaled": told.get("scale_decoder_outputs", tied),
+        "scaled": settings.get("scale_decoder_outputs", tied),
         "published": True,
     }
 
@@ -303,10 +303,10 @@ def _fields(told: Settings, folder: Folder) -> dict[str, Any]:
 def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
     sources = table_of("embeddings.tokens", _TABLE.removesuffix(".weight"))
-    for half, own in (("encoder", "read"), ("decoder", "head")):
+    for half, model in (("encoder", "read"), ("decoder", "head")):
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
         sources |= table_of(f"{half}_distances.table", first)
-        sources |= norm_of(f"{own}.norm", f"{half}.final_layer_norm", bias=False)
+        sources |= norm_of(f"{model}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
             sources |= _block(
                 config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder"

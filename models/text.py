@@ -54,8 +54,8 @@ def open_text(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
             "to hold out: give more text"
         )
-    known, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
-    example_of = transform(known, marks)
+    vocab_size, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
+    example_of = transform(vocab_size, marks)
     held_out = fixed_batches(
         held_out_records[: max(1, _HELD_OUT_TOKENS // tokens)], example_of, batch_size
     )
@@ -69,7 +69,9 @@ def open_text(
         example=held_out[0],
         held_out=held_out,
         digest=documents.digest,
-        baseline_loss=frequency_loss(_texts(records), held_out, known, min(first, marks.first)),
+        baseline_loss=frequency_loss(
+            _texts(records), held_out, vocab_size, min(first, marks.first)
+        ),
     )
 
 

@@ -75,15 +75,15 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
         if not line.strip():
             continue
         try:
-            told = json.loads(line)
+            record = json.loads(line)
         except ValueError as problem:
             raise ValueError(
                 f"line {number} of '{file}' is not JSON ({problem}): each line is to be an object"
             ) from None
-        if not isinstance(told, dict) or not isinstance(told.get(field), kind):
-            names = list(told) if isinstance(told, dict) else []
+        if not isinstance(record, dict) or not isinstance(record.get(field), kind):
+            names = list(record) if isinstance(record, dict) else []
             raise ValueError(f"line {number} of '{file}' {lacks(field, names)}")
-        yield told[field]
+        yield record[field]
 
 
 def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:

@@ -47,9 +47,9 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     Raises:
         ValueError: it has nothing to end a document with.
     """
-    known = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
+    id_of = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
     ids = [
-        next((known[n] for n in names if known[n] is not None), None)
+        next((id_of[n] for n in names if id_of[n] is not None), None)
         for names in (_STARTS, _ENDS, _MASKS)
     ]
     start, end, mask = ids

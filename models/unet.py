@@ -89,9 +89,9 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
     def init(key: jax.Array) -> Tree:
         params: dict[str, Any] = {}
         for i, (name, channels) in enumerate(config.chains.items()):
-            own = jax.random.fold_in(key, i)
+            layer_key = jax.random.fold_in(key, i)
             params[name] = {
-                f"{j:03}": draw(jax.random.fold_in(own, j), (3, 3, before, after))
+                f"{j:03}": draw(jax.random.fold_in(layer_key, j), (3, 3, before, after))
                 for j, (before, after) in enumerate(pairwise(channels))
             }
         return params | {
@@ -107,11 +107,11 @@ def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | No
     dropout = nnx.Dropout(config.dropout, broadcast_dims=(1, 2))
 
     def through(params: Tree, name: str, x: Image, key: jax.Array | None) -> Image:
-        own = None if key is None else jax.random.fold_in(key, positions[name])
+        layer_key = None if key is None else jax.random.fold_in(key, positions[name])
         for j, kernel in enumerate(params[name].values()):
             x = convolved(x, kernel.astype(x.dtype), (1, 1))
-            if own is not None:
-                x = dropout(x, rngs=jax.random.fold_in(own, j), deterministic=False)
+            if layer_key is not None:
+                x = dropout(x, rngs=jax.random.fold_in(layer_key, j), deterministic=False)
             x = jax.nn.leaky_relu(instance_norm(x))
         return x
 
@@ -145,9 +145,10 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
     """
     masks, weights = batch["masks"], batch["weights"]
     nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))
-    told = (logits > 0).astype(jnp.float32)
+    predicted = (logits > 0).astype(jnp.float32)
     both, either = (
-        jnp.sum(weights * jnp.sum(pixels, (1, 2))) for pixels in (2 * told * masks, told + masks)
+        jnp.sum(weights * jnp.sum(pixels, (1, 2)))
+        for pixels in (2 * predicted * masks, predicted + masks)
     )
     return Weighted(jnp.sum(nats * weights), jnp.sum(weights)), {"dice": Weighted(both, either)}
 

@@ -103,9 +103,9 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
                 zip(counts, pairwise(channels), strict=True)
             )
         }
-        own = jax.random.fold_in(key, len(counts))
+        layer_key = jax.random.fold_in(key, len(counts))
         maps = {
-            str(i): layer(jax.random.fold_in(own, i), *shape)
+            str(i): layer(jax.random.fold_in(layer_key, i), *shape)
             for i, shape in enumerate(pairwise(widths))
         }
         return {"groups": groups, "maps": maps}

@@ -28,9 +28,9 @@ class Folder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
-        file, own = self.files[name]
+        file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
-            return tuple(tensors.get_slice(own).get_shape())
+            return tuple(tensors.get_slice(stored).get_shape())
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Returns the type of a tensor's numbers.
@@ -38,20 +38,20 @@ class Folder:
         Raises:
             ValueError: they are of a type that stands for others, as those of quantized models.
         """
-        file, own = self.files[name]
+        file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
-            dtype = tensors.get_slice(own).get_dtype()
+            dtype = tensors.get_slice(stored).get_dtype()
         if dtype not in DTYPES:
             raise ValueError(
-                f"{file}: {own} is of {dtype}: save the model in one of {', '.join(DTYPES)}"
+                f"{file}: {stored} is of {dtype}: save the model in one of {', '.join(DTYPES)}"
             )
         return dtype_of(DTYPES[dtype])
 
     def array(self, name: str) -> np.ndarray:
         """A tensor as the file has it."""
-        file, own = self.files[name]
+        file, stored = self.files[name]
         with safe_open(file, "numpy") as tensors:
-            return tensors.get_tensor(own)
+            return tensors.get_tensor(stored)
 
     def repeats(self, name: str, other: str) -> bool:
         """Whether a tensor has the numbers of another."""
@@ -65,7 +65,7 @@ def open_folder(path: Path) -> Folder:
         ValueError: there is none, a part of it is missing, or a file of it cannot be read.
     """
     try:
-        told = _table(path / CONFIG)
+        settings = _table(path / CONFIG)
         parts = {"model.safetensors"}
         if (path / INDEX).exists():
             parts = set(map(str, _table(path / INDEX, "weight_map").values()))
@@ -79,22 +79,22 @@ def open_folder(path: Path) -> Folder:
                     if twin != name:
                         raise ValueError(f"{twin} and {name} are two tensors for one parameter")
     except (OSError, ValueError, RecursionError, SafetensorError) as problem:
-        told = (
+        settings = (
             f"{problem.filename}: {problem.strerror}"
             if isinstance(problem, OSError) and problem.filename
             else problem
         )
         raise ValueError(
             f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
-            f"transformers writes them ({told})"
+            f"transformers writes them ({settings})"
         ) from problem
-    return Folder(path, told, files)
+    return Folder(path, settings, files)
 
 
 def _table(path: Path, key: str | None = None) -> dict[str, Any]:
     """What a file of JSON maps names to, or what it has under a key."""
-    told = json.loads(path.read_text())
-    table = told.get(key) if key is not None and isinstance(told, dict) else told
+    data = json.loads(path.read_text())
+    table = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(table, dict):
         raise ValueError(f"{path.name} {'maps no names' if key is None else f'has no {key}'}")
     return table

@@ -138,23 +138,25 @@ def read_params(
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
     assert sorted(sources) == sorted(leaves), sorted(set(sources) ^ set(leaves))
-    wanted = pieces(sources)
-    for name, piece in wanted.items():
+    piece_of = pieces(sources)
+    for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
         there = folder.shape(name) if name in folder.files else None
         if there != shape:
-            told = "is missing" if there is None else f"is {list(there)}"
+            problem = "is missing" if there is None else f"is {list(there)}"
             raise ValueError(
-                f"{folder.path} is of another architecture: {name} {told} there, {list(shape)} here"
+                f"{folder.path} is of another architecture: {name} {problem} there, {list(shape)} here"
             )
         folder.dtype(name)
-    for name in sorted(folder.files.keys() - wanted):
+    for name in sorted(folder.files.keys() - piece_of):
         _check_unread(folder, form, name)
 
     def leaf(path: str, shape: tuple[int, ...]) -> LazyArray:
         source = sources[path]
-        own = folder.dtype(source.names[0] if source.layers is None else source.of(0).names[0])
-        kept = np.dtype(own if dtype is None else dtype)
+        stored_dtype = folder.dtype(
+            source.names[0] if source.layers is None else source.of(0).names[0]
+        )
+        kept = np.dtype(stored_dtype if dtype is None else dtype)
         return LazyArray(shape, kept, partial(_read, folder, source, kept))
 
     return nested({path: leaf(path, shape.shape) for path, shape in leaves.items()})
@@ -204,10 +206,10 @@ def write_params(
     Raises:
         OSError: nothing can be written there.
     """
-    wanted, leaves = pieces(form.sources(config)), dict(flat(params))
+    piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
-        piece = wanted.get(name) or wanted.get(form.copies.get(name, ""))
+        piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)
         return np.ascontiguousarray(piece.cut(leaves[piece.path]), folder.dtype(name))
@@ -219,7 +221,9 @@ def write_params(
     for file in sorted({file for file, _ in folder.files.values()}):
         with safe_open(file, "numpy") as opened:
             about = opened.metadata()
-        tensors = {own: tensor(name) for name, (at, own) in folder.files.items() if at == file}
+        tensors = {
+            stored: tensor(name) for name, (at, stored) in folder.files.items() if at == file
+        }
         save_file(tensors, into / file.name, metadata=about)
 
 

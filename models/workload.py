@@ -121,12 +121,12 @@ class Workload:
     def settings(self) -> dict[str, Any]:
         """What is plain data of the configuration, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
-        known = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
+        values = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
             self.config, "__dict__", {}
         )
         return {
             k: v
-            for k, v in known.items()
+            for k, v in values.items()
             if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"
         }
 

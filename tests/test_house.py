@@ -179,5 +179,5 @@ def test_every_experiment_says_what_it_found_and_is_listed() -> None:
     assert [name for name, _ in listed] == sorted(folders)
     for name in folders:
         page = (folder / name / "README.md").read_text()
-        assert f"python -m experiments.{name}." in page, name
+        assert re.search(rf"python -m experiments\.{name}\b", page), name
         assert re.search(r"20\d\d-\d\d-\d\d", page), f"{name} does not say when"

@@ -16,6 +16,7 @@ memory_bytes = "24GiB"
 memory_bytes_per_s = 0.7e12
 launch_s = 5e-6              # may be left out, as may elementwise_per_s
 flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
+tiling = { cores = 80, start = 32, winograd = 0.8 }  # may be left out: products are dealt out without loss then
 
 [host]                       # the links: host always, peer for several devices, network for several machines
 bytes_per_s = 12e9
@@ -35,6 +36,7 @@ from typing import Any
 
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.presets import PRESETS
+from jvpipe.cost.tiling import Tiling
 from jvpipe.util.names import did_you_mean
 from jvpipe.util.sizes import parse_bytes
 
@@ -148,26 +150,45 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
     if not isinstance(entry, dict):
         raise table.wrong(key, f"must be a table, or the name of a preset, not {entry!r}")
     device = _Table(table.path, table.text, entry, prefix)
-    device.know("like name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s")
+    device.know(
+        "like name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s tiling"
+    )
     like = _preset(device, "like", device.text_of("like", "")) if "like" in entry else None
     if like is None or "flops_per_s" in entry:
         rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
         if "float32" not in rates.entries:
             raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
-        flops_per_s = {dtype: rates.number(dtype, finite=True) for dtype in rates.entries}
+        flops_per_s = {dtype: rates.number(dtype) for dtype in rates.entries}
     else:
         flops_per_s = like.flops_per_s
     return Accelerator(
         device.text_of("name", like.name if like else "device"),
         like.memory_bytes if like and "memory_bytes" not in entry else device.size("memory_bytes"),
-        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None, finite=True),
+        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None),
         flops_per_s,
         device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
-        device.number("elementwise_per_s", like.elementwise_per_s if like else math.inf),
+        _elementwise_per_s(device, like),
         like.platform if like else "cuda",
-        like.cores if like else 0,
-        like.scratch_bytes if like else 0,
+        *_cores(device, like),
+        scratch_bytes=like.scratch_bytes if like else 0,
     )
+
+
+def _elementwise_per_s(device: "_Table", like: Accelerator | None) -> float:
+    """How many elementwise operations a device makes; what is left out is no limit."""
+    if "elementwise_per_s" in device.entries:
+        return device.number("elementwise_per_s")
+    return like.elementwise_per_s if like else math.inf
+
+
+def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, Tiling | None]:
+    """The cores of a device, and how products are dealt out to them: all of it is said, or nothing."""
+    if "tiling" not in device.entries:
+        return (like.cores, like.tiling) if like else (0, None)
+    tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
+    tiling.know("cores start winograd")
+    start, winograd = (tiling.number(name, zero=True) for name in ("start", "winograd"))
+    return tiling.count("cores"), Tiling(start, winograd)
 
 
 def _preset(table: "_Table", key: str, name: str) -> Accelerator:
@@ -205,25 +226,19 @@ class _Table:
             raise self.wrong(key, f"must be {what}, not {value!r}")
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
-    def number(
-        self, key: str, default: float | None = None, *, zero: bool = False, finite: bool = False
-    ) -> float:
-        """A rate, which may be infinite unless it must be `finite`, or with `zero` a time, which may be 0.
+    def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
+        """A rate, or with `zero` a time or a share: at an infinite rate work takes no time, and nothing is balanced.
 
         Args:
             key: of the table.
             default: where the key is missing; None: it must be there.
-            zero: a time is meant.
-            finite: work would take no time at an infinite rate, and nothing could be balanced.
+            zero: may be 0.
         """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
-        least = "of at least 0" if zero else "above 0 that is finite" if finite else "above 0"
-        most = sys.float_info.max if zero or finite else math.inf
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not (0 < value <= most or (zero and value == 0)):
-            raise self.wrong(key, f"must be a number {least}, not {value!r}")
-        if math.inf > value > sys.float_info.max:
-            raise self.wrong(key, f"must be a number of at most {sys.float_info.max}, or inf")
+        if not number or not (0 < value <= sys.float_info.max or (zero and value == 0)):
+            least = "of at least 0" if zero else "above 0"
+            raise self.wrong(key, f"must be a finite number {least}, not {value!r}")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:

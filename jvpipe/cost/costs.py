@@ -67,7 +67,8 @@ class LayerCost:
     state, model state, captured arrays, frozen parameters. `temporary_bytes` is what the forward or the backward needs
     for itself while it runs, gradients of inputs and outputs included. Where there is no `split` the backward runs
     whole.
-    `state_bytes` of `optimizer_bytes` are the state that one replica of several keeps alone.
+    `state_bytes` of `optimizer_bytes` are the state that one replica of several keeps alone. `update_s` is what the
+    optimizer takes for it each time that it has its gradients.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LayerCost:
     temporary_bytes: int = 0
     split: SplitCost | None = None
     state_bytes: int = 0
+    update_s: float = 0.0
 
     @property
     def reduced_bytes(self) -> int:
@@ -101,6 +103,7 @@ class LayerCost:
                 replace(option, extra_s=times * option.extra_s) for option in self.options
             ),
             split=self.split and self.split.slower(times),
+            update_s=times * self.update_s,
         )
 
 

@@ -5,13 +5,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jvpipe.cost.frameworks import XLA, Framework
+from jvpipe.cost.tiling import Tiling
+
+
+def _check(
+    what: str, name: str, value: int | float, *, zero: bool = False, infinite: bool = False
+) -> None:
+    """Refuses numbers that no device has; NaN is above nothing."""
+    if not (value > 0 or (zero and value == 0)) or (math.isinf(value) and not infinite):
+        least = "of at least 0" if zero else "above 0"
+        finite = "" if infinite else " that is finite"
+        raise ValueError(f"{name}={value!r} of {what} must be a number {least}{finite}")
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for bytes, in one direction."""
+    """A way for bytes, in one direction; an infinite rate stands for one that is not looked at."""
 
     bytes_per_s: float
     latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("a link", "bytes_per_s", self.bytes_per_s, infinite=True)
+        _check("a link", "latency_s", self.latency_s, zero=True)
 
     def seconds(self, size: int | float) -> float:
         """The seconds that `size` bytes take.
@@ -32,9 +49,11 @@ class Accelerator:
     """The speeds and the memory of one device.
 
     `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
-    and not the bytes that they move are the limit; `launch_s` is what each kernel takes besides. `platform` says whose
+    and not the bytes that they move are the limit. `launch_s` is what each kernel takes besides: so kernels of few
+    bytes reach less of `memory_bytes_per_s`, half of it at `launch_s * memory_bytes_per_s`. `platform` says whose
     compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows;
-    `scratch_bytes` those that a TPU has beside its cores, where it keeps what is small.
+    `scratch_bytes` those that a TPU has beside its cores, where it keeps what is small. With a `tiling` products reach
+    `flops_per_s` where they fill all cores. `framework` is what runs programs.
     """
 
     name: str
@@ -45,7 +64,18 @@ class Accelerator:
     elementwise_per_s: float = float("inf")
     platform: str = "cuda"
     cores: int = 0
+    tiling: Tiling | None = None
+    framework: Framework = XLA
     scratch_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        what = f"the device {self.name!r}"
+        _check(what, "memory_bytes", self.memory_bytes)
+        _check(what, "memory_bytes_per_s", self.memory_bytes_per_s)
+        for dtype, rate in self.flops_per_s.items():
+            _check(what, f"flops_per_s[{dtype!r}]", rate)
+        _check(what, "launch_s", self.launch_s, zero=True)
+        _check(what, "elementwise_per_s", self.elementwise_per_s, infinite=True)
 
     def products_per_s(self, dtype: str) -> float:
         """Floating-point operations per second of products of a dtype; of a similar one where it is not listed.

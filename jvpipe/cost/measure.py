@@ -18,7 +18,7 @@ from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
-from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs
+from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_updates
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.recompute import Recompute
 from jvpipe.programs.layer import LayerPrograms
@@ -29,9 +29,11 @@ from jvpipe.programs.model import (
     input_program,
     kept_names,
     layer_programs,
+    piece_program,
     weight_program,
 )
 from jvpipe.programs.optimizer import OptimizerCut
+from jvpipe.programs.pieces import Piece
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -109,7 +111,7 @@ def measured_costs(
         traced: the model.
         device: where its layers run.
         store: where their programs are kept; those with everything kept are those of a run.
-        optimizer: counts its state.
+        optimizer: counts its state, and its updates are measured.
         microbatches: in a step.
         fates: whether layers have options other than keeping everything. Then their backwards are also measured with
             half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
@@ -130,6 +132,8 @@ def measured_costs(
     for share in shares:
         made += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
     made += _halves(kept["all"]) if split else ()
+    updates = optimizer.update if optimizer is not None else ()
+    made += ((piece_program(piece), piece.program) for piece in updates)
     idle = {program.key: Run(0.0, 0) for program, jaxpr in made if not jaxpr.jaxpr.outvars}
     busy = {program.key: (program, jaxpr) for program, jaxpr in made if program.key not in idle}
     runs = measure_programs(
@@ -140,6 +144,8 @@ def measured_costs(
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
         works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
+    if optimizer is not None:
+        works = with_updates(works, traced.graph.loss_layer, optimizer, partial(_update_s, runs))
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
@@ -168,6 +174,10 @@ def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, Closed
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
     return runs[input_program(programs).key].seconds, runs[weight_program(programs).key].seconds
+
+
+def _update_s(runs: Runs, piece: Piece) -> float:
+    return runs[piece_program(piece).key].seconds
 
 
 def _estimated(

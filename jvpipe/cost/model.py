@@ -6,7 +6,7 @@ are alive while a few layers run, and count among the temporaries of these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
 from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
@@ -14,7 +14,7 @@ from jvpipe.ir.outline import outline_of
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.optimizer import OptimizerCut
-from jvpipe.programs.pieces import Slot, SlotKind
+from jvpipe.programs.pieces import Piece, Slot, SlotKind
 
 _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 """What there is beside gradients, parameters and state while an update runs."""
@@ -22,7 +22,7 @@ _EXCHANGED = (SlotKind.WEIGHT, SlotKind.KEPT, SlotKind.PARTIAL, SlotKind.GLOBAL)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The seconds and bytes of a layer's programs on one micro-batch, with all candidates kept.
+    """The seconds and bytes of a layer's programs on one micro-batch, with all candidates kept, and of its update.
 
     Temporaries are what a program needs beside its inputs and results; those of the update are the optimizer's.
     """
@@ -32,6 +32,24 @@ class Work:
     forward_temporary_bytes: int = 0
     backward_temporary_bytes: int = 0
     update_temporary_bytes: int = 0
+    update_s: float = 0.0
+
+
+def with_updates(
+    works: Sequence[Work], loss: int, optimizer: OptimizerCut, seconds: Callable[[Piece], float]
+) -> list[Work]:
+    """The works of layers with the seconds of their updates.
+
+    Args:
+        works: of each layer.
+        loss: the layer of the loss, where the optimizer's global program runs.
+        optimizer: in pieces.
+        seconds: those of a piece.
+    """
+    taken_s = [0.0] * len(works)
+    for piece in optimizer.update:
+        taken_s[loss if piece.layer is None else piece.layer] += seconds(piece)
+    return [replace(work, update_s=s) for work, s in zip(works, taken_s, strict=True)]
 
 
 def costs_of(
@@ -81,6 +99,7 @@ def costs_of(
                 ),
                 split=None if splits is None else splits[layer.id],
                 state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
+                update_s=work.update_s,
             )
         )
     edges = tuple(

@@ -2,9 +2,8 @@
 
 Figures are sustained ones: what the maker states, times what training programs reach of it.
 
-    products     0.6 of the peak: large matrix products with their launches and tails
-    memory       0.8 of the peak: streaming kernels
-    links        0.8 of one direction's raw rate: large copies through PCIe, NVLink, a TPU's ICI or a network
+    products, memory    what the family of the device reaches (`families.py`)
+    links               0.8 of one direction's raw rate: large copies through PCIe, NVLink, a TPU's ICI or a network
 
 `float32` products run as TF32 where a device has it, for that is what XLA does unless told otherwise.
 """
@@ -13,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jvpipe._jax import Device
+from jvpipe.cost.families import PASCAL, SHEET, VOLTA, Family
 from jvpipe.cost.hardware import Accelerator, Cluster, Link
 from jvpipe.util.sizes import GIB
 
-PRODUCTS, MEMORY, LINKS = 0.6, 0.8, 0.8
+LINKS = 0.8
 
 
 def _gpu(
@@ -26,16 +26,28 @@ def _gpu(
     tflops: Mapping[str, float],
     vector_tflops: float,
     cores: int = 0,
+    family: Family = SHEET,
 ) -> Accelerator:
-    """A GPU from its data sheet; `vector_tflops` are those of its float32 units, a multiply-add counted as two."""
+    """A GPU from its data sheet.
+
+    Args:
+        name: of it.
+        memory_gib: that it has.
+        memory_bytes_per_s: at most.
+        tflops: of products, by dtype, at most.
+        vector_tflops: those of its float32 units, a multiply-add counted as two.
+        cores: its multiprocessors; 0: nobody knows.
+        family: that it belongs to, measured for float32.
+    """
     return Accelerator(
         name,
         memory_gib * GIB,
-        MEMORY * memory_bytes_per_s,
-        {dtype: PRODUCTS * 1e12 * rate for dtype, rate in tflops.items()},
-        launch_s=3e-6,
+        family.memory.value * memory_bytes_per_s,
+        {dtype: family.share(dtype) * 1e12 * rate for dtype, rate in tflops.items()},
+        launch_s=family.launch_s.value,
         elementwise_per_s=0.5e12 * vector_tflops,
         cores=cores,
+        tiling=family.tiling,
     )
 
 
@@ -53,11 +65,11 @@ _NVLINK_V100 = _link(
 )  # one of the six links of a device; a pair of devices has one or two
 _NVLINK_A100, _NVLINK_H100 = _link(300.0, 5e-6), _link(450.0, 5e-6)
 
-RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68)
+RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68, VOLTA)
 P40 = _gpu(
-    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30
+    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30, PASCAL
 )  # as torchgpipe counts its memory
-V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80)
+V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80, VOLTA)
 A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
 A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
 H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0, 132)
@@ -136,6 +148,18 @@ _KINDS = {
     "TPU v5p": TPU_V5P,
     "TPU v6 lite": TPU_V6E,
 }
+
+
+_MEASURED = {P40.name: PASCAL, RTX_2080TI.name: VOLTA, V100.name: VOLTA}
+
+
+def peak_per_s(device: Accelerator, dtype: str) -> float:
+    """The floating-point operations per second that the maker of a known accelerator states.
+
+    >>> round(peak_per_s(H100, "bfloat16") / 1e12), round(peak_per_s(V100, "float32") / 1e11)
+    (989, 157)
+    """
+    return device.products_per_s(dtype) / _MEASURED.get(device.name, SHEET).share(dtype)
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:

@@ -5,7 +5,9 @@ reductions, operands of products, and what a program yields. Each of these is a 
 
     launch + max(flops / flops per second, elementwise operations / per second, bytes read and written / per second)
 
-and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009).
+and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009). On a device with a tiling
+the first of the three is what the waves of tiles take (`tiling.py`). Frameworks that do not fuse have a kernel for each
+equation that is no other name of its operand; a program takes at least what its host needs to start all kernels.
 """
 
 import math
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.tiling import product_of, product_s
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
 from jvpipe.trace.primitives import flops, is_heavy, is_random
@@ -29,6 +32,8 @@ _ALIASES = _words(
     "reshape squeeze expand_dims bitcast_convert_type optimization_barrier name stop_gradient copy copy_p "
     "reduce_precision sharding_constraint transpose"
 )
+# Nor are these, which readers make as they go.
+_MADE_ON_READING = _words("broadcast_in_dim iota")
 # Results of these are written even where all readers are elementwise.
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
@@ -61,7 +66,9 @@ def nbytes(atom: Atom) -> int:
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged(closed).jaxpr
-    return float(sum(equation_seconds(jaxpr.eqns, jaxpr.outvars, device)))
+    kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform, fuses=device.framework.fuses)
+    busy_s = sum(_kernel_seconds(jaxpr.eqns[i], kernel, device) for i, kernel in kernels.of.items())
+    return float(max(busy_s, len(kernels.of) * device.framework.host_s))
 
 
 def equation_seconds(
@@ -74,7 +81,7 @@ def equation_seconds(
         outputs: what the program yields.
         device: that would run it.
     """
-    kernels = Kernels(eqns, outputs, device.platform)
+    kernels = Kernels(eqns, outputs, device.platform, fuses=device.framework.fuses)
     return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
 
 
@@ -91,7 +98,12 @@ class Kernels:
     """Equations as kernels: `of` those of equations that have one, `written` the values that reach memory."""
 
     def __init__(
-        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str = "cuda"
+        self,
+        eqns: Sequence[JaxprEqn],
+        outputs: Iterable[Atom],
+        platform: str = "cuda",
+        *,
+        fuses: bool = True,
     ) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
@@ -101,7 +113,7 @@ class Kernels:
             source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
             if isinstance(source, Var) and len(eqn.outvars) == 1:
                 self.root[eqn.outvars[0]] = self.root[source]
-        self.written = self._written(eqns, outputs, platform)
+        self.written = self._written(eqns, outputs, platform, fuses)
         self.of: dict[int, _Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
@@ -118,11 +130,11 @@ class Kernels:
                 self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
 
     def _written(
-        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str
+        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str, fuses: bool
     ) -> set[Var]:
         wanted = list(jaxprs.variables(outputs))
         for eqn in eqns:
-            if _is_kernel(eqn, platform):
+            if _is_kernel(eqn, platform) or not (fuses or _is_free(eqn)):
                 wanted += eqn.outvars
                 wanted += jaxprs.variables(eqn.invars) if _reads_memory(eqn, platform) else ()
         return {self.root.get(v, v) for v in wanted}
@@ -139,6 +151,11 @@ class Kernels:
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
+
+
+def _is_free(eqn: JaxprEqn) -> bool:
+    """Tells whether no framework has a kernel for an equation."""
+    return eqn.primitive.name in (*_ALIASES, *_MADE_ON_READING)
 
 
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
@@ -185,13 +202,20 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
     if bodies := _jax.inner_jaxprs(eqn):
         return device.launch_s + _loop_seconds(eqn, bodies, device)
     work = flops(eqn)
-    dtype = str(_jax.aval(eqn.invars[0]).dtype) if eqn.invars else "float32"
     moved = sum(kernel.reads.values()) + kernel.written
     return device.launch_s + max(
-        work / device.products_per_s(dtype) if work else 0.0,
+        _product_seconds(eqn, work, device) if work else 0.0,
         kernel.operations / device.elementwise_per_s,
-        moved / device.memory_bytes_per_s,
+        moved * (1.0 if work else device.framework.passes) / device.memory_bytes_per_s,
     )
+
+
+def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
+    rate = device.products_per_s(str(_jax.aval(eqn.invars[0]).dtype))
+    product = product_of(eqn)
+    if device.tiling is None or product is None or not device.cores:
+        return work / rate
+    return product_s(product, device.tiling, device.cores, rate, device.memory_bytes_per_s)
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:

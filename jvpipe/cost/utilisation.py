@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
-from jvpipe.cost.presets import PRODUCTS, known_accelerator
+from jvpipe.cost.presets import known_accelerator, peak_per_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import flops
 
@@ -54,8 +54,6 @@ def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | 
     work = product_flops(eqn for body in traced.bodies for eqn in body.eqns)
     seconds = 0.0
     for dtype, count in work.items():
-        peak = sum(
-            device.products_per_s(dtype) / PRODUCTS for device in known if device is not None
-        )
+        peak = sum(peak_per_s(device, dtype) for device in known if device is not None)
         seconds += (1 + BACKWARD) * microbatches * count / peak
     return seconds

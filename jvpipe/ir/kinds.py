@@ -53,6 +53,15 @@ class Link(Enum):
     BATCH = "from the host, where the batch is"
 
 
+class Grouped(Enum):
+    """What becomes of a row where consecutive layers of a task run as one program; any other ends a group."""
+
+    PART = "a part of a group of its kind"
+    WITH_NEXT = "a part of the group of what follows"
+    BEFORE = "it goes before the group"
+    AFTER = "it goes after the group"
+
+
 @dataclass(frozen=True, slots=True)
 class KindInfo:
     """The line of a kind in the table.
@@ -64,6 +73,7 @@ class KindInfo:
     `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which bubbles
     are measured by. `link`: of copies. `gathers`: reads what others tell it, by copies.
     `scheduled`: stands in a schedule's lists. `watched`: a copy whose end is worth knowing.
+    `grouped`: where layers run in groups.
     """
 
     runs: Runs
@@ -78,6 +88,7 @@ class KindInfo:
     gathers: bool = False
     scheduled: bool = False
     watched: bool = False
+    grouped: Grouped | None = None
 
     @property
     def computes(self) -> bool:
@@ -93,7 +104,14 @@ _FORWARD, _SEND, _OTHER = ("forward", "#7fb2e5"), ("send", "#b5bcc4"), ("other",
 
 KINDS: dict[Kind, KindInfo] = {
     Kind.F: KindInfo(
-        Runs.LAYER, _FORWARD, weight=1.0, in_flight=1, back=False, busy=True, scheduled=True
+        Runs.LAYER,
+        _FORWARD,
+        weight=1.0,
+        in_flight=1,
+        back=False,
+        busy=True,
+        scheduled=True,
+        grouped=Grouped.PART,
     ),
     Kind.B: KindInfo(
         Runs.LAYER,
@@ -104,6 +122,7 @@ KINDS: dict[Kind, KindInfo] = {
         accumulates=True,
         busy=True,
         scheduled=True,
+        grouped=Grouped.PART,
     ),
     Kind.I: KindInfo(
         Runs.LAYER,
@@ -114,6 +133,7 @@ KINDS: dict[Kind, KindInfo] = {
         back=True,
         busy=True,
         scheduled=True,
+        grouped=Grouped.PART,
     ),
     Kind.W: KindInfo(
         Runs.LAYER,
@@ -124,21 +144,36 @@ KINDS: dict[Kind, KindInfo] = {
         accumulates=True,
         busy=True,
         scheduled=True,
+        grouped=Grouped.PART,
     ),
-    Kind.R: KindInfo(Runs.LAYER, ("recompute", "#c3aed6"), weight=1.0, back=True, busy=True),
-    Kind.U: KindInfo(Runs.PROGRAM, ("update", "#8cc084"), busy=True, gathers=True, scheduled=True),
-    Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False),
-    Kind.SEND: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
+    Kind.R: KindInfo(
+        Runs.LAYER,
+        ("recompute", "#c3aed6"),
+        weight=1.0,
+        back=True,
+        busy=True,
+        grouped=Grouped.WITH_NEXT,
+    ),
+    Kind.U: KindInfo(
+        Runs.PROGRAM,
+        ("update", "#8cc084"),
+        busy=True,
+        gathers=True,
+        scheduled=True,
+        grouped=Grouped.PART,
+    ),
+    Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False, grouped=Grouped.PART),
+    Kind.SEND: KindInfo(Runs.COPY, _SEND, link=Link.PEER, grouped=Grouped.AFTER),
     Kind.RETURN: KindInfo(Runs.COPY, _SEND, link=Link.PEER),
     Kind.MOVE: KindInfo(Runs.COPY, ("move", "#7a8a99"), link=Link.PEER, watched=True),
-    Kind.FEED: KindInfo(Runs.COPY, ("feed", "#d9dee3"), link=Link.BATCH),
+    Kind.FEED: KindInfo(Runs.COPY, ("feed", "#d9dee3"), link=Link.BATCH, grouped=Grouped.BEFORE),
     Kind.OUT: KindInfo(Runs.COPY, ("swap out", "#d96c75"), link=Link.TO_HOST, watched=True),
     Kind.IN: KindInfo(Runs.COPY, ("swap in", "#f0a8ad"), link=Link.FROM_HOST, watched=True),
     Kind.FREE: KindInfo(Runs.WAIT, _OTHER),
     Kind.DROP: KindInfo(Runs.NOTHING, _OTHER),
     Kind.ARRIVE: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.RECEIPT: KindInfo(Runs.WAIT, _OTHER),
-    Kind.ZERO: KindInfo(Runs.PROGRAM, _OTHER),
+    Kind.ZERO: KindInfo(Runs.PROGRAM, _OTHER, grouped=Grouped.BEFORE),
     Kind.LOSS: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.WEIGHT: KindInfo(Runs.PROGRAM, _OTHER),
     Kind.SHIFT: KindInfo(Runs.PROGRAM, _OTHER),

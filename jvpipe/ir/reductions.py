@@ -37,12 +37,12 @@ class Reductions:
 R = TypeVar("R", AuxReduction, StateReduction)
 
 
-def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
+def checked_reduction(option: str, reductions: Any, kind: type[R]) -> dict[str, R]:
     """Reads reductions by pattern, as a user gave them.
 
     Args:
         option: its name.
-        given: names of reductions by pattern.
+        reductions: names of reductions by pattern.
         kind: of reductions.
 
     Raises:
@@ -51,17 +51,19 @@ def checked_reduction(option: str, given: Any, kind: type[R]) -> dict[str, R]:
     >>> checked_reduction("aux_reduce", {"largest": "max"}, AuxReduction)
     {'largest': <AuxReduction.MAX: 'max'>}
     """
-    known = [reduction.value for reduction in kind]
-    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+    names = [reduction.value for reduction in kind]
+    if not isinstance(reductions, Mapping) or not all(
+        isinstance(pattern, str) for pattern in reductions
+    ):
         raise ValueError(
-            f"{option} must map paths to reductions, such as {{'*/name': '{known[0]}'}}, not {brief(given)}"
+            f"{option} must map paths to reductions, such as {{'*/name': '{names[0]}'}}, not {brief(reductions)}"
         )
-    for pattern, name in given.items():
-        if name not in known:
+    for pattern, name in reductions.items():
+        if name not in names:
             raise ValueError(
-                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, known))}"
+                f"{option} says {brief(name)} of '{pattern}': write one of {', '.join(map(repr, names))}"
             )
-    return {pattern: kind(name) for pattern, name in given.items()}
+    return {pattern: kind(name) for pattern, name in reductions.items()}
 
 
 def chosen(option: str, patterns: Mapping[str, R], paths: Sequence[str]) -> tuple[R | None, ...]:

@@ -114,6 +114,17 @@ class ArriveRun:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """Rows of consecutive layers, which one program runs one after another."""
+
+    parts: tuple["Row", ...]
+
+
+Wire = tuple[tuple[int, ...], tuple[int, ...]]
+"""What a part of a group reads and what it writes, by numbers of the group's own."""
+
+
 Run = (
     LayerRun
     | ZeroRun
@@ -129,6 +140,7 @@ Run = (
     | OfferRun
     | AskRun
     | ArriveRun
+    | GroupRun
     | None
 )
 """What tells rows of one kind and layer apart; None if the kind says it all."""
@@ -157,9 +169,36 @@ class Row:
     frees: tuple[int, ...] = ()
     run: Run = None
 
+    @property
+    def parts(self) -> tuple["Row", ...]:
+        """The rows that its program runs: those of a group, else itself."""
+        return self.run.parts if isinstance(self.run, GroupRun) else (self,)
+
+    @property
+    def wires(self) -> tuple[Wire, ...]:
+        """What each part takes and yields, and at last what the row does, by numbers that do not name buffers.
+
+        What the row reads comes first, so rows that are wired alike can run one program.
+
+        >>> parts = Row(Kind.F, 0, 0, 0, 5, (7,), (8,)), Row(Kind.F, 0, 0, 1, 5, (8, 3), (9,))
+        >>> Row(Kind.F, 0, 0, 0, 5, (7, 3), (9,), run=GroupRun(parts)).wires
+        (((0,), (2,)), ((2, 1), (3,)), ((0, 1), (3,)))
+        """
+        number = {b: i for i, b in enumerate(self.reads)}
+        for b in (b for part in self.parts for b in part.writes):
+            number.setdefault(b, len(number))
+        each = [(row.reads, row.writes) for row in (*self.parts, self)]
+        return tuple(
+            (tuple(number[b] for b in reads), tuple(number[b] for b in writes))
+            for reads, writes in each
+        )
+
     def __str__(self) -> str:
         stage, microbatch = (
             n if n >= 0 else "" for n in (self.stage, self.microbatch)
         )  # of all, of none
         where = f"{stage}{self.kind}{microbatch}"
+        layers = list(dict.fromkeys(part.layer for part in self.parts))
+        if len(layers) > 1:
+            return f"{where}[layers {layers[0]} to {layers[-1]}]"
         return f"{where}[layer {self.layer}]" if self.layer >= 0 else where

@@ -110,6 +110,26 @@ class Slicing(ReplicaParts):
                 for op in summed(layer, NONE, parts, sums, writes):
                     yield replace(op, examples=slices[replica])
 
+    def reducing_bytes(self, layer: int) -> int:
+        """Counts what lies beside the gradients of a layer while they are added up: those of another, and the sums."""
+        parameters = self.graph.trained(self.graph.layers[layer].reading(ValueKind.PARAMETER))
+        return 2 * sum(self.graph.parameters[p].array.bytes for p in parameters)
+
+    def left_bytes(self, op: Operation) -> int:
+        """Counts what a backward, or its second half, lets go of at least, of what was left for it alone.
+
+        Args:
+            op: of all replicas.
+        """
+        assert isinstance(op.run, LayerRun)
+        sliced = self._layouts[op.run.layout].sliced
+        of_replicas = [sliced[e] for e in self.where.slices(op.layer) if e is not None]
+        if KINDS[op.kind].between:  # the second half of a backward
+            left = [each.halves[op.layer].handed for each in of_replicas]
+        else:
+            left = [each.signatures[op.layer].residuals for each in of_replicas]
+        return min((sum(array.bytes for array in arrays) for arrays in left), default=0)
+
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """Lists the parts of a value that the replicas of a layer have, each with its place."""
         return [(self.named(value, e), self.where.of(layer, e)) for e in self.where.slices(layer)]

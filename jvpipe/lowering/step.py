@@ -114,14 +114,46 @@ def _place_tasks(
             placer.relocate(ahead.pop(task.microbatch))
         placer.enter(layout.plan)
         placer.begin(task)
-        _perform(placer, _expanded(expander, task, layout, batch), slicing)
+        operations = _expanded(expander, task, layout, batch)
+        if accumulates := KINDS[task.kind].accumulates:
+            to_accumulate[task.stage] -= 1
+        if slicing and accumulates and not to_accumulate[task.stage]:
+            _perform_last(placer, operations, slicing, layout.plan.stages[task.stage].layers)
+        else:
+            _perform(placer, operations, slicing)
         if task.kind == Kind.F:
             left[task] = swapped_by(placer, layout, task, slicing)
-        # After a stage's last backward its replicas' sums are whole.
-        to_accumulate[task.stage] -= KINDS[task.kind].accumulates
-        if slicing and not to_accumulate[task.stage]:
-            _perform(placer, slicing.reduced(plans[0].stages[task.stage].layers))
     return left
+
+
+def _perform_last(
+    placer: Placer, operations: Iterable[Operation], slicing: Slicing, layers: Sequence[int]
+) -> None:
+    """Places the last backwards of a stage, and what adds up the gradients of its replicas.
+
+        B(layer 4)  B(layer 3)  REDUCE(layer 4)  B(layer 2)  REDUCE(layer 3)  REDUCE(layer 2)
+
+    The replicas send what they have of a layer while the next backward runs, and add it up behind
+    that. It waits until backwards have let go of as many bytes as it takes, so that a step holds
+    no more than if all were added up in the end.
+
+    Args:
+        placer: that places them.
+        operations: of the task, the last layer's first.
+        slicing: what replicas make of them.
+        layers: of the stage.
+    """
+    due, freed_bytes = list(layers), 0
+    for operation in operations:
+        _perform(placer, [operation], slicing)
+        if not KINDS[operation.kind].accumulates:
+            continue
+        freed_bytes += slicing.left_bytes(operation)
+        while due and due[-1] > operation.layer:
+            if slicing.reducing_bytes(due[-1]) > freed_bytes:
+                break
+            _perform(placer, slicing.reduced([due.pop()]))
+    _perform(placer, slicing.reduced(due))
 
 
 def lower_move(

@@ -117,18 +117,20 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     return least_s if np.ndim(least_s) else float(least_s)
 
 
-def in_flight(stages: int, most: int, eager: bool = False) -> tuple[int, ...]:
+def in_flight(stages: int, largest: int, eager: bool = False) -> tuple[int, ...]:
     """K_s by the paper's policy A, or B where transfers take as long as work (section V-C); `OneFOneB` runs them.
 
     Args:
         stages: S.
-        most: D.
+        largest: D.
         eager: policy B.
 
     >>> in_flight(4, 8), in_flight(4, 5, eager=True)
     ((4, 3, 2, 1), (5, 5, 3, 1))
     """
-    return tuple(min(2 * behind - 1 if eager else behind, most) for behind in range(stages, 0, -1))
+    return tuple(
+        min(2 * behind - 1 if eager else behind, largest) for behind in range(stages, 0, -1)
+    )
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:

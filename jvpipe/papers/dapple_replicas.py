@@ -127,12 +127,12 @@ class _Plans:
     @cached_property
     def stacked(self) -> list[Phases]:
         """The stages of all plans side by side; those of shorter plans come after stages without work."""
-        most = max(map(len, self.phases))
-        every = np.zeros((3, most, len(self.phases), 1))
+        longest = max(map(len, self.phases))
+        every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
             if phases:
-                every[:, most - len(phases) :, j, 0] = np.array(phases).T
-        return [Phases(*every[:, s]) for s in range(most)]
+                every[:, longest - len(phases) :, j, 0] = np.array(phases).T
+        return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
         """The stages of the one for j: where each ends, and its devices."""
@@ -147,9 +147,9 @@ class _Search:
         shapes = segments.shapes
         self.segments, self.shapes, self.size, self.cuts = segments, shapes, size, segments.coarse
         self.microbatches = shapes.batch // size
-        each = shapes.cluster.devices_per_machine
-        self.starts = range(0, shapes.devices, each)
-        self.whole = tuple(min(each, shapes.devices - start) for start in self.starts)
+        per_machine = shapes.cluster.devices_per_machine
+        self.starts = range(0, shapes.devices, per_machine)
+        self.whole = tuple(min(per_machine, shapes.devices - start) for start in self.starts)
         self.unit = -(-shapes.devices // MOST_COUNTS)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
@@ -219,19 +219,19 @@ class _Search:
             way += [onward, Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])]
         every_s = np.where(there[rows], latency_s(way, self.microbatches), np.inf)
         at = every_s.argmin(0), np.arange(len(self.cuts))
-        known = self.known.setdefault(after, _Plans.none(len(self.cuts)))
-        better = np.flatnonzero(every_s[at] < known.latency_s)
+        plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
+        better = np.flatnonzero(every_s[at] < plans.latency_s)
         for end in better:
             row, j = int(at[0][end]), int(rows[at[0][end]])
-            known.latency_s[end], known.before[end], known.places[end] = (
+            plans.latency_s[end], plans.before[end], plans.places[end] = (
                 every_s[row, end],
                 (before, j),
                 places,
             )
             added = (into, stage) if j else (stage,)
-            known.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
+            plans.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
         if len(better):
-            self.judge(after, int(better[known.latency_s[better].argmin()]))
+            self.judge(after, int(better[plans.latency_s[better].argmin()]))
 
     def judge(self, free: Free, j: int) -> None:
         """Counts the plan behind T_PL(j, g), with as many micro-batches in flight as it has: the best, if it is."""

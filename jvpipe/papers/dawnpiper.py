@@ -61,10 +61,10 @@ class BinaryPartition:
     def _need(self, s: int, least: bool) -> list[float]:
         """Running bytes of layers on stage s, at each bound."""
         every = self.changes[self.segments.in_flight[s]].layers
-        held = [
+        held_bytes = [
             min(t.held_bytes for t in layer) if least else layer[0].held_bytes for layer in every
         ]
-        total = np.concatenate([[0], np.cumsum(held)]) + self.segments.static_bytes(s)
+        total = np.concatenate([[0], np.cumsum(held_bytes)]) + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
     def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:

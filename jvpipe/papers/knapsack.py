@@ -83,9 +83,9 @@ class Knapsack:
         )
         more = [[x.bytes - min(y.bytes for y in layer) for x in layer] for layer in self.layers]
         divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
-        most = min(limit_bytes // k, sum(max(layer) for layer in more))
+        largest = min(limit_bytes // k, sum(max(layer) for layer in more))
         self.in_flight, self.q = k, q
-        self.quantum_bytes = divisor * max(1, -(-most // (q * divisor)))
+        self.quantum_bytes = divisor * max(1, -(-largest // (q * divisor)))
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:

@@ -207,15 +207,15 @@ def _levels(kept: KeptStages) -> list[_Level]:
     devices, cluster = problem.stages, problem.cluster
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
-    each = min(devices, cluster.devices_per_machine)
-    machines, more = divmod(devices, each)
+    local = min(devices, cluster.devices_per_machine)
+    machines, more = divmod(devices, local)
     if more or machines > cluster.machines:
         raise ValueError(
             f"{devices} devices: cluster {cluster.name} has {cluster.machines} machines of "
             f"{cluster.devices_per_machine}, replicas are planned for some of these machines, wholly used"
         )
-    inside = _level(kept, each, 1, cluster.peer)
-    return [inside, _level(kept, machines, each, cluster.network)] if machines > 1 else [inside]
+    inside = _level(kept, local, 1, cluster.peer)
+    return [inside, _level(kept, machines, local, cluster.network)] if machines > 1 else [inside]
 
 
 def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:

@@ -134,14 +134,14 @@ class Selection:
     @property
     def peak_bytes(self) -> int:
         """What the device holds at most."""
-        most, left = 0, 0  # of what layers work with beyond what later ones leave
-        for layer, choice, given in zip(
+        peak, left = 0, 0  # of what layers work with beyond what later ones leave
+        for layer, choice, freed in zip(
             reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True
         ):
             now = self.changes.layers[layer][choice]
-            most = max(most, now.working_bytes - left)
-            left += now.left_bytes + int(given)
-        return self.fixed_bytes + self.held_bytes + most
+            peak = max(peak, now.working_bytes - left)
+            left += now.left_bytes + int(freed)
+        return self.fixed_bytes + self.held_bytes + peak
 
     @property
     def excess_bytes(self) -> int:

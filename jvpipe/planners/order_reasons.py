@@ -1,4 +1,4 @@
-"""What an order of tasks gives against 1F1B, and why; and what keeps one step from overlapping the next."""
+"""What an order of tasks gives against 1F1B, and why; what updates take, and what keeps steps from overlapping."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,6 +51,28 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
         f"steps do not overlap: {', '.join(cross_layer)} needs a value of all layers, so no update begins before the "
         f"last backward has ended. Without it a step of a long run could come down to some {1e3 * busy_s:.2f} ms",
     ]
+
+
+def update_reasons(problem: Problem, decision: Decision) -> list[str]:
+    """A line about the updates of a plan's stages: how long they take, and how often; none if nobody knows.
+
+    Args:
+        problem: that the plan answers.
+        decision: the plan's.
+
+    >>> from jvpipe.cost.costs import Costs, LayerCost, Option
+    >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),), update_s=0.5),) * 4)
+    >>> problem = Problem(costs, 2, find_schedule("pipedream"), 8)
+    >>> update_reasons(problem, Decision.keeping_all([0, 1, 4]))
+    ['an update takes 500.00 to 1500.00 ms on a stage, 8 times a step']
+    """
+    seconds = sorted(stage.update_s for stage in evaluate(problem, decision).stages)
+    if not seconds[-1]:
+        return []
+    often = "once a step" if problem.updates == 1 else f"{problem.updates:g} times a step"
+    least, most = (f"{1e3 * s:.2f}" for s in (seconds[0], seconds[-1]))
+    took = most if least == most else f"{least} to {most}"
+    return [f"an update takes {took} ms on a stage, {often}"]
 
 
 def search_reasons(plan: OrderedPlan) -> str:

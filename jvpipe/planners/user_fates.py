@@ -140,18 +140,24 @@ def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, Fate]:
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
-    """Everything computed again from the stage's input: its layers run once more before their backwards."""
+    """Everything computed again from the stage's input: its layers run once more, as soon as it is the stage's turn.
+
+    So does its last layer, for what the stage makes for others is made again too: before the cotangents of that are
+    there, and not within the layer's own backward.
+    """
     return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
 
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
-    """What can have a fate on a stage: candidates of its layers, and edges; only those it makes can be made again."""
+    """What can have a fate on a stage: candidates of its layers, and edges: what it makes can be made again, what it
+    reads can be kept or swapped.
+    """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
     names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
     for tensor in graph.tensors:
         read, made = not inside.isdisjoint(tensor.readers), tensor.producer in inside
-        if (read and made) or (read and not FATES[fate].again):
+        if made if FATES[fate].again else read:
             names.append(tensor.array.name)
     return names
 

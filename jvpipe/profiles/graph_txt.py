@@ -111,19 +111,21 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
     """A field's number, or for activations the sum of its list."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
-    given = fields[field].strip()
+    written = fields[field].strip()
     texts = (
-        given[1:-1].split(";") if field == "activation_size" and given.startswith("[") else [given]
+        written[1:-1].split(";")
+        if field == "activation_size" and written.startswith("[")
+        else [written]
     )
     try:
         numbers = [_read_number(text) for text in texts]
     except ValueError:
         raise wrong(
-            file, line, f"{field}={given} is not a number: write digits, such as 1000.5"
+            file, line, f"{field}={written} is not a number: write digits, such as 1000.5"
         ) from None
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
-            raise wrong(file, line, f"{field}={given} {reason}")
+            raise wrong(file, line, f"{field}={written} {reason}")
     return sum(numbers)
 
 

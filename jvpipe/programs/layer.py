@@ -91,7 +91,7 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
     leaves = closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], _jax.aval(v)) for v in leaves]
-    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.told(closed))
+    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.debug_calls(closed))
     # The forward yields only those residuals that the backward turned out to read; they are numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]

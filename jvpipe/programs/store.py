@@ -16,6 +16,7 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
+from jvpipe.trace.inline import inlined
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
 
@@ -166,12 +167,17 @@ class ProgramStore:
         if isinstance(device, DeviceGroup):
             return _spread(program, device).lower(*inputs)
         jitted = self._jitted.setdefault(
-            program.key, jax.jit(program.fn, donate_argnums=program.donated, keep_unused=True)
+            program.key, jax.jit(_laid(program), donate_argnums=program.donated, keep_unused=True)
         )
         with jax.default_device(device):  # for programs without inputs
             if platform is not None:
                 return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
             return jitted.lower(*inputs)
+
+
+def _laid(program: Program) -> Callable[..., Any]:
+    """Returns the function of a program, in which readers of an input do not decide how it lies."""
+    return lambda *arrays: program.fn(*map(_jax.laid_out, arrays))
 
 
 def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> Hashable:
@@ -194,6 +200,8 @@ def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> H
 def _spread(program: Program, group: DeviceGroup) -> Any:
     """Returns a program over the devices of a group: the compiler decides which part is computed where."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
+    if group.platform != "cpu":  # to lay a result out would gather it from all devices
+        closed = inlined(closed, {"outlined": "jaxpr"})
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
     return jax.jit(

@@ -109,6 +109,8 @@ class AnsweredPlan:
         size = f" of {self.batch // self.microbatches}" if self.shape else ""
         reduce_s = max(costs["reduce_s"] for costs in self.costs)
         reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
+        update_s = max(costs["update_s"] for costs in self.costs)
+        updated = f"updates of up to {1e3 * update_s:.2f} ms, " if update_s else ""
         bound = "no plan keeps the limit"
         if math.isfinite(lower_bound_s):
             bound = f"no plan is under {1e3 * lower_bound_s:.2f}"
@@ -117,7 +119,7 @@ class AnsweredPlan:
         return (
             f"planner {self.planner}, schedule {self.schedule}, {shape}{self.microbatches} "
             f"micro-batches{size}: step {1e3 * self.step_s:.2f} ms simulated ({bound}), "
-            f"slowest stage {1e3 * self.bottleneck_s:.2f} ms, {reduced}"
+            f"slowest stage {1e3 * self.bottleneck_s:.2f} ms, {reduced}{updated}"
             f"{self.bubble_fraction:.1%} idle, planned in {self.planning_s:.2f} s{split}"
         )
 

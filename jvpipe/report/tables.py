@@ -23,6 +23,7 @@ def stage_table(answer: AnsweredPlan) -> Table:
         "comm": "comm",
     }
     seconds |= {"reduce": "reduce"} if shared else {}
+    seconds |= {"update": "update"} if any(costs["update_s"] for costs in answer.costs) else {}
     table = Table(
         "stage", "layers", *(f"{name} ms" for name in seconds), "in flight", "peak", "host"
     )

@@ -54,14 +54,14 @@ class EagerLists:
 
     def __call__(self, devices: int, microbatches: int) -> TaskLists:
         """Makes a list per device."""
-        most = self.most
-        if most is None:
-            most = [2 * (devices - d) - 1 for d in range(devices)]
-        if len(most) != devices:
+        limits = self.most
+        if limits is None:
+            limits = [2 * (devices - d) - 1 for d in range(devices)]
+        if len(limits) != devices:
             raise ValueError(
-                f"most={most} names {len(most)} devices, there are {devices}: give a number for each"
+                f"most={limits} names {len(limits)} devices, there are {devices}: give a number for each"
             )
-        return tuple(_stage(d, min(k, microbatches), microbatches) for d, k in enumerate(most))
+        return tuple(_stage(d, min(k, microbatches), microbatches) for d, k in enumerate(limits))
 
 
 class OneFOneB(Schedule):

@@ -147,6 +147,15 @@ class Schedule:
         """Returns the micro-batches per update, of those of a step."""
         return self.update_every or microbatches
 
+    def updates(self, microbatches: int) -> float:
+        """Returns the updates per step of so many micro-batches, on average.
+
+        >>> from jvpipe.schedules import find_schedule
+        >>> [find_schedule(name).updates(8) for name in ("1f1b", "pipedream", "2bw")]
+        [1.0, 8.0, 1.0]
+        """
+        return microbatches / self.period(microbatches)
+
     def with_updates(self, stages: int, microbatches: int, steps: int = 1) -> TaskLists:
         """Makes the lists of a stream, with the updates of an asynchronous schedule: U<m> follows B<m>.
 
@@ -162,7 +171,7 @@ class Schedule:
         """
         every = self.period(microbatches)
         lists = self.lists(stages, microbatches * steps)
-        return tuple(tuple(_with_updates(tasks, every)) for tasks in lists)
+        return tuple(tuple(with_updates(tasks, every)) for tasks in lists)
 
     def check(self, devices: int, microbatches: int) -> None:
         """Checks that a stream can run in steps of a number of micro-batches.
@@ -262,7 +271,7 @@ def numbers_of(least: int, name: str, values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
+def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
     """Yields a stage's tasks, and an update after the backward that completes its gradients."""
     for task in tasks:
         yield task

@@ -26,7 +26,7 @@ from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.planners.order_reasons import order_reasons, search_reasons
+from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_reasons
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, GivenLists
@@ -68,6 +68,7 @@ class Planned:
         lines = device_reasons(self.problem)
         lines += cut_reasons(self.problem, self.decision)
         lines += order_reasons(self.problem, self.decision, cross_layer)
+        lines += update_reasons(self.problem, self.decision)
         if self.ordered:
             lines.append(search_reasons(self.ordered))
         return lines

@@ -18,6 +18,7 @@ from jvpipe.programs.store import ProgramStore
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import ChosenShape, Planned
@@ -218,6 +219,7 @@ class CompiledPlans:
                 self._leaves,
             )
             compiled, self.planned, self.shape = self._planned(planner, traced)
+        compiled = self.in_groups(compiled)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
@@ -278,6 +280,19 @@ class CompiledPlans:
     def _compiled(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
         return compile_plan(self.settings, self._store, traced, plan, optimizer)
 
+    def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
+        """The same plan with layers in groups, if that was asked for and the limits leave room: groups hold more."""
+        if not self.settings.group:
+            return compiled
+        grouped = replace(compiled, grouped=True)
+        limits = Limits(self.settings.limits or None)
+        try:
+            limits.check(grouped.peaks, self.settings.devices)
+        except MemoryLimitExceeded as error:
+            _log.warning("layers stay apart, for in groups %s", error)
+            return compiled
+        return grouped
+
     def with_plan(self, plan: Plan, base: CompiledPlan | None = None) -> CompiledPlan:
         """Compiles the model under another plan, at the batch shape of `base` or at the first."""
         base = base or self.current
@@ -312,7 +327,7 @@ class CompiledPlans:
 
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device of this process, so that any layer can run on any."""
-        every = [self.current, *self._warmup.values()]
+        every = [replace(each, grouped=False) for each in (self.current, *self._warmup.values())]
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
         own = [device for device in self.settings.devices if _jax.is_own(device)]

@@ -245,6 +245,7 @@ def _numbers(cost: StageCost) -> dict[str, float]:
         "input_s": input_s,
         "weight_s": weight_s,
         "reduce_s": cost.reduce_s,
+        "update_s": cost.update_s,
         "host_bytes": cost.host_bytes,
     }
 

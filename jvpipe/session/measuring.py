@@ -221,6 +221,11 @@ class Request:
         return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
     @property
+    def asks_fates(self) -> bool:
+        """True if it matters what layers take that do not keep everything: it is chosen, or all is computed again."""
+        return self.chooses or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
+
+    @property
     def splits(self) -> bool:
         """True if the schedule runs backwards in two halves, or may come to."""
         return may_split(self.schedule, self.stages // self.schedule.chunks, self.microbatches)
@@ -298,7 +303,7 @@ class Measurement:
             self.store,
             self.optimizer,
             request.microbatches,
-            fates=request.chooses,
+            fates=request.asks_fates,
             split=request.splits,
             known=self.runs,
             **self._timed,
@@ -363,6 +368,7 @@ class Measurement:
             peer=self.between_hosts or (links.send if links else INFINITE),
             peer_uses_host=bool(links and chooses and links.send_uses_host),
             lent=self._lent(),
+            overlaps=True,
         )
 
     def _lent(self) -> float:

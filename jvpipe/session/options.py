@@ -369,6 +369,15 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
+    group: bool | None = option(
+        None,
+        checked_flag,
+        "Consecutive layers of a stage run as one program, with the bits of layers apart; if left out, on all devices "
+        "but CPUs.",
+        "run",
+        "",
+        RUNS,
+    )
     grad_norm: bool = option(
         False,
         checked_flag,

@@ -274,6 +274,7 @@ class Question(Training):
             peer=cluster.peer,
             peer_uses_host=cluster.peer_uses_host and cluster.machines == 1,
             cluster=cluster,
+            overlaps=True,
         )
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         pins = replace(pins, least_slice=1 if 1 in costs else 2)

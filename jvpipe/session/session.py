@@ -36,6 +36,7 @@ from jvpipe.session.adapt import Adapter
 from jvpipe.session.asking import Planned
 from jvpipe.session.changes import KnownModels, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
+from jvpipe.session.grouping import Grouping
 from jvpipe.session.settings import Settings, agreed_rows, option_parts, told_peaks
 from jvpipe.session.trees import Trees, check_fed, feeds_of
 from jvpipe.trace.loss import key_words
@@ -85,6 +86,7 @@ class Session:
         self.adapter = Adapter(
             self.compiled_plans, self.migrations.queue, self.limits, settings.hosts
         )
+        self.grouping = Grouping()
         self.model_history: list[ModelChange] = []
         self.predictions: dict[
             Hashable, CompiledPlan
@@ -139,7 +141,10 @@ class Session:
 
     def monitor(self, on: bool = True, kept: int = 2) -> None:
         """Switches on the measuring of every task, or off; what is known of the last `kept` steps can be asked for."""
-        self.controller.monitor = Monitor(self.settings.devices, kept) if on else None
+        seconds = self.compiled_plans.layer_s if self.compiled_plans else None
+        self.controller.monitor = (
+            Monitor(self.settings.devices, kept, seconds or ()) if on else None
+        )
 
     def pictures(self, steps: int = 1) -> list[Picture]:
         """What there is to be seen of the last steps; waits for their end."""
@@ -332,6 +337,8 @@ class Session:
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
         self.adapter.offer(state.step)
+        if not self.migrations.queue:
+            self.grouping.pass_step(self.compiled_plans)
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
             plan = self.migrations.plan_between(state.step)

@@ -89,6 +89,7 @@ class Settings(Training):
         reductions: what is said of leaves of aux and of the model state.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure anew what an earlier process has measured.
+        group: consecutive layers of a stage run as one program.
         hosts: the processes of the run, if there are several.
         speeds: how fast each device is beside the others; none: what is measured tells.
     """
@@ -107,6 +108,7 @@ class Settings(Training):
     reductions: Reductions
     grad_norm: bool
     remeasure: bool
+    group: bool
     hosts: Hosts | None
     speeds: tuple[float, ...]
 
@@ -147,6 +149,9 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
+    group = take("group")
+    if group is None:
+        group = used[0].platform != "cpu"
     return Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -163,6 +168,9 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, told: dict[str, Any]
         replicas=() if counts is None else replicas_at(counts),
         shares=shares,
         sharding=laid,
+        group=group
+        and laid
+        is None,  # how arrays lie within a group of devices is told of each layer's programs
         reductions=reductions,
         **told,
     )

@@ -192,7 +192,7 @@ def simulate_lists(
     shared_link: bool = False,
     machines: tuple[tuple[int, ...], ...] = (),
 ) -> Timeline:
-    """Simulates task lists of F, B, I and W at the level of stages (see `stage_work`), as planners count.
+    """Simulates task lists of F, B, I, W and U at the level of stages (see `stage_work`), as planners count.
 
     Args:
         lists: per device, its tasks in order.
@@ -267,7 +267,7 @@ def _stage_curves(
             case Kind.IN:
                 device.append((start_s, load.swapped_bytes))
                 host.append((end_s, -load.swapped_bytes))
-            case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE:
+            case Kind.R | Kind.SEND | Kind.RETURN | Kind.REDUCE | Kind.U:
                 pass  # what they take while they run is static
             case _:
                 raise AssertionError(f"nobody says what {kind} holds of a stage's bytes")

@@ -1,10 +1,12 @@
 """Task lists at the level of stages as work for the simulator: what planners count with.
 
-    F, B            forward and backward of a stage; R, recomputing, right before B
+    F, B            forward and backward of a stage
+    R               what is computed again before the first of the cotangents is read: while these are on their way
     I, W            the halves of a backward that is not whole: what is said of B below holds for I
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
     REDUCE          of gradients among the replicas of a stage, once, after its last backward
+    U               the update of a stage, on its device, where the list has one
 
 A list is that of a device, and its tasks name their stages. At most two micro-batches' swapped
 bytes are on the device: an F waits for the OUT of the F before the last one; an IN waits until the
@@ -20,7 +22,8 @@ on which those of several stages wait for each other.
 
 A device's link to its host carries OUT and IN and, if the host is between the devices, the device's
 sends too, all one at a time; otherwise devices whose stages follow each other have a link for each
-direction. R waits for the cotangents, as B does.
+direction. R waits for its turn and for what was swapped; what a backward computes again within its
+own program is part of B.
 
 `jvpipe.simulate.rows` simulates the rows that a controller dispatches
 (tests/simulate/test_two_levels.py holds the two together). Bytes are the same. Seconds are, too,
@@ -29,7 +32,6 @@ with these exceptions:
     with swaps    the rows' F before a first B waits for all that is on its way out, here for all but the last (GPipe)
                   the rows' IN waits for the task before it in the dispatch to end, here for the B before it to begin
                   (1F1B)
-    with R        the rows recompute while the cotangents are on their way
 
 Over random loads the rows took up to 1.25 times as long with swaps, and no less than 0.8 times.
 Both lie between a step whose copies take no time and that step plus all its copies.
@@ -55,6 +57,7 @@ PARTS = (
     Kind.I,
     Kind.W,
     Kind.REDUCE,
+    Kind.U,
 )
 
 WAYS = ("out", "in")
@@ -82,6 +85,7 @@ class StageLoad:
     weight_s: float = 0.0
     handed_bytes: int = 0
     reduce_s: float = 0.0
+    update_s: float = 0.0
 
     @property
     def parts_s(self) -> tuple[float, ...]:
@@ -97,6 +101,7 @@ class StageLoad:
             self.input_s,
             self.weight_s,
             self.reduce_s,
+            self.update_s,
         )
 
 
@@ -112,6 +117,7 @@ class Features:
     sends: bool = True
     shared: bool = False
     reduces: bool = False
+    updates: bool = False
     machines: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
@@ -140,6 +146,7 @@ class Features:
             sends=sends,
             shared=shared and sends,
             reduces=reduces,
+            updates=takes[Kind.U],
             machines=machines if sends or reduces else (),
         )
 
@@ -150,7 +157,7 @@ class StageWork:
 
     Tasks are named by integers, for planners make and compare millions of them:
 
-        code = slot M + micro-batch         slot = 10 stage + part         M is `microbatches`
+        code = slot M + micro-batch         slot = 11 stage + part         M is `microbatches`
 
     Task i of the work has `codes[i]`. The seconds of all stages stand in one list, `PARTS` of each
     stage after another: those of task i are at `slots[i]`.
@@ -292,7 +299,7 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
             return _link(d, places[s - 1], D, on)
         case Kind.REDUCE:
             return _networks(on.machines[d], on.machines[d], D) if on.machines else ()
-        case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W:
+        case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W | Kind.U:
             return (d,)
         case _:
             raise AssertionError(f"{part} is no part of a stage's work")
@@ -393,12 +400,12 @@ def _device(
     last: tuple[int, ...] = ()  # the task before on the device
     outs: list[int] = []
     begun: tuple[int, ...] | None = None  # what the B before waited for, and the last OUT before it
-    tasks = [task for task in tasks if task.kind != Kind.U]  # updates take no time at this level
+    tasks = [task for task in tasks if on.updates or task.kind != Kind.U]
     ends = {t.stage: t for t in tasks if KINDS[t.kind].accumulates} if on.reduces else {}
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         s, kind, m = task
         parts, source, answer, half_answer, sends, returns = around[s]
-        F, R, _, OUT, IN, SEND, RETURN, I, W, REDUCE = parts  # noqa: E741
+        F, R, _, OUT, IN, SEND, RETURN, I, W, REDUCE, U = parts  # noqa: E741
         match kind:
             case Kind.F:
                 needs = () if source is None else (source + m,)
@@ -411,16 +418,18 @@ def _device(
                     yield SEND + m, last
             case Kind.B | Kind.I:
                 after = half_answer if (s + 1, m) in halves else answer
-                needs = (F + m,) if after is None else (F + m, after + m)
+                needs: tuple[int, ...] = (F + m,)
                 if on.swaps and last != (F + m,):
                     # Before its first B a device has room once the OUT before the last has ended.
                     room = outs[-2:-1] if begun is None else begun
                     yield IN + m, (OUT + m, *room)
                     needs = (*needs, IN + m)
-                begun = (*last, *needs, *outs[-1:])
-                if on.recompute:  # right before the backward, when the cotangents are there
+                if on.recompute:
                     yield R + m, needs
-                    needs = (R + m,)
+                    needs = last = (R + m,)
+                if after is not None:
+                    needs = (*needs, after + m)
+                begun = (*last, *needs, *outs[-1:])
                 last = (parts[PARTS.index(kind)] + m,)
                 yield last[0], needs
                 if returns:
@@ -428,8 +437,11 @@ def _device(
             case Kind.W:
                 last = (W + m,)
                 yield W + m, (I + m,)
+            case Kind.U:
+                last = (U + m,)
+                yield U + m, (REDUCE + ends[s].microbatch,) if s in ends else ()
             case _:
-                raise ValueError(f"task {task}: lists at the level of stages hold F, B, I and W")
+                raise ValueError(f"task {task}: lists at the level of stages hold F, B, I, W and U")
         if ends.get(s) == task:  # its last backward: all gradients are there
             yield REDUCE + m, last
 

@@ -52,7 +52,7 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
     Args:
         closed: any jaxpr.
-        heard: the calls that are left out, as `told` returns them; None: all.
+        heard: the calls that are left out, as `debug_calls` returns them; None: all.
 
     >>> import jax
     >>> def loud(x):
@@ -61,17 +61,17 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
     >>> [str(eqn.primitive) for eqn in silent(jax.make_jaxpr(loud)(1.0)).jaxpr.eqns]
     ['add']
     """
-    calls = told(closed)
+    calls = debug_calls(closed)
     left_out = calls if heard is None else calls & set(heard)
     return ClosedJaxpr(_without(closed.jaxpr, left_out), closed.consts) if left_out else closed
 
 
-def told(closed: ClosedJaxpr) -> set[Hashable]:
+def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
     """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are traced again."""
-    return {_told(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
+    return {_call_key(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
 
 
-def _told(eqn: JaxprEqn) -> Hashable:
+def _call_key(eqn: JaxprEqn) -> Hashable:
     """Returns the key of a call: its parameters are the same objects wherever JAX traces it again."""
     return tuple(sorted((name, id(value)) for name, value in eqn.params.items()))
 
@@ -94,7 +94,7 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
         return changed.replace(effects=_effects(inner)) if inner and changed.effects else changed
 
     def is_kept(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name not in DEBUGGING or _told(eqn) not in calls
+        return eqn.primitive.name not in DEBUGGING or _call_key(eqn) not in calls
 
     kept = filter(is_kept, jaxpr.eqns)
     eqns = prune([quieted(eqn) for eqn in kept], jaxpr.outvars)

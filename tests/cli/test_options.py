@@ -219,7 +219,8 @@ WRONG: dict[str, tuple[str, str]] = {
         ("x" * 300, "more than 255 bytes"),
     ),
     **dict.fromkeys(
-        ("--resume", "--trust", "--adapt", "--nas", "--distributed", "--remeasure"), ("5", "5")
+        ("--resume", "--trust", "--adapt", "--nas", "--distributed", "--remeasure", "--group"),
+        ("5", "5"),
     ),
 }
 PLANS: dict[str, tuple[str, str]] = {
@@ -287,7 +288,9 @@ SAID: dict[str, tuple[Any, str]] = {
     "checkpoint": ("alwys", "did you mean"),
     "fates": ({1: "swap"}, "such as"),
     "state_fates": ("swap", "such as"),
-    **dict.fromkeys(("has_aux", "has_state", "grad_norm", "remeasure"), (1, "True or False")),
+    **dict.fromkeys(
+        ("has_aux", "has_state", "grad_norm", "group", "remeasure"), (1, "True or False")
+    ),
 }
 
 

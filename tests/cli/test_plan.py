@@ -27,6 +27,7 @@ FIELDS = [
     "comm_s",
     "peak_bytes",
     "in_flight",
+    "update_s",
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.presets import PRESETS
+from jvpipe.cost.tiling import Tiling
 
 GOOD = """\
 name = "lab"
@@ -67,17 +68,17 @@ def test_a_file_of_a_few_lines(tmp_path: Path) -> None:
         (
             "bytes_per_s = 1e11",
             "bytes_per_s = -1e11",
-            r"lab.toml:19: peer.bytes_per_s must be a number above 0, not -1",
+            r"lab.toml:19: peer.bytes_per_s must be a finite number above 0, not -1",
         ),
         (
             "bytes_per_s = 1e11",
             "bytes_per_s = nan",
-            r"lab.toml:19: peer.bytes_per_s must be a number above 0, not nan",
+            r"lab.toml:19: peer.bytes_per_s must be a finite number above 0, not nan",
         ),
         (
             "latency_s = 1e-5",
             "latency_s = -1",
-            r"lab.toml:16: host.latency_s must be a number of at least 0, not -1",
+            r"lab.toml:16: host.latency_s must be a finite number of at least 0, not -1",
         ),
         (
             "latency_s",
@@ -108,7 +109,42 @@ def test_a_file_of_a_few_lines(tmp_path: Path) -> None:
         (
             "float32 = 2e13",
             "float32 = '2e13'",
-            r"lab.toml:11: device.flops_per_s.float32 must be a number above 0",
+            r"lab.toml:11: device.flops_per_s.float32 must be a finite number above 0",
+        ),
+        (
+            "bytes_per_s = 1e11",
+            "bytes_per_s = inf",
+            r"lab.toml:19: peer.bytes_per_s must be a finite number above 0, not inf",
+        ),
+        (
+            "float32 = 2e13",
+            "float32 = 0",
+            r"lab.toml:11: device.flops_per_s.float32 must be a finite number above 0, not 0",
+        ),
+        (
+            "launch_s = 0",
+            "launch_s = inf",
+            r"lab.toml:12: device.launch_s must be a finite number of at least 0, not inf",
+        ),
+        (
+            "launch_s = 0",
+            "elementwise_per_s = inf",
+            r"lab.toml:12: device.elementwise_per_s must be a finite number above 0, not inf",
+        ),
+        (
+            "launch_s = 0",
+            "tiling = { cores = 80, winograd = 0.8 }",
+            r"lab.toml:12: device.tiling.start is missing: it is a number",
+        ),
+        (
+            "launch_s = 0",
+            "tiling = { start = 32, winograd = 0.8 }",
+            r"lab.toml:12: device.tiling.cores is missing: it is a whole number",
+        ),
+        (
+            "launch_s = 0",
+            "tiling = { cores = 80, start = nan, winograd = 0.8 }",
+            r"lab.toml:12: device.tiling.start must be a finite number of at least 0, not nan",
         ),
         ('name = "ours"', "name = 5", r"lab.toml:8: device.name must be a text, not 5"),
         ("machines = 2", "machines = ", r"lab.toml is not TOML: .*line 3"),
@@ -141,6 +177,15 @@ memory_bytes = "11GiB"
 memory_bytes_per_s = 5e11
 flops_per_s = { float32 = 1e13 }
 """
+
+
+def test_products_are_dealt_out_as_a_file_says_or_as_in_the_preset(tmp_path: Path) -> None:
+    said = GOOD.replace("launch_s = 0", "tiling = { cores = 80, start = 32, winograd = 0.8 }")
+    device = find_cluster(written(tmp_path, said)).device
+    assert (device.cores, device.tiling) == (80, Tiling(32.0, 0.8))
+    like = 'host.bytes_per_s = 1e10\ndevice = { like = "v100-a", memory_bytes = "8GiB" }'
+    found = find_cluster(written(tmp_path, f"devices_per_machine = 1\n{like}"))
+    assert found.device.tiling == PRESETS["v100-a"].device.tiling
 
 
 def test_devices_may_be_unlike(tmp_path: Path) -> None:
@@ -185,13 +230,13 @@ def test_devices_that_are_alike_are_as_one_device(tmp_path: Path) -> None:
             TABLES,
             "5e11",
             "-5e11",
-            r"lab.toml:11: devices\[1\].memory_bytes_per_s must be a number above 0",
+            r"lab.toml:11: devices\[1\].memory_bytes_per_s must be a finite number above 0",
         ),
         (
             TABLES,
             "5e11",
             "inf",
-            r"lab.toml:11: devices\[1\].memory_bytes_per_s must be .* finite, not inf",
+            r"lab.toml:11: devices\[1\].memory_bytes_per_s must be a finite number above 0, not inf",
         ),
         (
             TABLES,

@@ -131,3 +131,15 @@ def test_arrays_of_a_tpu_fill_tiles() -> None:
     for each, filled in zip(gpu.layers, tpu.layers, strict=True):
         assert (each.parameter_bytes, filled.parameter_bytes) == (40_000, 104 * 128 * 4)
     assert (gpu.layers[1].input_bytes, tpu.layers[1].input_bytes) == (32 * 400, 32 * 512)
+
+
+def test_an_update_takes_what_it_reads_and_writes() -> None:
+    """Adam reads parameters, gradients and two moments, and writes all but the gradients; the norm reads gradients."""
+    model, cut = traced("mlp"), optimizer("mlp")
+    slow = replace(A100.device, memory_bytes_per_s=1e6, launch_s=0.0)
+    layers = estimate(model, replace(A100, device=slow), cut, store=ProgramStore()).layers
+    without = estimate(model, replace(A100, device=slow), store=ProgramStore()).layers
+    assert not any(layer.update_s for layer in without)
+    for layer in layers[:-1]:  # the last one has the global program
+        moved = 7 * layer.parameter_bytes + layer.gradient_bytes
+        assert layer.update_s * 1e6 == pytest.approx(moved, rel=0.25, abs=64)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -100,3 +101,20 @@ def test_no_placement_reduces_faster_than_the_least(
             for each in combinations(range(6), n)
         )
         assert cluster.least_reduce_s(count, 60.0) <= min(more_s) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["memory_bytes_per_s", "launch_s", "float32"])
+def test_impossible_numbers_are_refused_by_name(field: str, value: float) -> None:
+    if field == "launch_s" and value == 0:
+        value = -0.5
+    said = {field: value} if field != "float32" else {"flops_per_s": {"float32": value}}
+    with pytest.raises(ValueError, match=f"{field}.* of the device 'd' must be a number"):
+        replace(DEVICE, **said)
+
+
+def test_links_that_carry_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bytes_per_s=0\.0 of a link must be a number above 0"):
+        Link(0.0)
+    with pytest.raises(ValueError, match="latency_s=nan of a link"):
+        Link(1e9, float("nan"))

@@ -20,10 +20,10 @@ BYTES = 4 * N * N
 def device(**kwargs: float) -> Accelerator:
     """A device that is infinitely fast but for what is said."""
     rates = {
-        "memory_bytes_per_s": float("inf"),
-        "elementwise_per_s": float("inf"),
+        "memory_bytes_per_s": 1e300,
+        "elementwise_per_s": 1e300,
         "launch_s": 0.0,
-        "products": float("inf"),
+        "products": 1e300,
     }
     rates |= kwargs
     return Accelerator(

@@ -52,7 +52,7 @@ def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
     ]
     shares = [float(row[-1]) for row in rows]
     assert 1 == shares[0] < shares[1] < shares[2]
-    assert shares[0] >= shares[3] == shares[4] == shares[5]
+    assert shares[0] >= max(shares[3:]) <= min(shares[3:]) + 0.01  # plans may differ a little
 
 
 def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:

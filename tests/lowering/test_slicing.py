@@ -26,14 +26,14 @@ SIX = replace(
 ALONG = Batching((Spread(Over.ALONG, 0), Spread(Over.ALONG, 0)))
 
 
-def layout(plan: Plan) -> MicrobatchLayout:
-    """A layout whose programs leave a byte for each example."""
+def layout(plan: Plan, left_bytes: int = 1) -> MicrobatchLayout:
+    """A layout whose programs leave so many bytes for each example."""
     where, sliced = Placement(SIX, plan), {}
     for layer in range(3):
         for e in where.slices(layer):
             if e is not None:
                 left = {
-                    i: replace(s, residuals=(replace(s.residuals[0], bytes=e.size),))
+                    i: replace(s, residuals=(replace(s.residuals[0], bytes=left_bytes * e.size),))
                     for i, s in enumerate(SIGNATURES)
                 }
                 sliced[e] = SliceLayout(left, {})
@@ -132,6 +132,22 @@ def test_sums_of_replicas_are_added_up_once_after_the_stages_last_backward() -> 
     assert persistent == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)], (
         "a copy for each replica that reads one"
     )
+
+
+def test_sums_are_added_up_beside_the_last_backwards_where_these_have_let_go_of_enough() -> None:
+    plan = Plan.from_cuts([3], devices=[(0, 1)])
+
+    def rows(left_bytes: int) -> str:
+        lowered = lower_step(SIX, [layout(plan, left_bytes)], gpipe(1, 1), optimizer(1), ALONG)
+        kinds = (Kind.B, Kind.REDUCE)
+        told = [f"{r.kind}{r.layer} on {r.place}" for r in lowered.rows if r.kind in kinds]
+        return ", ".join(told)
+
+    late = "B2 on 0, B2 on 1, B1 on 0, B1 on 1, B0 on 0, B0 on 1, REDUCE2 on {0}, REDUCE1 on {1}, REDUCE0 on {2}"
+    where = updating(SIX, plan, optimizer(1))
+    assert rows(1) == late.format(where[2], where[1], where[0])
+    early = f"B1 on 1, REDUCE2 on {where[2]}, B0 on 0, B0 on 1, REDUCE1 on {where[1]}, REDUCE0 on {where[0]}"
+    assert rows(100) == f"B2 on 0, B2 on 1, B1 on 0, {early}"
 
 
 def test_each_replica_updates_its_share_and_sends_it_to_the_others() -> None:

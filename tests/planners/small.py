@@ -43,6 +43,7 @@ def layers(draw: st.DrawFn, name: str) -> LayerCost:
         optimizer_bytes=2,
         input_bytes=draw(st.integers(0, 2)),
         temporary_bytes=draw(st.sampled_from([0, 3])),
+        update_s=draw(st.sampled_from([0.0, 1.5])),
     )
 
 

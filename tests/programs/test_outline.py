@@ -8,7 +8,9 @@ import numpy as np
 
 from jvpipe import _jax
 from jvpipe.programs.layer import differentiate
+from jvpipe.programs.model import forward_program
 from jvpipe.programs.outline import outline
+from jvpipe.programs.store import ProgramStore
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, build_graph
 from jvpipe.trace.inline import merged
@@ -87,6 +89,25 @@ def test_the_compiler_leaves_calls_apart_and_costs_see_through_them() -> None:
     ]
     (whole,), (spread,) = _jax.jaxpr_as_fun(made.forward)(*inputs), _jax.jaxpr_as_fun(flat)(*inputs)
     np.testing.assert_allclose(spread, whole, rtol=1e-5)
+
+
+def test_other_compilers_are_told_how_results_and_inputs_lie() -> None:
+    def loss_fn(params: Any, x: jax.Array, rng: Any) -> jax.Array:
+        return jnp.sum(jnp.tanh(normalised(x) @ params[0]) @ params[1])
+
+    body = body_of(loss_fn, [draws(2)(D, D), draws(3)(D, D)])
+    forward = forward_program(differentiate(body, [], []))
+    texts = {
+        platform: ProgramStore().text(forward, jax.devices()[0], platform)
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    pinned = {platform: text.count("@LayoutConstraint") for platform, text in texts.items()}
+    calls = [x for call in outline(body).values() for x in call.outputs]
+    inputs = [array for array in forward.inputs if array.ndim > 1]
+    assert pinned["cpu"] == 0
+    assert (
+        pinned["cuda"] == pinned["tpu"] == len(inputs) + sum(_jax.aval(x).ndim > 1 for x in calls)
+    )
 
 
 def test_effects_stay_outside_of_calls() -> None:

@@ -127,15 +127,16 @@ class Ticks:
                 return self._ended((s, "B", m))
             case "IN":
                 return self._ended((s, "OUT", m)) and self._may_come(s, m)
+            case "R":
+                return self._ended((s, "IN" if self._swapped(s, m) else "F", m))
             case _:
-                here = self._ended((s, "IN" if self._swapped(s, m) else "F", m))
-                return here and (s == self.last or self._ended((s + 1, "RETURN", m)))
+                return s == self.last or self._ended((s + 1, "RETURN", m))
 
     def _may_come(self, s: int, m: int) -> bool:
         """The backward before has begun, and the forwards before that one are out."""
         tasks = self.order[s][: self.order[s].index((Kind.B, m))]
         backwards = [i for i, (kind, _) in enumerate(tasks) if kind == "B"]
-        if backwards and (s, "R", tasks[backwards[-1]][1]) not in self.start:
+        if backwards and (s, "B", tasks[backwards[-1]][1]) not in self.start:
             return False
         until = (
             backwards[-1]

@@ -29,6 +29,7 @@ FIELDS = [
     "swap_s",
     "comm_s",
     "reduce_s",
+    "update_s",
 ]
 BATCH = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 

@@ -137,13 +137,25 @@ def test_a_swap_waits_for_the_backward_before_its_own_to_begin() -> None:
     assert [found[0, "B", m] for m in range(3)] == [5.0, 10.0, 15.0]
 
 
-def test_what_is_computed_again_comes_straight_before_the_backward() -> None:
-    found = simulate_lists(gpipe(1, 1), [StageLoad(1.0, 2.0, recompute_s=1.0)])
+def test_what_is_computed_again_is_there_before_the_cotangents() -> None:
+    found = simulate_lists(gpipe(2, 1), [StageLoad(1.0, 2.0, recompute_s=1.0)] * 2)
     assert [(span.name, span.start_s, span.end_s) for span in found.spans()] == [
         ("0F0", 0.0, 1.0),
         ("0R0", 1.0, 2.0),
-        ("0B0", 2.0, 4.0),
+        ("0B0", 5.0, 7.0),
+        ("1F0", 1.0, 2.0),
+        ("1R0", 2.0, 3.0),
+        ("1B0", 3.0, 5.0),
     ]
+
+
+@pytest.mark.parametrize("lists", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("S", "M", "step_s"), [(8, 4, 37), (8, 32, 149), (16, 32, 173)])
+def test_equal_stages_compute_again_in_their_turns_alone(
+    lists: Lists, S: int, M: int, step_s: int
+) -> None:
+    """M (F + R + B) on a device, and (S - 1) (F + B) before and after: torchgpipe's section 2.1."""
+    assert simulate_lists(lists(S, M), [StageLoad(1.0, 2.0, recompute_s=1.0)] * S).step_s == step_s
 
 
 def refused(rows: list[str], why: str) -> None:
@@ -160,6 +172,6 @@ def test_lists_that_cannot_run_are_refused_with_the_reason() -> None:
     )
     refused(["0F0 0B0", "1F0"], "0B0 waits for 1B0, which is in no list")
     refused(["0F0 0F0"], "0F0 is twice")
-    refused(["0F0 0U0 0R0"], "task 0R0: lists at the level of stages hold F, B, I and W")
+    refused(["0F0 0U0 0R0"], "task 0R0: lists at the level of stages hold F, B, I, W and U")
     with pytest.raises(ValueError, match="2 stages are in the task lists, 1 are given"):
         simulate_lists(gpipe(2, 1), [StageLoad(1.0, 1.0)])

@@ -6,7 +6,7 @@ Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
-where t has a part of what the replicas of a stage add up once a step: `Objective.with_reduces`.
+where t has a part of what happens once a step, the sums of replicas and updates: `Objective.with_once`.
 
 All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
 on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
@@ -57,25 +57,23 @@ class Objective:
         """How often a step waits for the slowest stage."""
         return self.problem.microbatches - self.problem.schedule.synchronous
 
-    def with_reduces(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Seconds of stages, with the share of a micro-batch in what replicas add up once a step.
+    def with_once(self, seconds: list[Matrix]) -> list[Matrix]:
+        """Seconds of stages, with the share of a micro-batch in what happens once a step.
 
-        M (t + A / M) is what a stage is busy: its micro-batches, and its all-reduce A.
+        M (t + A / M) is what a stage is busy: its micro-batches, its all-reduce and its updates A.
         """
-        if not self.problem.replicated:
-            return seconds
         m, stages = self.problem.microbatches, self.table.stages
-        return [t + stage.block.reduce_s / m for t, stage in zip(seconds, stages, strict=True)]
+        return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
 
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
         """Seconds of stages and of the links before them."""
-        seconds = self.with_reduces(seconds)
+        seconds = self.with_once(seconds)
         return [t + stage.block.comm_s for t, stage in zip(seconds, self.table.stages, strict=True)]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
         """Of each phase, how long the other stages wait for one."""
         blocks = [stage.block for stage in self.table.stages]
-        seconds = self.with_reduces(seconds)
+        seconds = self.with_once(seconds)
         if not self.two_phases:
             return [[np.maximum(t, x.comm_s) for t, x in zip(seconds, blocks, strict=True)]]
         forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
@@ -85,11 +83,11 @@ class Objective:
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """What a cell takes with its share of reduces, its forward, and the link before it."""
+        """What a cell takes with its share of what happens once a step, its forward, and the link before it."""
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
-        reduce_s = float(stage.block.reduce_s[stage.place(*cell[1:])])
-        return t + reduce_s / self.problem.microbatches, forward_s, comm_s
+        once_s = float(stage.block.once_s[stage.place(*cell[1:])])
+        return t + once_s / self.problem.microbatches, forward_s, comm_s
 
     def maxima(self, path: Path) -> Caps:
         """What a path's stages wait for in each phase."""

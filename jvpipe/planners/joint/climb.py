@@ -3,6 +3,7 @@
 A neighbour has one bound at another place, or two beside each other, or one taken away and another put in, so that the
 stages between move on to the next device; its fates are chosen again in each way that there is, with and without swaps.
 Or one layer's fate is another: who chooses fates takes a link that is not full for free, the simulator sees who waits.
+Or the layers that a stage ends with become a run, which is computed again while the stage awaits its cotangents.
 
 Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
 then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
@@ -19,7 +20,7 @@ from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
 from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
-from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
 
@@ -174,6 +175,7 @@ class Climb:
     def _others(self, decision: Decision) -> Iterator[Decision]:
         """Yields the plan with other fates: all of them, or of a model of few layers one at a time."""
         yield from self.refitted(decision.bounds)
+        yield from computed_early(decision)
         choices = decision.choices
         if self.problem.memory_limit_bytes is None or len(choices) > PLAN.single_fate_layers:
             return
@@ -181,3 +183,24 @@ class Climb:
             if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
                 for other in range(len(layer.options)):
                     yield Decision(decision.bounds, (*choices[:at], other, *choices[at + 1 :]))
+
+
+def computed_early(decision: Decision) -> Iterator[Decision]:
+    """Yields the plan with the layers that one stage ends with and does not keep as a run, if they are several.
+
+    The forwards of a run are computed again while the stage awaits its cotangents.
+
+    Args:
+        decision: the plan.
+
+    >>> [one.choices for one in computed_early(Decision((0, 3, 4), (0, -1, 2, -1)))]
+    [(0, -1, -2, -1)]
+    """
+    choices = decision.choices
+    for i, j in pairwise(decision.bounds):
+        begin = j
+        while begin > i and choices[begin - 1] != 0:
+            begin -= 1
+        run = (RECOMPUTE, *[RECOMPUTE_CHAIN] * (j - begin - 1))
+        if j - begin > 1 and run != choices[begin:j]:
+            yield replace(decision, choices=(*choices[:begin], *run, *choices[j:]))

@@ -24,9 +24,9 @@ def lower_bound(problem: Problem) -> float:
 
     A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
     is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
-    and what crosses the links between them. All forwards of GPipe come before its backwards. In a stream round trips
-    (`trips.py`) count too. Where devices run several stages or halves of backwards, all work is divided among them,
-    from when each can begin.
+    and what crosses the links between them. What they compute again may be done while they wait. All forwards of GPipe
+    come before its backwards. In a stream round trips (`trips.py`) count too. Where devices run several stages or
+    halves of backwards, all work is divided among them, from when each can begin.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -82,8 +82,10 @@ def _of_any_order(problem: Problem) -> float:
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
     """Round trips of stages beside each other, as many as end while the simulator times a stream."""
-    links = [x.comm_s for _, x in stages], [x.traffic_s for _, x in stages]
-    period_s = (1 - CUTS.trip_tolerance) * Trips([t for t, _ in stages], *links).least_cap_s()
+    own_s = [np.maximum(t + x.once_s / problem.microbatches, x.traffic_s) for t, x in stages]
+    ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
+    trips = Trips(ways_s, [x.comm_s for _, x in stages], own_s)
+    period_s = (1 - CUTS.trip_tolerance) * trips.least_cap_s()
     return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
 
 
@@ -92,11 +94,12 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
     forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
     backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
     slowest_s = least_max(forward) + least_max(backward)
-    return least_sum([t + x.comm_s for t, x in stages])[0] + (problem.microbatches - 1) * slowest_s
+    ways_s = [np.where(np.isfinite(t), x.compute_s + x.comm_s, np.inf) for t, x in stages]
+    return least_sum(ways_s)[0] + (problem.microbatches - 1) * slowest_s
 
 
 def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
-    """M micro-batches of a stage, and the work and the transfers before it."""
+    """M micro-batches of a stage, and the work and the transfers before it, or what it does once a step."""
     m, crossed_s, every = (
         problem.microbatches,
         np.zeros(1),
@@ -106,7 +109,7 @@ def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
         there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
         every.append(
             np.maximum(
-                m * t + x.reduce_s + segments.least_compute_s[x.starts][:, None] + there_s,
+                m * t + np.maximum(x.once_s, segments.least_compute_s[x.starts][:, None] + there_s),
                 m * x.traffic_s,
             )
         )

@@ -114,7 +114,7 @@ def _moves(course: Course, draw: Random) -> Iterator[Move | None]:
     for block in blocks:
         if course.starts[course.lists[block.device][block.first]] > 0.0:
             yield from _ahead(course, block, draw)
-        if course.ends[course.lists[block.device][block.last]] < course.step_s * (1 - SAME):
+        if course.tails[course.lists[block.device][block.last]] > course.updates_s[block.device]:
             yield from _behind(course, block, draw)
 
 
@@ -216,13 +216,17 @@ def _move(
     now, ends = course.ends[mine[first - 1]] if first else 0.0, dict[int, float]()
     for step in steps:
         there = ends.get(source[step])
-        now = max(now, course.there[step] if there is None else there) + seconds[step]
+        begins = course.there[step] if there is None else there - course.early_s[step]
+        now = max(now, begins) + seconds[step]
         ends[step] = now
     path_s, tails = 0.0, dict[int, float]()
-    later = seconds[mine[end]] + course.tails[mine[end]] if end < len(mine) else 0.0
+    behind = end < len(mine)
+    later = seconds[mine[end]] + course.tails[mine[end]] if behind else course.updates_s[d]
     for step in reversed(steps):
         target = to[step]
-        answer = seconds[target] + tails[target] if target in tails else answers[step]
+        answer = answers[step]
+        if target in tails:
+            answer = seconds[target] - course.early_s[target] + tails[target]
         tails[step] = max(later, answer)
         path_s = max(path_s, ends[step] + tails[step])
         later = tails[step] + seconds[step]

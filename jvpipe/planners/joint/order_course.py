@@ -1,15 +1,27 @@
 """The course of an order: when its steps start and end, what follows each of them, and the longest path.
 
-Legend: for V stages and M micro-batches a step is a number, (kind V + stage) M + micro-batch; its kind is 0 for a
-forward, 1 for a backward or its first half, 2 for a second half. A step's tail is how long the order goes on after its
-end, at least. A block is a run of steps of one device on a longest path: each starts when the one before it ends.
+An order is a list of steps per device. Each step starts when the one before it on its device has ended and what it
+reads has arrived, so that one pass over the lists, device by device as far as each can go, finds all times. The same
+pass backwards finds how long the order goes on after each step at least, and a walk from the last end to a step that
+starts at once finds a longest path.
 
-The clock is the simulator's without swaps, where no two transfers share a link; what counts in the end is simulated
-(`simulated_step_s`).
+    device 0   F0 F1 F2 .. B0 B1 B2        a step's number is (kind V + stage) M + micro-batch,
+    device 1      F0 B0 F1 B1 F2 B2        for V stages and M micro-batches
+               +- block --+                of kind 0, 1 and 2: a forward, a backward or its first half,
+                                           a second half
+
+Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how long the order goes
+on after its end, at least. A block is a run of steps of one device on a longest path: each starts when the one before
+it ends. A backward may begin early: by what it computes again before it reads its cotangents.
+
+The clock is the simulator's without swaps, where no two transfers share a link, and a test holds it
+to that. What counts in the end is simulated (`simulated_step_s`).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import add
 from random import Random
 from typing import NamedTuple
 
@@ -18,6 +30,8 @@ from jvpipe.planners.joint.order_loads import Loads, Order, Step
 
 SAME = 1e-9
 """Times that differ by less are the same, as a share of the step."""
+NOT_YET = -1.0
+"""When something arrives that was not sent yet."""
 
 
 class Block(NamedTuple):
@@ -31,100 +45,95 @@ class Block(NamedTuple):
 class Course:
     """An order as lists of numbers, that may be changed, and its times, which are those of the last `run`.
 
-    A change of `lists[d]` is told by `placed(d)`; `half` says of each stage and micro-batch whether its backward runs
+    Whoever changes `lists[d]` calls `placed(d)`; `half` says of each cell whether its backward runs
     in halves, and is changed by `cut` alone.
+
+    Attributes:
+        M: micro-batches.
+        cells: stages times micro-batches.
+        lists: the steps of each device.
+        half: of each cell, whether its backward runs in halves.
+        to: for each step the one that waits for it; -1 where there is none.
+        source: for each step the one that it waits for; -1 where there is none.
+        device: where each step runs.
+        place: where in the list of its device each step stands.
+        held: what each device holds after each of its steps.
+        step_s: the seconds of the whole order.
     """
 
     def __init__(self, loads: Loads, order: Order) -> None:
-        M, cells = loads.microbatches, len(loads.places) * loads.microbatches
-        first = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
-        self.M, self.cells = M, cells
+        M = loads.microbatches
+        cells = len(loads.places) * M
+        self.loads, self.M, self.cells = loads, M, cells
         self.to, self.source = _ways(M, cells)
-        self.lists = [[first[kind] + s * M + m for kind, s, m in steps] for steps in order]
+        base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
+        self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
+        self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
+        self.updates_s = [loads.updates_s(d) for d in range(len(order))]
         self.half = [False] * cells
-        for s, m in ((s, m) for steps in order for kind, s, m in steps if kind is Kind.I):
-            self.half[s * M + m] = True
-        self.device, self.place, self.held = (
-            [-1] * (3 * cells),
-            [-1] * (3 * cells),
-            [[0.0]] * len(order),
-        )
-        self.take(loads)
-
-    def take(self, loads: Loads, limit_s: float = float("inf")) -> None:
-        """Clocks the order for the loads of another plan with as many stages; see `run`."""
-        M, whole = self.M, (loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W))
-        bytes_of = (
-            loads.kept_bytes,
-            [-b for b in loads.kept_bytes],
-            [-b for b in loads.handed_bytes],
-        )
-        self.loads = loads
-        self.seconds = [s for each in whole for s in each for _ in range(M)]
-        self.bytes = [b for each in bytes_of for b in each for _ in range(M)]
-        self.send_s = [
-            s for each in (loads.send_s, loads.return_s) for s in each for _ in range(M)
-        ] + [0.0] * self.cells
-        for cell, half in enumerate(self.half):
-            if half:
-                self.cut(cell, half=True)
-        for d in range(len(self.lists)):
+        for steps in order:
+            for kind, s, m in steps:
+                if kind is Kind.I:
+                    self.cut(s * M + m, half=True)
+        self.device = [-1] * (3 * cells)
+        self.place = [-1] * (3 * cells)
+        self.held = [[0.0]] * len(order)
+        for d in range(len(order)):
             self.placed(d)
-        self.run(limit_s)
+        self.run()
 
     @property
     def order(self) -> Order:
-        """The order as tasks."""
+        """Returns the order as tasks."""
         return [[self._step(step) for step in steps] for steps in self.lists]
 
     def copy(self) -> tuple[list[list[int]], list[bool]]:
-        """The lists, and which backwards are in halves."""
+        """Copies the lists, and which backwards are in halves."""
         return [list(steps) for steps in self.lists], list(self.half)
 
     def _step(self, step: int) -> Step:
+        """Returns the step of a number."""
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)
-        return (Kind.F, Kind.I if self.half[cell] else Kind.B, Kind.W)[kind], s, m
+        backward = Kind.I if self.half[cell] else Kind.B
+        return (Kind.F, backward, Kind.W)[kind], s, m
 
     def cut(self, cell: int, *, half: bool) -> None:
-        """Has a backward run in halves, or whole."""
-        s = cell // self.M
+        """Runs a backward in halves, or whole."""
+        s, step = cell // self.M, self.cells + cell
+        handed = self.loads.handed_bytes[s] if half else 0.0
         self.half[cell] = half
-        self.seconds[self.cells + cell] = self.loads.seconds[Kind.I if half else Kind.B][s]
-        self.bytes[self.cells + cell] = (
-            self.loads.handed_bytes[s] if half else 0.0
-        ) - self.loads.kept_bytes[s]
+        self.seconds[step] = self.loads.seconds[Kind.I if half else Kind.B][s]
+        self.bytes[step] = handed - self.loads.kept_bytes[s]
 
     def placed(self, d: int) -> None:
         """Notes where the steps of a device stand, and what it holds after each."""
         steps = self.lists[d]
         for at, step in enumerate(steps):
-            self.device[step], self.place[step] = d, at
+            self.device[step] = d
+            self.place[step] = at
         self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))
 
-    def run(self, limit_s: float = float("inf")) -> None:
+    def run(self) -> None:
         """Clocks the order: `step_s` is infinite if steps wait for each other.
 
-        Args:
-            limit_s: as soon as it is known that the order takes longer, `step_s` is infinite too.
+        Each device goes on until it reaches a step whose input was not sent yet; whoever sends that
+        has the device go on. So every step is looked at once, and once more for each such stop.
         """
-        cells, lists, seconds, to, send_s = (
-            self.cells,
-            self.lists,
-            self.seconds,
-            self.to,
-            self.send_s,
-        )
-        device = self.device
-        there = [-1.0] * (4 * cells)  # the last part stands for what would follow second halves
-        there[: self.M] = [0.0] * self.M
-        starts, ends, ran = [0.0] * (3 * cells), [0.0] * (3 * cells), list[int]()
-        free, done, ready = [0.0] * len(lists), [0] * len(lists), list(range(len(lists)))
-        spare_s = [limit_s - sum(map(seconds.__getitem__, steps)) for steps in lists]
-        waits, links = dict[int, int](), dict[tuple[int, int], float]()
+        cells, lists, device = self.cells, self.lists, self.device
+        seconds, to, send_s, early_s = self.seconds, self.to, self.send_s, self.early_s
+        # When each step may begin for its input; the last part stands for what would follow second halves.
+        there = [NOT_YET] * (4 * cells)
+        there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
+        starts, ends = [0.0] * (3 * cells), [0.0] * (3 * cells)
+        ran = list[int]()
+        free_s, done = [0.0] * len(lists), [0] * len(lists)
+        ready = list(range(len(lists)))  # devices that can go on
+        waits = dict[int, int]()  # the device that has stopped at a step
+        links = dict[tuple[int, int], float]()  # when the last transfer of a link ends
         while ready:
             d = ready.pop()
-            now, steps = free[d], lists[d]
+            now, steps = free_s[d], lists[d]
             for at in range(done[d], len(steps)):
                 step = steps[at]
                 begin = there[step]
@@ -132,64 +141,66 @@ class Course:
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
-                    spare_s[d] -= begin - now
-                    if spare_s[d] < 0.0:
-                        self.step_s = float("inf")
-                        return
                     now = begin
                 starts[step] = now
                 now += seconds[step]
                 ends[step] = now
                 ran.append(step)
                 if step >= cells:
-                    there[step + cells] = now
+                    there[step + cells] = now  # a second half may follow its first one
                 target = to[step]
                 if target < 0:
                     continue
+                arrives = now
                 if takes_s := send_s[step]:
                     link = d, device[target]
-                    before = links.get(link, 0.0)
-                    there[target] = links[link] = (before if before > now else now) + takes_s
-                else:
-                    there[target] = now
+                    arrives = max(now, links.get(link, 0.0)) + takes_s
+                    links[link] = arrives
+                there[target] = max(0.0, arrives - early_s[target])
                 if target in waits:
                     ready.append(waits.pop(target))
-            free[d] = now
+            free_s[d] = now
         self.there, self.starts, self.ends, self.ran = there, starts, ends, ran
-        self.step_s = max(free) if len(ran) == sum(map(len, lists)) else float("inf")
+        all_ran = len(ran) == sum(map(len, lists))
+        self.step_s = max(map(add, free_s, self.updates_s)) if all_ran else float("inf")
 
     def follow(self) -> None:
         """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
         tails, answers = [0.0] * (3 * self.cells), [0.0] * (3 * self.cells)
         seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
-        later, links = [0.0] * len(self.lists), dict[tuple[int, int], float]()
+        later_s = list(self.updates_s)  # from the start of the last step seen on a device
+        links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
         for step in reversed(self.ran):
             d, target = device[step], to[step]
             if target >= 0:
-                answer = seconds[target] + tails[target]
+                answer = seconds[target] - self.early_s[target] + tails[target]
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
                     links[link] = answer
                 answers[step] = answer
-                if answer > later[d]:
-                    later[d] = answer
-            tails[step] = later[d]
-            later[d] += seconds[step]
+                if answer > later_s[d]:
+                    later_s[d] = answer
+            tails[step] = later_s[d]
+            later_s[d] += seconds[step]
         self.tails, self.answers = tails, answers
 
     def path(self, draw: Random) -> list[Block]:
-        """The blocks of a longest path, the last one first; of several paths one that is drawn."""
+        """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
         starts, ends, near_s = self.starts, self.ends, SAME * self.step_s
-        step = max((steps[-1] for steps in self.lists if steps), key=ends.__getitem__)
-        blocks, last = [], self.place[step]
+        devices = zip(self.lists, self.updates_s, strict=True)
+        last_steps = [
+            (ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in devices if steps
+        ]
+        _, step = max(last_steps)
+        blocks, last = list[Block](), self.place[step]
         while True:
             d, at = self.device[step], self.place[step]
-            steps = self.lists[d]
-            follows = at > 0 and ends[steps[at - 1]] >= starts[step] - near_s
+            before = self.lists[d][at - 1]
+            follows = at > 0 and ends[before] >= starts[step] - near_s
             waits = self.source[step] >= 0 and self.there[step] >= starts[step] - near_s
             if follows and (not waits or draw.random() < 0.5):
-                step = steps[at - 1]
+                step = before
                 continue
             blocks.append(Block(d, at, last))
             if not waits:
@@ -198,8 +209,12 @@ class Course:
             last = self.place[step]
 
     def _sender(self, step: int, near_s: float) -> int:
-        """The step whose end a step waits for: its source, or one whose transfer is before that of the source."""
-        source, arrives = self.source[step], self.there[step]
+        """Finds the step whose end a step waits for.
+
+        It is the source of its input, or a step whose transfer is before that one on the same link
+        and ends as it begins.
+        """
+        source, arrives = self.source[step], self.there[step] + self.early_s[step]
         d, e = self.device[source], self.device[step]
         for at in range(self.place[source], -1, -1):
             other = self.lists[d][at]
@@ -211,13 +226,37 @@ class Course:
         return source
 
 
+def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Lists of each step what it takes, if backwards are whole.
+
+    Returns:
+        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before it reads its input.
+    """
+    M, stages = loads.microbatches, len(loads.places)
+    seconds = [loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)]
+    ends_bytes = [-size for size in loads.kept_bytes]
+    late_bytes = [-size for size in loads.handed_bytes]
+    sizes = [loads.kept_bytes, ends_bytes, late_bytes]
+    send_s = [loads.send_s, loads.return_s, [0.0] * stages]
+
+    def by_step(kinds: Sequence[Sequence[float]]) -> list[float]:
+        return [each for stages in kinds for each in stages for _ in range(M)]
+
+    early_s = [[0.0] * stages, loads.early_s, [0.0] * stages]
+    return by_step(seconds), by_step(sizes), by_step(send_s), by_step(early_s)
+
+
 @lru_cache(maxsize=32)
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """For each step the one that waits for it, and the one that it waits for; -1 where there is none."""
-    nowhere, loss = [-1] * M, range(cells - M, cells)
+    """Lists for each step the one that waits for it, and the one that it waits for; -1 where there is none.
+
+    A forward is waited for by that of the next stage, the last one by its own backward, a backward
+    by that of the stage before. A second half waits for its first one, which sends nothing to it.
+    """
+    nowhere, last_stage = [-1] * M, range(cells - M, cells)
     to = [
         *range(M, cells),
-        *(cells + cell for cell in loss),
+        *(cells + cell for cell in last_stage),
         *nowhere,
         *range(cells, 2 * cells - M),
         *[-1] * cells,
@@ -226,7 +265,7 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
         *nowhere,
         *range(cells - M),
         *range(cells + M, 2 * cells),
-        *loss,
+        *last_stage,
         *range(cells, 2 * cells),
     ]
     return to, source

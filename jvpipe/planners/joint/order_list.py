@@ -175,5 +175,7 @@ class Listing:
         if e != d and takes:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes
             self.links[d, e] = arrives
+        if not forward or s == last:  # it begins with what it computes again
+            arrives = max(now, arrives - loads.early_s[to])
         (self.forward if forward and s != last else self.backward).there[to][m] = arrives
         heapq.heappush(self.queue, (max(arrives, self.devices[e].free_s), e))

@@ -24,6 +24,8 @@ Known = dict[tuple[int, int, tuple[int, ...]], StageCost]
 class Loads:
     """A plan's stages for orders, in the order of the forward; B and I include what is computed again before them.
 
+    With `early_s` of that they begin before their cotangents are there. Devices end with their updates.
+
     Sends take no time between stages on one device. `room_bytes` is what each device has for micro-batches in flight,
     infinite without a limit, if that many are `in_flight` on each stage: `early` are a stage, the one that makes a
     value for it, and its bytes, which lie there once for each micro-batch that is in flight on that one and not yet on
@@ -41,6 +43,8 @@ class Loads:
     splits: tuple[bool, ...]
     in_flight: tuple[int, ...]
     early: tuple[tuple[int, int, int], ...]
+    early_s: tuple[float, ...]
+    update_s: tuple[float, ...]
 
     @staticmethod
     def of(problem: Problem, decision: Decision, known: Known | None = None) -> "Loads":
@@ -89,6 +93,8 @@ class Loads:
             early=()
             if problem.memory_limit_bytes is None
             else tuple(_early(problem, decision.bounds)),
+            early_s=tuple(x.early_s for x in stages),
+            update_s=tuple(x.update_s for x in stages),
         )
 
     @property
@@ -99,6 +105,10 @@ class Loads:
     def stages_on(self, d: int) -> list[int]:
         """The stages of a device, in the order of the forward."""
         return [s for s, place in enumerate(self.places) if place == d]
+
+    def updates_s(self, d: int) -> float:
+        """The seconds of a device's updates, behind all its steps."""
+        return sum((self.update_s[s] for s in self.stages_on(d)), 0.0)
 
     def peak_bytes(self, steps: Sequence[Step]) -> float:
         """The most that micro-batches in flight hold on a device that takes these steps."""
@@ -157,7 +167,9 @@ class Loads:
             arrivals_s.setdefault(place, arrived)
             arrived += self.seconds[Kind.F][s] + self.send_s[s]
         return max(
-            arrivals_s[d] + self.microbatches * sum(least[s] for s in self.stages_on(d))
+            arrivals_s[d]
+            + self.microbatches * sum(least[s] for s in self.stages_on(d))
+            + self.updates_s(d)
             for d in arrivals_s
         )
 

@@ -98,7 +98,7 @@ class Rounds:
         loads, more, ready_s = self._loads, [0] * self._count, 0.0
         for s in reversed(range(self._count)):
             device, last = self._devices[s], s + 1 == self._count
-            arrives_s = ready_s + (0.0 if last else loads.return_s[s + 1])
+            arrives_s = ready_s + (0.0 if last else loads.return_s[s + 1]) - loads.early_s[s]
             taking_s, kept = loads.seconds[Kind.F][s], loads.kept_bytes[s]
             end_s, held = device.end_s, device.held_bytes
             while 1 + more[s] < loads.microbatches and held + kept <= self._rooms[s]:
@@ -147,7 +147,7 @@ class Rounds:
             if done == self._loads.microbatches or done < following.done[Kind.F] + 2:
                 continue
             wanted_s = following.end_s + seconds[Kind.F][s + 1] + self._loads.return_s[s + 1]
-            wanted_s += seconds[self._first_half(s + 1)][s + 1]
+            wanted_s += seconds[self._first_half(s + 1)][s + 1] - self._loads.early_s[s]
             over = device.held_bytes + self._loads.kept_bytes[s] - self._rooms[s]
             handed = self._loads.handed_bytes[s]
             halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
@@ -192,7 +192,8 @@ class Rounds:
         if kind is Kind.F and s:
             return self._ends_s[Kind.F, s - 1][m] + self._loads.send_s[s - 1]
         if kind is Kind.I and s + 1 < self._count:
-            return self._ends_s[Kind.I, s + 1][m] + self._loads.return_s[s + 1]
+            arrives_s = self._ends_s[Kind.I, s + 1][m] + self._loads.return_s[s + 1]
+            return arrives_s - self._loads.early_s[s]
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:

@@ -144,7 +144,7 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float) -> float:
-    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of the all-reduces comes late.
+    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of all-reduces and updates comes late.
 
     Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it, and half of the links
     up to it.
@@ -158,6 +158,6 @@ def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float)
     late_s = earlier_s = 0.0
     for stage in stages:
         earlier_s += stage.comm_s / 2
-        late_s = max(late_s, stage.reduce_s - earlier_s)
-        earlier_s += stage.backward_s + stage.recompute_s
+        late_s = max(late_s, stage.reduce_s + stage.update_s - earlier_s)
+        earlier_s += stage.backward_s + stage.waiting_s
     return fill_s + (microbatches - 1) * period_s + late_s

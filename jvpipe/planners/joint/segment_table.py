@@ -95,23 +95,33 @@ class StageTable:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "6 cells"]:
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "8 cells"]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
-        Of what takes longer than keeping everything, all is taken for recomputation.
+        Of what takes longer than keeping everything, all is taken for recomputation while cotangents are awaited.
 
         Args:
             rows: of the cells.
             columns: of the same.
         """
         block, at, seconds = self.block, (rows, columns), self.seconds[rows, columns]
+        updates = self.pricing.segments.problem.updates
         forward_s, compute_s, traffic_s = (
             x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
         )
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
         half_s = np.zeros_like(forward_s)  # backwards are whole where cuts are sought by a table
         return np.array(
-            [forward_s, work_s - forward_s, half_s, half_s, block.comm_s[at], traffic_s]
+            [
+                forward_s,
+                work_s - compute_s,
+                compute_s - forward_s,
+                half_s,
+                half_s,
+                block.once_s[at] / updates,
+                block.comm_s[at],
+                traffic_s,
+            ]
         )
 
     def price(self, prices: Prices) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.ir.kinds import Kind
-from jvpipe.ir.task import Task
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.schedules.schedule import Schedule, with_updates
 from jvpipe.simulate.rows import simulate_lists
 from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Timeline
@@ -41,27 +41,31 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def least_steps_s(
-    problem: Problem, stages_s: Float[np.ndarray, "stages 6 runs"]
+    problem: Problem, stages_s: Float[np.ndarray, "stages 8 runs"]
 ) -> Float[np.ndarray, " runs"]:
     """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        stages_s: of each plan's stages the seconds of a forward, of a backward with what it computes again, of the
-            halves of one, of the link before it, and of its own link; infinite where a stage cannot be.
+        stages_s: of each plan's stages the seconds of a forward, of what is computed again before a backward, of that
+            with what else it computes again, of the halves of one, of an update, of the link before it, and of its
+            own link; infinite where a stage cannot be.
     """
     stages, _, runs = stages_s.shape
-    forward_s, backward_s, input_s, weight_s, comm_s, link_s = stages_s.transpose(1, 0, 2)
+    every = stages_s.transpose(1, 0, 2)
+    forward_s, early_s, backward_s, input_s, weight_s, update_s, comm_s, link_s = every
     loads_s = np.zeros((stages, len(PARTS), runs))
     loads_s[:, PARTS.index(Kind.F)] = forward_s
+    loads_s[:, PARTS.index(Kind.R)] = early_s
     loads_s[:, PARTS.index(Kind.B)] = backward_s
     loads_s[:, PARTS.index(Kind.I)] = input_s
     loads_s[:, PARTS.index(Kind.W)] = weight_s
+    loads_s[:, PARTS.index(Kind.U)] = update_s
     loads_s[:, PARTS.index(Kind.RETURN)] = comm_s / 2
     loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    no_more = Features(recompute=False, swaps=False)
+    no_more = Features(recompute=bool(early_s.any()), swaps=False, updates=bool(update_s.any()))
     stream = _stream(problem.schedule, stages, problem.microbatches, no_more)
     by_task_s = possible_s[stream.slots]
     least_s = _steps_s(problem, stream, stream.work.many_starts_s(by_task_s) + by_task_s)
@@ -86,6 +90,7 @@ def bubble_fraction(
         for tasks in lists
         for task in tasks
     )
+    busy_s += sum(problem.updates * each.replicas * each.update_s for each in stages)
     there = devices or sum(len(devices) for devices in set(problem.where))
     return 1.0 - busy_s / (there * step_s) if step_s else 0.0
 
@@ -112,7 +117,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     """
     loads = _loads(evaluate(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
-    lists = problem.schedule.tasks(problem.devices, count)
+    lists = _lists(problem.schedule, problem.devices, problem.microbatches, count)
     return simulate_lists(
         lists, loads, shared_link=problem.peer_uses_host, machines=_machines(problem)
     )
@@ -137,7 +142,25 @@ def _stream(schedule: Schedule, stages: int, microbatches: int, features: Featur
         if schedule.synchronous
         else sum(stream_window(stages, microbatches)) + stages + 1
     )
-    return stage_work(schedule.tasks(stages // schedule.chunks, count), features)
+    lists = _lists(schedule, stages // schedule.chunks, microbatches, count)
+    return stage_work(lists, features)
+
+
+def _lists(schedule: Schedule, devices: int, microbatches: int, count: int) -> TaskLists:
+    """The lists of so many micro-batches with their updates: of a step, each device's after all else that it does.
+
+    Args:
+        schedule: whose tasks they are.
+        devices: that the pipeline passes.
+        microbatches: of a step.
+        count: micro-batches of the lists.
+    """
+    lists = schedule.tasks(devices, count)
+    if not schedule.synchronous:
+        return tuple(tuple(with_updates(tasks, schedule.period(microbatches))) for tasks in lists)
+    stages = (sorted({task.stage for task in tasks}) for tasks in lists)
+    updates = ([Task(s, Kind.U, count - 1) for s in each] for each in stages)
+    return tuple((*tasks, *more) for tasks, more in zip(lists, updates, strict=True))
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
@@ -174,15 +197,16 @@ def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
     return [
         StageLoad(
             forward_s=c.forward_s,
-            backward_s=c.backward_s,
-            recompute_s=c.recompute_s,
+            backward_s=c.waiting_s + c.backward_s,
+            recompute_s=c.early_s,
             out_s=c.swap_s / 2,
             in_s=c.swap_s / 2,
             send_s=sent_s,
             return_s=c.comm_s / 2,
-            input_s=c.halves_s[0],
+            input_s=c.waiting_s + c.halves_s[0],
             weight_s=c.halves_s[1],
             reduce_s=c.reduce_s,
+            update_s=c.update_s,
             static_bytes=c.held.static + c.held.beyond,
             kept_bytes=c.held.kept,
             swapped_bytes=c.held.swapped,

@@ -134,6 +134,11 @@ class Problem:
         return self.schedule.in_flight(self.devices, self.microbatches)
 
     @property
+    def updates(self) -> float:
+        """How often a step's micro-batches update each stage, on average."""
+        return self.schedule.updates(self.microbatches)
+
+    @property
     def splits(self) -> bool:
         """Whether backwards run in two halves."""
         return self.schedule.splits(self.devices, self.microbatches)

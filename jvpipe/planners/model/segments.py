@@ -38,7 +38,7 @@ class Block:
     traffic_s: Grid  # on the stage's own link to the host
     fixed_bytes: Grid
     shared_bytes: Grid  # of these, what each micro-batch in flight holds
-    reduce_s: Grid  # per step, in which replicas add up gradients
+    once_s: Grid  # per step: in which replicas add up gradients, and updates
     reducing_bytes: Grid  # the most that is there while they do, if nothing is in flight
 
     def at(self, rows: Cuts, columns: Cuts) -> "Block":
@@ -288,9 +288,9 @@ class Segments:
         transit = received + returned + self._backwards(self._sent, starts, ends)
         peer, fixed_bytes = self.problem.link_into(s), self.fixed_bytes(s, starts, ends)
         shared_bytes = self._tensors.over(starts, ends)
-        reduce_s = reducing_bytes = np.zeros_like(transit)
+        once_s, reducing_bytes = self._updates_s(s, starts, ends), np.zeros_like(transit)
         if (group := self.problem.group(s)).replicas > 1:
-            reduce_s = seconds(group.reduces, between(self._reduced_bytes, starts, ends))
+            once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
             reducing_bytes = static + 2 * self._most_reduced_bytes(starts, ends)
         return Block(
@@ -306,7 +306,7 @@ class Segments:
             else np.zeros_like(transit),
             fixed_bytes=fixed_bytes,
             shared_bytes=shared_bytes,
-            reduce_s=reduce_s,
+            once_s=once_s,
             reducing_bytes=reducing_bytes,
         )
 
@@ -317,9 +317,29 @@ class Segments:
 
     def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
         """The gradients of the layer of each segment that has most."""
-        every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
-        each = np.diff(self._reduced_bytes)[every - 1]
-        return most_up_to(np.where(every > starts[:, None], each, 0.0), starts, ends)
+        return _most(np.diff(self._reduced_bytes), starts, ends)
+
+    @cached_property
+    def _update_s(self) -> OverJ:
+        """What the optimizer takes for each layer, each time."""
+        return np.array([layer.update_s for layer in self.costs.layers])
+
+    def _reduce_s(self, s: int, link: Link, starts: Cuts, ends: Cuts) -> Grid:
+        """An all-reduce of the gradients of each segment, as far as its last backward cannot hide it, at least."""
+        whole_s = seconds(link, between(self._reduced_bytes, starts, ends))
+        if not self.problem.overlaps:
+            return whole_s
+        backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
+        return np.where(whole_s > 0, np.maximum(whole_s - backward_s, link.latency_s), 0.0)
+
+    def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
+        """The updates of a step, of which each replica takes its share."""
+        slowness, each_s = self.problem.slowness(s), self.problem.updates * self._update_s
+        each_s = each_s * slowness if slowness else each_s
+        whole_s, replicas = between(sums(each_s), starts, ends), self.problem.group(s).replicas
+        if replicas == 1:
+            return whole_s
+        return np.maximum(whole_s / replicas, _most(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> Block:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
@@ -377,6 +397,13 @@ def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "
         ends: where they end.
     """
     return total[ends] - total[starts][:, None]
+
+
+def _most(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
+    """The most that a layer of each segment has."""
+    every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+    each = layers[every - 1]
+    return most_up_to(np.where(every > starts[:, None], each, 0.0), starts, ends)
 
 
 def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:

@@ -25,6 +25,7 @@ flight on it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -112,6 +113,26 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
             working, extra_s = residuals + layer.temporary_bytes, layer.forward_s
         yield LayerBytes(kept, 0, run + working, extra_s)
         run += residuals
+
+
+def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
+    """Counts the seconds of the forwards that run again before a stage's first backward reads its cotangents.
+
+    These are the run of layers that the stage ends with, but for its last layer, which its backward recomputes itself.
+
+    Args:
+        layers: of the stage.
+        choices: theirs.
+
+    >>> block = LayerCost("block", 1.0, 2.0, (Option(6),))
+    >>> early_s((block,) * 3, (RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN))
+    2.0
+    >>> early_s((block,) * 3, (RECOMPUTE, RECOMPUTE_CHAIN, 0))
+    0.0
+    """
+    before = [layer.forward_s for layer in layers]
+    runs_on = takewhile(RECOMPUTE_CHAIN.__eq__, reversed(choices))
+    return sum((before[-2 - at] for at, _ in enumerate(runs_on)), 0.0)
 
 
 @dataclass(frozen=True, eq=False)

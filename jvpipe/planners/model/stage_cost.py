@@ -14,7 +14,13 @@ from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.shared_state import spared_bytes
-from jvpipe.planners.model.stage_bytes import LayerBytes, StageBytes, layers_bytes, on_device_bytes
+from jvpipe.planners.model.stage_bytes import (
+    LayerBytes,
+    StageBytes,
+    early_s,
+    layers_bytes,
+    on_device_bytes,
+)
 from jvpipe.schedules.schedule import Holding
 
 
@@ -32,6 +38,8 @@ class StageCost:
     replicas: int = 1
     halves_s: tuple[float, float] = (0.0, 0.0)  # of a backward that is not whole
     reduce_s: float = 0.0  # per step, in which replicas add up gradients
+    update_s: float = 0.0  # of the optimizer, each time
+    early_s: float = 0.0  # of recompute_s, what runs before the cotangents are there
 
     @property
     def compute_s(self) -> float:
@@ -39,12 +47,17 @@ class StageCost:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
+    def waiting_s(self) -> float:
+        """What its backwards compute again once they have their cotangents."""
+        return self.recompute_s - self.early_s
+
+    @property
     def loads_s(self) -> tuple[float, ...]:
-        """Its seconds as `least_steps_s` takes them: of a forward, a backward, its halves, and of both links."""
+        """Its seconds as `least_steps_s` takes them: forward, early, backward, its halves, update, and both links."""
         input_s, weight_s = self.halves_s
-        again_s = self.recompute_s
-        whole_s = self.backward_s + again_s
-        return self.forward_s, whole_s, again_s + input_s, weight_s, self.comm_s, self.link_s
+        backward_s, input_s = self.waiting_s + self.backward_s, self.waiting_s + input_s
+        work_s = self.forward_s, self.early_s, backward_s, input_s, weight_s, self.update_s
+        return *work_s, self.comm_s, self.link_s
 
     @property
     def seconds(self) -> float:
@@ -95,6 +108,8 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         replicas=group.replicas,
         halves_s=(sum((x for x, _ in halves), 0.0), sum((x for _, x in halves), 0.0)),
         reduce_s=reduce_s,
+        update_s=_update_s(layers, group.replicas),
+        early_s=early_s(layers, choices[i:j]),
     )
 
 
@@ -132,6 +147,17 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
         computed_s += layer.backward_s
         reduced_s = max(reduced_s, computed_s) + layer.reduced_bytes / link.bytes_per_s
     return link.latency_s + max(0.0, reduced_s - computed_s)
+
+
+def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
+    """Counts the seconds of an update on a replica: each updates some layers for all, as its share."""
+    each = [layer.update_s for layer in layers]
+    return sum(each) if replicas == 1 else max(*each, sum(each) / replicas)
+
+
+def once_s(problem: Problem, stage: StageCost) -> float:
+    """Counts what a stage takes per step beside its micro-batches: what replicas add up, and updates."""
+    return stage.reduce_s + problem.updates * stage.update_s
 
 
 def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
@@ -264,7 +290,9 @@ class Evaluation:
     """A decision's stages and its surrogate seconds per step.
 
     The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B), or that of each
-    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do.
+    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do. What is
+    computed again counts as if no cotangent were ever awaited: the simulator knows better, and is asked before plans
+    are chosen.
     """
 
     stages: tuple[StageCost, ...]
@@ -302,11 +330,11 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """How far apart micro-batches are: on the slowest device, or on the slowest link.
 
-    What replicas add up once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
+    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
     """
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
-        busy_s[place] += c.seconds + c.reduce_s / problem.microbatches
+        busy_s[place] += c.seconds + once_s(problem, c) / problem.microbatches
     return max(*busy_s, *(c.comm_s for c in stages))
 
 
@@ -317,15 +345,14 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)
-    reduces_s = sum(c.reduce_s for c in stages) / m
+    each_s = [c.seconds + once_s(problem, c) / m for c in stages]
     if problem.phases == 2:
         forward = [c.forward_s for c in stages]
-        backward = [c.seconds + c.reduce_s / m - c.forward_s for c in stages]
+        backward = [t - f for t, f in zip(each_s, forward, strict=True)]
         links = [c.comm_s / 2 for c in stages]
         most = max(*forward, *links) + max(*backward, *links)
         return sum(forward) + sum(backward) + transfers + (m - 1) * most
-    stages_s = sum(c.seconds for c in stages) + reduces_s
-    return stages_s / chunks + transfers + (m - 1 / chunks) * slowest
+    return sum(each_s) / chunks + transfers + (m - 1 / chunks) * slowest
 
 
 def check(problem: Problem, decision: Decision) -> None:

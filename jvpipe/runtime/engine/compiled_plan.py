@@ -23,9 +23,10 @@ from jvpipe.ir.fates import Fates
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.layers import LayerGraph, Spec, SplitSignature
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.rows import AskRun, OfferRun, Row, Run
+from jvpipe.ir.rows import AskRun, OfferRun, Row
 from jvpipe.ir.task import TaskLists
 from jvpipe.ir.values import VALUES, Value, ValueKind
+from jvpipe.lowering.group import grouped
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.projection import projected, telling_all
@@ -68,6 +69,7 @@ class CompiledPlan:
         previous: the plan that a stream comes from, and the micro-batch of its lowering at which this one follows.
         hosts: the processes that run the plan together, if there are several.
         stand_in: a device of this process that stands for all devices, to ask what those of others would hold.
+        grouped: consecutive layers of a stage run as one program.
     """
 
     traced: Traced
@@ -80,6 +82,7 @@ class CompiledPlan:
     previous: tuple["CompiledPlan", int] | None = None
     hosts: Hosts | None = None
     stand_in: Device | None = None
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         if self.plan.keep_last and not self.schedule.synchronous:
@@ -341,6 +344,8 @@ class CompiledPlan:
                 self.whole_rows.append([_in_words(row) for row in whole.rows])
                 lowered = projected(whole, processes, self.hosts.process)
                 crossing_of = partial(self._crossing, whole, rows)
+        if self.grouped:
+            lowered = _in_groups(lowered, rows)
         # Rows that differ only in the micro-batch share an executable.
         tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
         programs = [(rows.laid(lowered, row), devices[row.place]) for row in tasks.values()]
@@ -405,8 +410,17 @@ def _in_words(row: Row) -> str:
     return f"{row} {row.place} {row.reads} {row.writes} {row.frees}"
 
 
-def _task(row: Row) -> tuple[Kind, int, Run, int, int, int]:
+def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
+    """Returns the rows in groups, but for those that call the host: what can fail is to be named by its layer."""
+    tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
+    alone = {task for task, row in tasks.items() if rows.program(lowered, row).calls_host}
+    return grouped(lowered, lambda row: _task(row) not in alone)
+
+
+def _task(row: Row) -> Hashable:
     """Returns the key of a row's executable: rows that differ only in the micro-batch share one."""
+    if len(row.parts) > 1:
+        return row.place, *map(_task, row.parts), row.wires
     return row.kind, row.layer, row.run, row.place, len(row.reads), len(row.writes)
 
 

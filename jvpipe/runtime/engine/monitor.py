@@ -158,9 +158,13 @@ class Monitor:
     Args:
         devices: by place.
         kept: so many steps can be asked for, two at least.
+        layer_s: seconds of each layer, as far as they are known, by which those of a group are shared out.
     """
 
-    def __init__(self, devices: Sequence[Device], kept: int = 2) -> None:
+    def __init__(
+        self, devices: Sequence[Device], kept: int = 2, layer_s: Sequence[float] = ()
+    ) -> None:
+        self._layer_s = layer_s
         names = [str(device) for device in devices]
         self.memories = [*names, "host"]
         self._names = [*names, *(f"{name} host" for name in names)]
@@ -266,7 +270,7 @@ class Monitor:
                 continue
             if row.kind is Kind.OUT:
                 swapped_bytes += record.lowered.buffers[row.writes[0]].bytes
-            spans.append(self._span(record.lowered, row, start_s, end_s))
+            spans += self._spans(record.lowered, row, start_s, end_s)
         took_s = {
             kind: sum((s.end_s - s.start_s for s in spans if s.kind == kind), 0.0)
             for kind in (Kind.OUT, Kind.IN, Kind.R)
@@ -284,6 +288,21 @@ class Monitor:
             recomputed_s=took_s[Kind.R],
             exposed=exposed,
         )
+
+    def _spans(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Iterator[Span]:
+        """Yields the spans of a row: of a group one for each layer, as long as its share of what the layers take."""
+        weights = [self._weight(part) for part in row.parts]
+        at_s = start_s
+        for part, weight in zip(row.parts, weights, strict=True):
+            until_s = at_s + (end_s - start_s) * weight / sum(weights)
+            yield self._span(lowered, part, at_s, until_s)
+            at_s = until_s
+
+    def _weight(self, part: Row) -> float:
+        """Returns how long a part of a group is beside the others."""
+        known = 0 <= part.layer < len(self._layer_s)
+        of_layer = self._layer_s[part.layer] if known else 0.0
+        return (KINDS[part.kind].weight or 1.0) * (of_layer or 1.0)
 
     def _span(self, lowered: Lowered, row: Row, start_s: float, end_s: float) -> Span:
         args: dict[str, int] = {"layer": row.layer, "microbatch": row.microbatch}

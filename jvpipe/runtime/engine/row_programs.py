@@ -15,9 +15,10 @@ from jvpipe._jax import Device
 from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.layers import LayerGraph, Spec
-from jvpipe.ir.rows import AddRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
+from jvpipe.ir.rows import AddRun, GroupRun, LayerRun, PieceRun, Row, SettleRun, ShiftRun, SumRun
 from jvpipe.ir.values import Value, ValueKind
 from jvpipe.programs import weights
+from jvpipe.programs.group import group_program
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.loss import loss_program, zeros_program
 from jvpipe.programs.model import (
@@ -93,6 +94,8 @@ class RowPrograms:
 
     def program(self, lowered: Lowered, row: Row) -> Program:
         """Returns the program that a row runs; it asserts that the row runs one."""
+        if isinstance(row.run, GroupRun):
+            return group_program([self.laid(lowered, part) for part in row.parts], row.wires)
         read = [lowered.buffers[b].value for b in row.reads]
         written = [lowered.buffers[b].value for b in row.writes]
         match row.kind:

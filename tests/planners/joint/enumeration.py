@@ -32,7 +32,10 @@ def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4)
                 strict=True,
             )
         )
-        costs.append(LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more))
+        update_s = forward_s / 4
+        costs.append(
+            LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more, update_s=update_s)
+        )
     edges = tuple(Edge(i, (i + 1,), int(draw.integers(1, 4))) for i in range(layers - 1))
     link = Link(4.0, 0.25)
     problem = Problem(

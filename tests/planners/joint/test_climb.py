@@ -5,14 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
+from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision
 from jvpipe.planners.model.stage_cost import evaluate
 from tests.planners.joint.enumeration import tiny
-from tests.planners.small import SCHEDULES, limited
+from tests.planners.small import SCHEDULES, chain, limited
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -43,3 +45,18 @@ def test_a_plan_over_a_limit_ranks_last_and_is_no_answer() -> None:
     assert climb.rank(plan)[0] == np.inf
     assert climb.top([plan]) is None
     assert climb.tasks == 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_what_is_computed_again_is_made_a_run_where_cotangents_are_awaited(schedule: str) -> None:
+    """Of two layers the first then runs again before the cotangents are there: of three stages before the last one."""
+    options = Option(100), Option(0, extra_s=1.0, extra_bytes=100)
+    layers = [LayerCost("block", 1.0, 2.0, options, input_bytes=1)] * 8
+    problem = chain(layers, 4, 4, schedule, memory_limit_bytes=260)
+    found = jvpipe(problem)
+    assert found.choices[:4] == (RECOMPUTE, RECOMPUTE_CHAIN) * 2
+    apart = replace(found, choices=tuple(RECOMPUTE if c < 0 else c for c in found.choices))
+    run_s, apart_s = (
+        simulated_step_s(problem, evaluate(problem, one).stages) for one in (found, apart)
+    )
+    assert run_s == apart_s - 3

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import INFINITE, Link
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.model.forecast import (
     bubble_fraction,
     forecast,
     least_steps_s,
     simulated_step_s,
 )
-from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import SCHEDULES, find_schedule
 from tests.planners.joint.enumeration import tiny
@@ -98,6 +99,21 @@ def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
     assert simulated_step_s(problem, stages) >= least * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("name", "step_s"), [("1f1b", 33), ("gpipe", 33), ("pipedream", 24)])
+def test_an_update_comes_behind_a_step_and_within_a_stream(name: str, step_s: float) -> None:
+    """(M + S - 1) (F + B) and one update; each micro-batch of a stream has its own."""
+    costs = Costs((replace(layer(1.0, 2.0), update_s=0.5),) * 4)
+    problem = Problem(costs, 4, find_schedule(name), 8)
+    decision = Decision.keeping_all([0, 1, 2, 3, 4])
+    stages = evaluate(problem, decision).stages
+    updates = 8 if name == "pipedream" else 1
+    assert simulated_step_s(problem, stages) == step_s + 0.5 * updates
+    busy_s = 8 * 3.0 + 0.5 * updates
+    assert bubble_fraction(problem, stages) == pytest.approx(1 - busy_s / (step_s + 0.5 * updates))
+    spans = [span for span in forecast(problem, decision).spans() if span.kind == Kind.U]
+    assert len(spans) == 4 * updates * (1 if updates == 1 else 2)
+
+
 @settings(max_examples=20, deadline=None)
 @given(NUMBERS)
 def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
@@ -148,8 +164,9 @@ def test_a_send_takes_half_of_what_a_stage_exchanges() -> None:
 @pytest.mark.parametrize("name", SMALL_SCHEDULES)
 def test_the_simulator_is_not_below_the_least_of_many_steps(name: str) -> None:
     problem = tiny(0, name)
-    for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3)):
-        for cut in (1, 2, 3):
+    again = (RECOMPUTE, RECOMPUTE_CHAIN) * 2
+    for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3), again):
+        for cut in (2,) if choices == again else (1, 2, 3):
             stages = evaluate(problem, Decision((0, cut, 4), choices)).stages
             loads_s = np.array([stage.loads_s for stage in stages])[:, :, None].repeat(3, axis=2)
             loads_s[1, 1, 1] = np.inf

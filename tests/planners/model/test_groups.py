@@ -11,7 +11,7 @@ from jvpipe.planners.model.local_segments import computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.shapes import Shape
-from jvpipe.planners.model.stage_cost import check, evaluate
+from jvpipe.planners.model.stage_cost import check, evaluate, once_s
 from tests.planners.joint.shapes import chain, flat, layer, shapes_of, stages_of
 
 LAYERS = [layer(1.0, 100, 10), layer(2.0, 400, 20), layer(3.0, 0, 30)]
@@ -50,6 +50,9 @@ def test_what_the_last_backward_hides_of_an_all_reduce() -> None:
     # backwards of 6, 4, 2 s, the last layer's first; reduces of 0, 100, 25 s
     assert after == pytest.approx(125)
     assert during == pytest.approx(125 - 2)
+    problem = shapes_of(COSTS, flat(4, 4.0), 24, overlaps=True).problem(path[0])
+    least_s = Segments(problem).block(0, np.array([0]), np.array([3])).once_s.item()
+    assert least_s == pytest.approx(125 - (2 + 4 + 6)), "what all backwards could hide"
 
 
 def test_computing_again_takes_a_forward_more_and_keeps_less() -> None:
@@ -62,7 +65,8 @@ def test_computing_again_takes_a_forward_more_and_keeps_less() -> None:
 
 
 def test_segments_count_a_group_as_its_stage_is_counted() -> None:
-    layers = [replace(x, optimizer_bytes=70, state_bytes=60, temporary_bytes=9) for x in LAYERS]
+    sizes = {"optimizer_bytes": 70, "state_bytes": 60, "temporary_bytes": 9}
+    layers = [replace(x, **sizes, update_s=float(i)) for i, x in enumerate(LAYERS)]
     shapes = shapes_of(chain(layers, [8, 16], batch=2), flat(4, 4.0), 24)
     problem = shapes.problem(Shape(((0, 1), (2, 3)), 6))
     segments, cuts = Segments(problem), np.arange(4)
@@ -72,7 +76,7 @@ def test_segments_count_a_group_as_its_stage_is_counted() -> None:
         for s, (i, j) in enumerate(((0, cut), (cut, 3))):
             block = segments.block(s, cuts, cuts)
             assert block.compute_s[i, j] == pytest.approx(stages[s].compute_s)
-            assert block.reduce_s[i, j] == pytest.approx(stages[s].reduce_s)
+            assert block.once_s[i, j] == pytest.approx(once_s(problem, stages[s]))
             assert block.comm_s[i, j] == pytest.approx(stages[s].comm_s)
             # what replicas are surely spared of the state is no more than what they are spared
             assert kept.peak_bytes(s)[i, j] >= stages[s].peak_bytes

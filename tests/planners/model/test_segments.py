@@ -9,7 +9,7 @@ from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate, once_s, stage_cost
 from tests.planners.small import chain, limited, problems, works_with
 
 
@@ -35,6 +35,7 @@ def test_blocks_hold_what_stage_cost_says(problem: Problem) -> None:
             assert segments.row(s, i).fixed_bytes[0, j] == block.fixed_bytes[at]
             assert block.compute_s[at] == pytest.approx(cost.compute_s)
             assert block.forward_s[at] == pytest.approx(cost.forward_s)
+            assert block.once_s[at] == pytest.approx(once_s(problem, cost))
             assert block.comm_s[at] == pytest.approx(cost.comm_s)
             assert block.traffic_s[at] == pytest.approx(cost.link_s)
 

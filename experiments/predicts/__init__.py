@@ -1,0 +1,1 @@
+"""What others measured, beside what the cost model predicts: python -m experiments.predicts --json OUT"""

@@ -1,0 +1,152 @@
+"""Grouping: rows of consecutive layers of a task become one row, which one program runs.
+
+    1F2[layer 3]  1F2[layer 4]  1SEND2                ->  1F2[layers 3 to 4]  1SEND2
+    1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          ->  1B2[layers 4 to 3]
+    1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          ->  FEED  1F2[layers 3 to 4]  1SEND2
+
+What only a group writes, reads and ends is no buffer any more: it is temporary to its program. What is fed to it, and
+fresh accumulators, come before the group; copies of what it makes for other places come after it; all else ends it.
+
+This is the last pass, over rows that are whole, so the others know nothing of it: layers stay what is planned, moved,
+saved and measured, and what rows do stays in its order.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jvpipe.ir.buffers import Lowered
+from jvpipe.ir.kinds import KINDS, Grouped, Kind
+from jvpipe.ir.rows import GroupRun, Row
+from jvpipe.lowering.liveness import freeing
+
+
+def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -> Lowered:
+    """Returns a step in which consecutive layers of a task are one row.
+
+    Args:
+        lowered: the step, of one process.
+        joins: tells whether a row may share its program.
+
+    >>> from jvpipe.ir.buffers import Buffer
+    >>> from jvpipe.ir.values import Value, ValueKind
+    >>> edges = [Buffer(Value(ValueKind.TENSOR, i, microbatch=0), 0, 4) for i in range(3)]
+    >>> rows = Row(Kind.F, 0, 0, 0, 0, (0,), (1,)), Row(Kind.F, 0, 0, 1, 0, (1,), (2,), (1,))
+    >>> (row,) = grouped(Lowered(rows, tuple(edges), 1, (0,), (2,))).rows
+    >>> print(row, row.reads, row.writes)
+    0F0[layers 0 to 1] (0,) (2,)
+    """
+    rows = list(_gathered(lowered.rows, joins))
+    ended = {b for row in lowered.rows for b in row.frees}
+    touched = Counter(b for row in rows for b in {*row.reads, *row.writes})
+    assert ended <= touched.keys(), "what ends is read or written before"
+    made_within = {b for b in ended if b >= lowered.persistent and touched[b] == 1}
+    lasting = frozenset(range(len(lowered.buffers))) - ended
+    bare = [replace(_without(row, made_within), frees=()) for row in rows]
+    return replace(lowered, rows=tuple(freeing(bare, lasting)))
+
+
+def _without(row: Row, made_within: set[int]) -> Row:
+    """Returns a row; of a group without what is made within one row."""
+    if len(row.parts) == 1:
+        return row
+    return replace(row, writes=tuple(b for b in row.writes if b not in made_within))
+
+
+class _Key(NamedTuple):
+    """What the rows of a group have in common."""
+
+    stage: int
+    microbatch: int
+    kind: Kind
+
+
+@dataclass
+class _Group:
+    """A group that rows still join: its parts, and the copies that wait for it."""
+
+    key: _Key
+    parts: list[Row] = field(default_factory=list)
+    copies: list[Row] = field(default_factory=list)
+
+    def takes(self, row: Row, key: _Key) -> bool:
+        """Tells whether a row can be its next part: none that overwrites what a copy has yet to read."""
+        copied = {b for copy in self.copies for b in (*copy.reads, *copy.writes)}
+        return key == self.key and copied.isdisjoint(row.writes)
+
+    def precedes(self, row: Row) -> bool:
+        """Tells whether a row of another place needs it to have run: it touches what this writes, or overwrites."""
+        for mine in (*self.parts, *self.copies):
+            if not {*row.reads, *row.writes}.isdisjoint(mine.writes):
+                return True
+            if not set(row.writes).isdisjoint(mine.reads):
+                return True
+        return False
+
+    def rows(self) -> Iterator[Row]:
+        """Yields its row, and the copies after it."""
+        yield _one(self.parts, self.key.kind) if len(self.parts) > 1 else self.parts[0]
+        yield from self.copies
+
+
+def _one(parts: Sequence[Row], kind: Kind) -> Row:
+    """Makes one row of a kind of several.
+
+    What it overwrites leads what it writes, in the order in which it is read: a compiler that looks for a place for
+    each result among what it may overwrite finds its own.
+    """
+    made: set[int] = set()
+    reads: dict[int, None] = {}
+    for part in parts:
+        reads |= dict.fromkeys(b for b in part.reads if b not in made)
+        made.update(part.writes)
+    writes = dict.fromkeys(
+        [*(b for b in reads if b in made), *(b for p in parts for b in p.writes)]
+    )
+    run = GroupRun(tuple(parts))
+    return replace(parts[0], kind=kind, reads=tuple(reads), writes=tuple(writes), run=run)
+
+
+def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row]:
+    """Yields groups, and the rows around them; each place has one group at a time that rows still join."""
+    groups: dict[int, _Group] = {}  # by place
+    for row, kind in zip(rows, _kinds(rows), strict=True):
+        here, key = row.place, _Key(row.stage, row.microbatch, kind)
+        for place, group in tuple(groups.items()):
+            is_other_task = group.key[:2] != key[:2]
+            if is_other_task or (place != here and group.precedes(row)):
+                yield from groups.pop(place).rows()
+        group, role = groups.get(here), KINDS[row.kind].grouped
+        if KINDS[kind].grouped is Grouped.PART and joins(row):
+            if group and group.takes(row, key):
+                group.parts.append(row)
+                continue
+            groups[here] = _Group(key, [row])
+        elif group and role is Grouped.BEFORE:
+            yield row
+            continue
+        elif group and role is Grouped.AFTER and row.run is None:  # not to another process
+            group.copies.append(row)
+            continue
+        else:
+            groups.pop(here, None)
+        if group:
+            yield from group.rows()
+        if here not in groups:
+            yield row
+    for group in groups.values():
+        yield from group.rows()
+
+
+def _kinds(rows: Sequence[Row]) -> list[Kind]:
+    """Returns the kind of the group that each row would be part of."""
+    kinds: list[Kind] = []
+    following: dict[int, Kind] = {}  # by place: of the next row that leads a group
+    for row in reversed(rows):
+        role = KINDS[row.kind].grouped
+        if role is Grouped.PART:
+            following[row.place] = row.kind
+        with_next = role is Grouped.WITH_NEXT
+        kinds.append(following.get(row.place, row.kind) if with_next else row.kind)
+    return kinds[::-1]

@@ -1,0 +1,48 @@
+"""The program of a group: those of consecutive layers one after another, each a call of its own.
+
+    alone      F0: x -> t0, r0        F1: t0 -> t1, r1
+    a group    x -> r0, t1, r1        t0 is temporary to it, unless something else reads it
+
+Nothing is optimised across the calls, so every layer yields the bits that it yields alone.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+
+from jvpipe import _jax
+from jvpipe._jax import ClosedJaxpr
+from jvpipe.ir.rows import Wire
+from jvpipe.programs.convolutions import in_order
+from jvpipe.programs.store import Program
+
+
+def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program:
+    """Returns a program that runs others one after another.
+
+    Args:
+        programs: of its parts.
+        wires: what each of these takes and yields, and at last what the whole does, numbered as `Row.wires` does.
+    """
+    *parts, (reads, writes) = wires
+    inputs: dict[int, Any] = {}
+    donated: set[int] = set()
+    for program, (taken, _) in zip(programs, parts, strict=True):
+        for i, array in zip(taken, program.inputs, strict=True):
+            inputs.setdefault(i, array)
+        donated.update(taken[i] for i in program.donated)
+
+    def fn(*arrays: jax.Array) -> tuple[Any, ...]:
+        traced: dict[Hashable, ClosedJaxpr] = {}  # layers that are alike share one
+        values = dict(zip(reads, arrays, strict=True))
+        for program, (taken, yielded) in zip(programs, parts, strict=True):
+            if program.key not in traced:
+                traced[program.key] = in_order(jax.make_jaxpr(program.fn)(*program.inputs))
+            out = _jax.apart(traced[program.key], [values[i] for i in taken])
+            values |= zip(yielded, out, strict=False)  # a mark comes last
+        return (*(values[i] for i in writes), jax.numpy.int32(0))
+
+    key = "group", *(program.key for program in programs), tuple(wires)
+    overwritten = tuple(i for i in reads if i in donated)
+    return Program(key, fn, tuple(inputs[i] for i in reads), overwritten)

@@ -1,0 +1,154 @@
+"""Layers in groups compute the bits of layers apart, whatever the cuts, the fates and the moves."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jvpipe
+from jvpipe.ir.kinds import KINDS, Runs
+from jvpipe.session.grouping import Grouping
+from tests.bits import MICRO, batches_of, digest
+from tests.end_to_end.test_fates import drawn, trained
+from tests.grid import grid
+from tests.zoo import CASES, Case, in_bfloat16
+
+NAMES = ("pre-norm", "resnet", "unet", "three-readers", "chained-keys", "normalised-products")
+
+
+def layer_programs(pipe: jvpipe.Pipeline) -> float:
+    """The programs of layers that a micro-batch takes."""
+    rows = pipe.session.compiled.lowered.rows
+    return sum(KINDS[row.kind].runs is Runs.LAYER for row in rows) / MICRO
+
+
+def random_cuts(layers: int, stages: int, seed: int) -> tuple[int, ...]:
+    ends = sorted(random.Random(seed).sample(range(1, layers), stages - 1))
+    return tuple(b - a for a, b in zip([0, *ends], [*ends, layers], strict=True))
+
+
+@pytest.mark.usefixtures("copies_never_late")
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "seed"),
+    grid(
+        [
+            (name, stages, schedule, seed)
+            for name in (*NAMES, "resnet in bfloat16", "pre-norm in bfloat16")
+            for seed, (stages, schedule) in enumerate(
+                [(1, "gpipe"), (2, "1f1b"), (2, "zb-h1"), (3, "1f1b"), (3, "zb-h1"), (2, "gpipe")]
+                * 4
+            )
+        ],
+        ("three-readers", 2, "zb-h1", 2),
+        ("resnet", 3, "1f1b", 3),
+    ),
+)
+def test_groups_keep_every_bit(name: str, stages: int, schedule: str, seed: int) -> None:
+    """The ledger agrees with the buffer table, and nothing is left, which `trained` looks at."""
+    case, _, bfloat16 = name.partition(" in ")
+    m = in_bfloat16(CASES[case]()) if bfloat16 else CASES[case]()
+    whole, losses, one = trained(m, 1, "gpipe", group=False)
+    graph = one.session.graph
+    plan = drawn(graph, random_cuts(len(graph.layers), stages, seed), seed)
+    ours, ours_losses, pipe = trained(m, plan, schedule, group=True)
+    assert pipe.session.compiled.grouped
+    assert ours_losses == losses
+    for a, b in zip(ours, whole, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_group_is_one_program_per_direction() -> None:
+    m = CASES["mlp"]()
+    _, _, apart = trained(m, 2, "1f1b")
+    _, _, pipe = trained(m, 2, "1f1b", group=True)
+    assert (layer_programs(pipe), layer_programs(apart)) == (4, 10)
+    assert not apart.session.compiled.grouped, "on CPUs layers stay apart unless that is asked for"
+
+
+def moved(
+    m: Case, schedule: str, at: tuple[int, int], *, group: bool
+) -> tuple[list[str], jvpipe.Pipeline]:
+    """Digests of a run that moves layers, before and after it; groups are there before the last step."""
+    pipe = jvpipe.Pipeline(
+        m.loss_fn,
+        optax.adamw(1e-2),
+        2,
+        MICRO,
+        schedule,
+        planner="even",
+        devices=jax.devices()[:3],
+        has_aux=m.has_aux,
+        has_state=m.has_state,
+        group=group,
+    )
+    batches = batches_of(m, 6)
+    state, found = pipe.init(m.params, batches[0], m.rng, m.state), []
+    for step, batch in enumerate(batches):
+        if step == 1:
+            layers = len(pipe.session.graph.layers)
+            there = drawn(pipe.session.graph, random_cuts(layers, 3, 0), 0)
+            state = pipe.migrate(state, there, at=at)
+        if step == len(batches) - 2:
+            pipe.session.grouping.wait()
+        stream = pipe.run(state, [batch])
+        ((state, metrics),) = stream
+        found.append(digest(metrics["loss"]))
+    return [*found, digest(pipe.params(state))], pipe
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "at"),
+    grid(
+        [
+            (name, schedule, at)
+            for name in NAMES
+            for schedule in ("1f1b", "pipedream")
+            for at in ((2, 0), (2, 1))
+        ][::3],
+        ("three-readers", "pipedream", (2, 1)),
+    ),
+    ids=str,
+)
+def test_layers_that_move_run_alone_until_their_groups_are_compiled(
+    name: str, schedule: str, at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, asked = CASES[name](), []
+    plain = Grouping.pass_step
+
+    def pass_step(self: Grouping, compiled_plans: Any) -> None:
+        plain(self, compiled_plans)
+        asked.append(compiled_plans.current.grouped)
+
+    monkeypatch.setattr(Grouping, "pass_step", pass_step)
+    ours, pipe = moved(m, schedule, at, group=True)
+    assert (asked[0], False in asked, asked[-1]) == (True, True, True)
+    assert len(pipe.session.history) == 1
+    assert ours == moved(m, schedule, at, group=False)[0]
+
+
+def test_layers_stay_apart_where_groups_would_not_keep_the_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    m = CASES["mlp"]()
+    apart, pipe = (trained(m, 2, "1f1b", group=group)[2] for group in (False, True))
+    held, more = (max(peak.bytes for peak in p.session.compiled.peaks[:-1]) for p in (apart, pipe))
+    assert held < more, "what a group makes within itself lies beside what it takes"
+    _, _, tight = trained(m, apart.plan, "1f1b", group=True, memory_limit=held)
+    assert not tight.session.compiled.grouped
+    assert "layers stay apart, for in groups" in caplog.text
+
+
+def test_a_measured_group_is_told_layer_by_layer() -> None:
+    m = CASES["mlp"]()
+    _, _, pipe = trained(m, 2, "1f1b", group=True)
+    state = pipe.init(m.params, batches_of(m)[0], m.rng, m.state)
+    pipe.session.monitor()
+    state, _ = pipe.step(state, batches_of(m)[0])
+    spans = [s for s in pipe.session.measured().spans if s.name == "0F0"]
+    assert [s.args["layer"] for s in spans] == [0, 1, 2]
+    assert all(a.end_s == b.start_s for a, b in pairwise(spans))
+    assert min(pipe.session.measured().layer_s(5)) > 0
