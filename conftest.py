@@ -60,7 +60,7 @@ CHECKING = (
     "jvpipe.session.arguments",
     "jvpipe.session.session",
     "jvpipe.session.checkpoints",
-    "jvpipe.session.inner_axes",
+    "jvpipe.session.devices",
     "jvpipe.session.question",
     "jvpipe.session.measuring",
     "jvpipe.runtime.state.checkpoints.checkpoint",

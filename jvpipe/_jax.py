@@ -224,6 +224,10 @@ def _outlined() -> Any:
     def laid(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         return [_row_major(x) for x in inside(*values, jaxpr=jaxpr)]
 
+    def elsewhere(context: Any, *values: Any, jaxpr: ClosedJaxpr) -> Any:
+        made = inside if _is_spread(context) else laid
+        return mlir.lower_fun(made, multiple_results=True)(context, *values, jaxpr=jaxpr)
+
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)
         return cast(
@@ -234,7 +238,7 @@ def _outlined() -> Any:
     primitive.multiple_results = True
     primitive.def_impl(inside)
     primitive.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(laid, multiple_results=True))
+    mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, mlir.lower_fun(apart, multiple_results=True), platform="cpu")
     return primitive
 
@@ -258,12 +262,22 @@ def laid_out(x: Any) -> Any:
 
 @cache
 def _laid_out() -> Any:
+    def elsewhere(context: Any, x: Any) -> Any:
+        if _is_spread(context):
+            return [x]
+        return mlir.lower_fun(_row_major, multiple_results=False)(context, x)
+
     primitive = _core.Primitive("laid_out")
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda aval: aval)
-    mlir.register_lowering(primitive, mlir.lower_fun(_row_major, multiple_results=False))
+    mlir.register_lowering(primitive, elsewhere)
     mlir.register_lowering(primitive, lambda _, x: [x], platform="cpu")
     return primitive
+
+
+def _is_spread(context: Any) -> bool:
+    """Whether a program is for several devices: a layout would gather what lies over them."""
+    return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
 def _row_major(x: Any) -> Any:

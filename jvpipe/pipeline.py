@@ -32,11 +32,9 @@ from jvpipe.session.arguments import (
     checked_rule,
     checked_stream,
 )
-from jvpipe.session.evaluation import evaluate
+from jvpipe.session.evaluation import evaluate, predict
 from jvpipe.session.model_switch import switch_model
 from jvpipe.session.options import PIPELINE, checked
-from jvpipe.session.prediction import predict
-from jvpipe.session.reasons import reasons_of
 from jvpipe.session.session import Metrics, Session
 from jvpipe.session.settings import agree_on_given, settings_of
 from jvpipe.session.trigger import Rule
@@ -184,7 +182,7 @@ class Pipeline:
         """Says what runs where, what it costs and why."""
         session = self.session
         plan, devices = session.compiled.plan, session.settings.devices
-        layer_s, reasons = reasons_of(session)
+        layer_s, reasons = session.compiled_plans.reasons()
         why = reason_of(plan.planner)
         return explain(session.graph, plan, session.peaks, layer_s, devices, why, reasons)
 

@@ -26,8 +26,6 @@ ALIKE = {
     ("programs/optimizer:OptimizerCut", "programs/optimizer_trace:TracedOptimizer"),
     ("programs/split_backward:Halves", "programs/split_backward:_Cut"),
     ("runtime/state/migrate:PlanChange", "runtime/state/model_change:ModelChange"),
-    ("session/measuring:Measurement", "session/model_planner:ModelPlanner"),
-    ("session/measuring:Request", "session/settings:Settings"),
 }
 """Those that are alike today. No pair comes in, and one that is alike no more goes out."""
 DEFINED = "option("

@@ -14,15 +14,11 @@ ROOT = Path(__file__).parents[1]
 CODE = ("jvpipe", "models", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 BEING_REWRITTEN = (
-    "jvpipe/session",
-    "jvpipe/cli",
-    "jvpipe/report",
     "jvpipe/planners",
     "jvpipe/cost",
     "jvpipe/lowering",
     "jvpipe/simulate",
     "jvpipe/runtime/engine",
-    "docs/options.md",  # made of the texts of jvpipe/session and jvpipe/cli
 )
 LIST = ROOT / "tests" / "phrases.txt"
 

@@ -55,7 +55,7 @@ def in_a_run(folder: Path) -> None:
     """The third checkpoint of a run, of which the first goes."""
     run = RunDir(folder)
     save(run.checkpoint(NEW), NEW)
-    run.prune()
+    run.prune(2)
 
 
 def restored_in_a_run(folder: Path) -> int:

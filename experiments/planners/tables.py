@@ -20,11 +20,16 @@ from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
-from jvpipe.session.forecasts import answer
+from jvpipe.session.forecasts import asked
 from jvpipe.session.question import on_cluster
 
 FILES = ("resnet50", "vgg16", "gnmt")
 STAGES = (2, 4, 8)
+
+
+def answer(problem: Problem, planner: str) -> Answer:
+    """Asks one planner."""
+    return asked(problem, [planner]).answers[0]
 
 
 def exact_bottleneck_s(costs: Costs, stages: int) -> float:

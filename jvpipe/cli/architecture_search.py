@@ -35,7 +35,7 @@ class ArchitectureSearch:
     the seed and the losses alone.
 
     Args:
-        supernet: what there is to choose.
+        supernet: what is to be chosen.
         seed: of the stream and of the parameters.
         steps: for how many each architecture is trained at a time.
         evolution: gives architectures and is told their losses; a new one of the seed unless given.

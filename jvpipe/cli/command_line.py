@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 def read(
     holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
 ) -> dict[str, Any]:
-    """The options that a command line gives, by name; ends the process for `--help` and `--version`.
+    """Reads the options that a command line gives, by name; ends the process for `--help` and `--version`.
 
     Args:
         holder: the dataclass of its options.
@@ -58,7 +58,9 @@ def read(
         ValueError: one is unknown, or not of its type.
     """
     options = options_of(holder)
-    words = [_word(holder, each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    # Names are those of today before argparse sees them.
+    words = [_word(holder, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    # The names of all models are looked up for the help alone: packages may have many.
     asked = {"-h", "--help"} & {*words}
     parser = _Parser(
         prog=f"python -m {command}",
@@ -68,12 +70,12 @@ def read(
         allow_abbrev=False,
     )
     add_options(parser, options)
-    told, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
         raise ValueError(
-            did_you_mean("option", unknown[0], [each.flag for each in options.values()])
+            did_you_mean("option", unknown[0], [option.flag for option in options.values()])
         )
-    return {name: _of_text(options[name], value) for name, value in vars(told).items()}
+    return {name: _of_text(options[name], value) for name, value in vars(namespace).items()}
 
 
 def add_options(
@@ -89,28 +91,29 @@ def add_options(
     parser.add_argument("--version", action="version", version=version, help="Says which it is.")
     groups = {group: parser.add_argument_group(group) for group in get_args(Group)}
     actions = []
-    for name, each in options.items():
+    for name, option in options.items():
         kind: dict[str, Any] = {"action": "store_true"}
-        if bool not in each.kinds:
-            repeated = tuple in each.kinds
+        if bool not in option.kinds:
+            repeated = tuple in option.kinds
             kind = {
                 "action": "append" if repeated else "store",
-                "metavar": (each.unit or "name").upper(),
+                "metavar": (option.unit or "name").upper(),
             }
-        add = groups[each.group].add_argument
-        action = add(each.flag, dest=name, default=argparse.SUPPRESS, help=_help(each), **kind)
-        actions.append(action)
+        add = groups[option.group].add_argument
+        # Nothing by default: what is not given is told from what is given as the default.
+        told = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
+        actions.append(add(option.flag, **told, **kind))
     return actions
 
 
-def _help(each: Option) -> str:
-    """A line of `--help`, with the default if that is said nowhere else."""
-    told = each.help if not each.default else f"{each.help} ({each.default})"
-    return told.replace("%", "%%")
+def _help(option: Option) -> str:
+    """Writes a line of `--help`, with the default if the text does not say it."""
+    line = option.help if not option.default else f"{option.help} ({option.default})"
+    return line.replace("%", "%%")
 
 
 def _word(holder: type[PipelineOptions], word: str) -> str:
-    """A word of a command line, with hyphens in the name of an option, which is that of today."""
+    """Rewrites an option's name on a command line: with hyphens, and as it is called today."""
     flag, equals, value = word.partition("=")
     if not flag.startswith("--") or flag == "--":
         return word
@@ -119,50 +122,52 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:
-    """The name that an option has today; warns of one that it had before."""
+    """Returns the name that an option has today; warns of one that it had before."""
     name = name.replace("-", "_")
-    for each in options_of(holder).values():
-        if name in each.was:
-            told = f"warning: {name} is called {each.name} now, and that name alone from the next release on"
-            print(told, file=sys.stderr)
-            return each.name
+    for option in options_of(holder).values():
+        if name in option.was:
+            warning = f"warning: {name} is called {option.name} now, and that name alone from the next release on"
+            print(warning, file=sys.stderr)
+            return option.name
     return name
 
 
-def _of_text(each: Option, given: Any) -> Any:
-    """What a command line gives for an option, in its type."""
-    if isinstance(given, list):
-        return tuple(given)
-    if given == "None" and NoneType in each.kinds:
+def _of_text(option: Option, text: Any) -> Any:
+    """Reads the value of an option in its type."""
+    if isinstance(text, list):
+        return tuple(text)
+    if text == "None" and NoneType in option.kinds:
         return None
-    number = next((kind for kind in (int, float) if kind in each.kinds), str)
+    number = next((kind for kind in (int, float) if kind in option.kinds), str)
     try:
-        return given if isinstance(given, bool) else number(given)
+        return text if isinstance(text, bool) else number(text)
     except ValueError as error:
-        raise ValueError(f"{each.flag} must be {_WORDS[number]}, not '{given}'") from error
+        raise ValueError(f"{option.flag} must be {_WORDS[number]}, not '{text}'") from error
 
 
 def names() -> str:
-    """Models with their sizes, planners, schedules and hardware, a line each.
+    """Lists models with their sizes, planners, schedules and hardware, a line each.
 
     >>> print(names())  # doctest: +ELLIPSIS
     Models: bert (tiny, mini, ...), ...; your own as file.py:NAME or package.module:NAME.
     <BLANKLINE>
     Planners: even, ...
     """
-    known = [f"{name} ({_sizes(name)})" for name in models.NAMES]
-    known += [point.name for point in entry_points(group=ENTRY_POINTS)]
+    found_models = [f"{name} ({_sizes(name)})" for name in models.NAMES]
+    found_models += [point.name for point in entry_points(group=ENTRY_POINTS)]
     lists = {
         "Planners": [planner.name for planner in PLANNERS],
         "Schedules": list(SCHEDULES),
         "Hardware": [*PRESETS, "or a TOML file"],
     }
-    lines = [f"Models: {', '.join(known)}; your own as file.py:NAME or package.module:NAME."]
-    return "\n\n".join([*lines, *(f"{kind}: {', '.join(each)}." for kind, each in lists.items())])
+    lines = [f"Models: {', '.join(found_models)}; your own as file.py:NAME or package.module:NAME."]
+    return "\n\n".join(
+        [*lines, *(f"{kind}: {', '.join(members)}." for kind, members in lists.items())]
+    )
 
 
 def _sizes(name: str) -> str:
-    """The sizes of a model, as far as what it is made with is installed."""
+    """Lists the sizes of a model, as far as what it is made with is installed."""
     try:
         return ", ".join(models.sizes(name))
     except MissingExtraError as missing:
@@ -173,25 +178,25 @@ def _sizes(name: str) -> str:
 
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:
-    """The options of a command line, others as --config has them, or as they are by default."""
-    told = read(TrainOptions, arguments, "jvpipe.train")
-    options = _over(told, _of_config(told))
+    """Reads the options of a command line, others as --config has them, or as they are by default."""
+    of_line = read(TrainOptions, arguments, "jvpipe.train")
+    options = _over(of_line, _of_config(of_line))
     check_each(options, "processes")
     return options
 
 
 def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptions:
-    """The options: given ones, else those of --config, else with --resume those of the run, else the defaults.
+    """Returns options that are given, else those of --config, else of the resumed run, else the defaults.
 
     Args:
         arguments: of the command line.
         writes: this process is the one that writes files.
     """
-    told = read(TrainOptions, arguments, "jvpipe.train")
-    of_file = _of_config(told)
-    options = _over(told, of_file)
+    of_line = read(TrainOptions, arguments, "jvpipe.train")
+    of_file = _of_config(of_line)
+    options = _over(of_line, of_file)
     if options.resume:
-        options = _resumed(options, told, of_file, writes)
+        options = _resumed(options, of_line, of_file, writes)
     options.check()
     if not writes:
         return options
@@ -207,13 +212,13 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
 
 
 def _resumed(
-    options: TrainOptions, told: Mapping[str, Any], of_file: Mapping[str, Any], writes: bool
+    options: TrainOptions, of_line: Mapping[str, Any], of_file: Mapping[str, Any], writes: bool
 ) -> TrainOptions:
-    """The options of a run that goes on.
+    """Returns the options of a run that goes on.
 
     Args:
         options: those that are given, the others as by default.
-        told: those of the command line.
+        of_line: those of the command line.
         of_file: those of --config.
         writes: this process is the one that writes files.
     """
@@ -231,8 +236,9 @@ def _resumed(
         print(
             f"data: {saved['data']}, as the run in {options.run_dir} had it; --data says where it is now"
         )
-    trusted, named = options.trust, "model" in {**told, **of_file}
-    options = _over(told, {**saved, **of_file})
+    trusted, named = options.trust, "model" in {**of_line, **of_file}
+    options = _over(of_line, {**saved, **of_file})
+    # Only who writes the folder need ask whether its code is to be trusted.
     if writes and not named and not trusted:
         check_made_here(before.path, config, options.model)
     if options.init_from and not saved.get("init_from"):
@@ -244,49 +250,52 @@ def _resumed(
     return options
 
 
-def _over(told: Mapping[str, Any], before: Mapping[str, Any]) -> TrainOptions:
-    """Options over those that held before; what may be given again comes after that."""
+def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
+    """Puts options over those that held before; what may be given again is added."""
     added = {
-        name: (*before.get(name, ()), *value)
-        for name, value in told.items()
+        name: (*earlier.get(name, ()), *value)
+        for name, value in later.items()
         if isinstance(value, tuple)
     }
-    return TrainOptions(**{**before, **told, **added})
+    return TrainOptions(**{**earlier, **later, **added})
 
 
 # Files of options: `--config FILE`, and the config.json of a run.
 
 
-def _of_config(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
+def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
 
-    Of a run's config.json what is no option, and what held for that start alone, is passed over.
+    A run's config.json also holds what is not an option, or held for one start alone: that is passed over.
 
     Raises:
-        ValueError: it is no such file, names what is no option, or a value is of another type.
+        ValueError: it is not such a file, names an unknown option, or a value is of another type.
     """
-    if told.get("config") is None:
+    if options.get("config") is None:
         return {}
-    path, lines = Path(told["config"]), {}
+    path, lines = Path(options["config"]), {}
     where = f"--config {path}"
     try:
         content = path.read_text()
         if path.suffix in (".yaml", ".yml"):
-            there, lines = read_yaml(content)
+            content_by_name, lines = read_yaml(content)
         else:
-            there = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+            content_by_name = (
+                tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+            )
     except (OSError, ValueError, RecursionError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise ValueError(f"{where} cannot be read: {reason}") from problem
-    if not isinstance(there, dict):
-        raise ValueError(f"{where} holds no options by name, but {type(there).__name__}")
+    if not isinstance(content_by_name, dict):
+        raise ValueError(f"{where} holds no options by name, but {type(content_by_name).__name__}")
+    # A run writes more into its config.json than options.
     passed_over = (*RECORDED, "digest", MARK, *NOT_KEPT, "run_dir")
-    if "data_digest" not in there:  # no run wrote it
+    if "data_digest" not in content_by_name:  # no run wrote it
         passed_over = ()
-    named = {present(TrainOptions, name): value for name, value in there.items()}
+    named = {present(TrainOptions, name): value for name, value in content_by_name.items()}
     at = {present(TrainOptions, name): f", line {line}" for name, line in lines.items()}
-    if isinstance(each := named.get("set"), Mapping):
-        named["set"] = [f"{name}={_text(value)}" for name, value in each.items()]
+    if isinstance(fields := named.get("set"), Mapping):
+        named["set"] = [f"{name}={_text(value)}" for name, value in fields.items()]
     return _typed(named, where, passed_over, at)
 
 
@@ -296,12 +305,12 @@ def _typed(
     passed_over: Collection[str],
     at: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Options of a file in their types, for which JSON and TOML have lists in place of tuples.
+    """Reads options of a file in their types, for which JSON and TOML have lists in place of tuples.
 
     Args:
         named: values by the names of options.
         where: they stand, for messages.
-        passed_over: names that are no options there.
+        passed_over: names that are not options there.
         at: the line of each, for messages.
 
     Raises:
@@ -312,16 +321,17 @@ def _typed(
         if name in passed_over:
             continue
         if name not in options:
-            told = did_you_mean("option", name, list(options))
-            raise ValueError(f"{where}{at.get(name, '')}: {told}")
+            unknown = did_you_mean("option", name, list(options))
+            raise ValueError(f"{where}{at.get(name, '')}: {unknown}")
         kinds = options[name].kinds
         value = tuple(value) if isinstance(value, list) and tuple in kinds else value
+        # A rate of 1 is a number with a point, whatever the file writes.
         value = float(value) if type(value) is int and float in kinds else value
-        texts = type(value) is not tuple or all(type(each) is str for each in value)
+        texts = type(value) is not tuple or all(type(text) is str for text in value)
         if type(value) not in kinds or not texts:
-            wanted = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
+            types = " or ".join(_WORDS[kind] for kind in kinds if kind is not NoneType)
             raise ValueError(
-                f"{where}{at.get(name, '')}: {name} is {brief(value)}, and should be {wanted}"
+                f"{where}{at.get(name, '')}: {name} is {brief(value)}, and should be {types}"
             )
         values[name] = value
     return values
@@ -332,14 +342,14 @@ def _text(value: Any) -> str:
 
 
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Numbers such as 1e-3, which YAML 1.1 takes for a text, for they have no point."""
+"""Numbers such as 1e-3, which YAML 1.1 takes for a text, because they have no point."""
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
     r"""Reads a document in which no mapping has a name twice; also tells the line of each name at its top.
 
     Raises:
-        ValueError: it is no YAML, or a name is there twice; the message has the line.
+        ValueError: it is not YAML, or a name is there twice; the message has the line.
 
     >>> read_yaml("stages: 4\nlearning-rate: 1e-3\n")
     ({'stages': 4, 'learning-rate': 0.001}, {'stages': 1, 'learning-rate': 2})
@@ -359,6 +369,7 @@ def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
                 first[name.value] = line
             return super().construct_mapping(node, deep)
 
+    # The safe loader makes plain data alone: nothing of a file is run.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
     loader = Loader(content)
     try:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from jvpipe.cli.options import (
     fields_of,
     kept_options,
 )
-from jvpipe.cli.own_model import find_model
+from jvpipe.cli.own_model import USUAL_RATE, find_model
 from jvpipe.cli.run_folder import MARK, RunDir, given_plan, hold_new, kept_plan, mark
 from jvpipe.models.recipe import Recipe
 from jvpipe.models.workload import OF_FOLDERS, format_of
@@ -36,7 +36,7 @@ from jvpipe.runtime.state.checkpoints.saving import checkpoint_plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES
-from jvpipe.session.options import PIPELINE, passed
+from jvpipe.session.options import PIPELINE, options_of, passed
 from jvpipe.session.settings import versions
 from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.util.extras import extra
@@ -55,34 +55,30 @@ def keep_tokenizer(options: TrainOptions, workload: models.Workload, folder: Pat
     """
     if options.tokenizer is None:
         return
-    told = f"--tokenizer {options.tokenizer}"
+    flag = f"--tokenizer {options.tokenizer}"
     if options.resume:
-        raise ValueError(f"{told}: a run that is resumed has its tokenizer, leave it out")
+        raise ValueError(f"{flag}: a run that is resumed has its tokenizer, leave it out")
     if workload.name not in models.NAMES or "vocabulary" not in workload.settings:
         raise ValueError(
-            f"{told}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
+            f"{flag}: {workload.name} reads no text by a tokenizer of jvpipe, leave it out"
         )
     with extra("models"):
         from jvpipe.models.chats import FILES
         from jvpipe.models.tokens import read_tokenizer
-    there = Path(options.tokenizer)
+    source = Path(options.tokenizer)
     try:
-        read_tokenizer(there)
+        read_tokenizer(source)
     except ValueError as problem:
         raise ValueError(
             f"--tokenizer: {problem}: it should be a tokenizer.json of the tokenizers package"
         ) from problem
-    (folder / "tokenizer.json").write_bytes(there.read_bytes())
-    for beside in filter(Path.exists, map(there.with_name, FILES)):
+    (folder / "tokenizer.json").write_bytes(source.read_bytes())
+    for beside in filter(Path.exists, map(source.with_name, FILES)):
         (folder / beside.name).write_bytes(beside.read_bytes())
 
 
-_RATE = 1e-3
-"""Of a model with an optimizer of its own, if another is named."""
-
-
 def retrained(workload: models.Workload, options: TrainOptions, updates: int) -> models.Workload:
-    """The model under the optimizer, the rate and the warm-up that were asked for.
+    """Returns the model under the optimizer, the rate and the warm-up that were asked for.
 
     Args:
         workload: as it would be trained.
@@ -94,14 +90,15 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
     """
     assert options.steps is not None
     rates = {"--learning-rate": options.learning_rate, "--warmup": options.warmup}
-    given = [f"{flag} {value:g}" for flag, value in rates.items() if value is not None]
-    if options.optimizer is None and not given:
+    rates_given = [f"{flag} {value:g}" for flag, value in rates.items() if value is not None]
+    if options.optimizer is None and not rates_given:
         return workload
     if workload.recipe is None and options.optimizer is None:
         raise ValueError(
-            f"{given[0]}: {workload.name} has an optimizer of its own, change it there; or name another by --optimizer"
+            f"{rates_given[0]}: {workload.name} has an optimizer of its own, change it there; "
+            "or name another by --optimizer"
         )
-    recipe = workload.recipe or Recipe(_RATE)
+    recipe = workload.recipe or Recipe(USUAL_RATE)
     recipe = replace(
         recipe,
         optimizer_name=options.optimizer or recipe.optimizer_name,
@@ -132,18 +129,18 @@ _DIMENSIONS = (
 
 
 def as_in_folder(options: TrainOptions) -> TrainOptions:
-    """The options with the fields of the model that the folder of `--init-from` tells; others that are given win.
+    """Adds the fields of the model that the folder of `--init-from` tells; those that are given win.
 
     Raises:
         ValueError: the folder does not fit the model.
     """
     if options.init_from is None or options.resume:
         return options
-    told = f"--init-from {options.init_from}"
-    known = sorted(set(OF_FOLDERS.values()))
-    if options.model not in known:
+    flag = f"--init-from {options.init_from}"
+    readable = sorted(set(OF_FOLDERS.values()))
+    if options.model not in readable:
         raise ValueError(
-            f"{told}: weights are read for {', '.join(known)}, not for {options.model}"
+            f"{flag}: weights are read for {', '.join(readable)}, not for {options.model}"
         )
     from jvpipe.models import checkpoints  # needs an extra
     from jvpipe.models.hub import model_folder, pinned
@@ -151,16 +148,17 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
     from jvpipe.models.weights import read_fields
 
     folder = open_folder(model_folder(options.init_from))
-    there = checkpoints.model_of(folder)
-    if there != options.model:
+    model = checkpoints.model_of(folder)
+    if model != options.model:
         raise ValueError(
-            f"{told} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
-            f"give --model {there}"
+            f"{flag} is a folder of {folder.told['model_type']}, and --model is {options.model}: "
+            f"give --model {model}"
         )
     try:
         fields = read_fields(folder, format_of(options.model))
     except ValueError as problem:
-        raise ValueError(f"{told}: {problem}") from problem
+        raise ValueError(f"{flag}: {problem}") from problem
+    # A size that is given decides the dimensions, and the folder all else.
     if options.size is not None:
         fields = {name: value for name, value in fields.items() if name not in _DIMENSIONS}
     assigned = (f"{name}={value}" for name, value in fields.items())
@@ -175,7 +173,7 @@ def as_in_folder(options: TrainOptions) -> TrainOptions:
 
 
 def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
-    """What a run begins with: the arrays of the folder, or the function that makes them.
+    """Returns what a run begins with: the arrays of the folder, or the function that makes them.
 
     Raises:
         ValueError: the folder is of another architecture; the first tensor that differs is named.
@@ -186,22 +184,9 @@ def first_params(options: TrainOptions, workload: models.Workload) -> Tree:
     from jvpipe.models.hub import model_folder
     from jvpipe.models.weight_folder import open_folder
 
-    folder = open_folder(model_folder(options.init_from))
-    return in_folder(folder, workload, jax.random.key(options.seed))
-
-
-def write_weights(options: TrainOptions, workload: models.Workload, params: Tree) -> None:
-    """Writes a trained model to the folder of `--export-weights`, laid out as the one that it began with.
-
-    Raises:
-        ValueError: that one is not there any more.
-        OSError: nothing can be written.
-    """
-    assert options.init_from is not None
-    assert options.export_weights is not None
-    from jvpipe.models.checkpoints import to_folder
-
-    to_folder(workload, params, options.init_from, options.export_weights)
+    with phase("reading the weights"):
+        folder = open_folder(model_folder(options.init_from))
+        return in_folder(folder, workload, jax.random.key(options.seed))
 
 
 # A run of the command line, made ready: its folder, its data, its pipeline and its state.
@@ -225,24 +210,24 @@ class Job:
     def stream(
         self, state: Any, steps: int
     ) -> Iterator[tuple[Any, dict[str, jax.Array], Sequence[str]]]:
-        """The steps of the run: states, metrics, and the names of the blocks of the architecture if it is searched."""
+        """Yields the steps of the run: state, metrics, and the names of an architecture's blocks if it is searched."""
         if self.search is None:
             return ((*after, ()) for after in self.pipe.run(state, self.data.train, steps))
         searched = self.search.run(self.pipe, state, self.data.train, steps)
         return ((state, metrics, architecture.names()) for state, metrics, architecture in searched)
 
     def pauses(self, step: int) -> bool:
-        """Whether a step is waited for: it is evaluated or saved, or another architecture follows."""
+        """Tells whether a step is waited for: it is evaluated or saved, or another architecture follows."""
         ends_architecture = self.search is not None and step % self.search.steps == 0
         return self.evaluates(step) or self.saves(step) or ends_architecture
 
     def evaluates(self, step: int) -> bool:
-        """Whether held-out batches are evaluated after a step."""
-        every = self.options.eval_every
-        return every is not None and step % every == 0
+        """Tells whether held-out batches are evaluated after a step."""
+        period = self.options.eval_every
+        return period is not None and step % period == 0
 
     def saves(self, step: int) -> bool:
-        """Whether there is a checkpoint of a step, whatever comes of it."""
+        """Tells whether there is a checkpoint of a step, whatever follows."""
         return step % self.options.checkpoint_every == 0
 
 
@@ -256,66 +241,68 @@ class Start(NamedTuple):
     plan: jvpipe.Plan | None
 
 
-def prepare(options: TrainOptions, hosts: Hosts, held: ExitStack) -> tuple[Job, Any]:
+def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
     """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked.
 
     Args:
         options: those of the run.
         hosts: the processes that run it.
-        held: what keeps its folder from others, while it is open.
+        stack: what keeps its folder from others, while it is open.
     """
+    # First of all: processes with other options would wait for different things.
     hosts.agree("the options of the processes", [*versions(), *agreed_options(options)])
-    options, run, workload, before, plan = _start(options, hosts, held)
+    options, run, workload, before, plan = _start(options, hosts, stack)
     assert options.steps is not None
     assert options.batch_size is not None
     assert options.microbatches is not None
     search = hosts.together("model", lambda: _search(options, workload, hosts))
     schedule = find_schedule(options.schedule)
-    updates = options.steps * (
-        1 if schedule.synchronous else options.microbatches // schedule.period(options.microbatches)
-    )
+    microbatches = options.microbatches
+    in_step = 1 if schedule.synchronous else microbatches // schedule.period(microbatches)
+    updates = options.steps * in_step
     workload = hosts.together("optimizer", lambda: retrained(workload, options, updates))
     pipe = _pipeline(options, workload, plan, search, updates)
     pipe.session.controller.first_step = 1  # as metrics.jsonl counts
     files = before.get("files", {})
     with phase("opening the data"):
-        data, made = hosts.together(
+        data, new_files = hosts.together(
             "data", lambda: _open_data(options, workload, run, files, hosts)
         )
     hosts.agree("the data of the processes", [("their digest", data.digest)])
+    # They are evaluated at the end, and a mistake is better told at the start.
     for batch in data.held_out:
         micro_batch_shapes(batch, options.microbatches)  # else a run would fail at its end
     rates = workload.learning_rates(updates)
     job = Job(
         options, options.steps, options.batch_size, run, workload, data, pipe, rates, hosts, search
     )
+    # Planned before anything is written: a run that cannot begin leaves no folder.
     state = _state(job)
-    hosts.first("run's files", lambda: _write(job, files if options.resume else run.adopt(made)))
+    hosts.first(
+        "run's files", lambda: _write(job, files if options.resume else run.adopt(new_files))
+    )
     return job, state
 
 
-def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
+def _start(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> Start:
     """Looks into the folder of the run, which the first process keeps, and makes the devices."""
     resumed = RunDir(Path(options.run_dir)) if options.resume and options.run_dir else None
 
     def kept() -> tuple[TrainOptions, Mapping[str, Any], jvpipe.Plan | None, bool]:
         counted = replace(options, microbatches=options.microbatches or USUAL_MICROBATCHES)
+        asked = dataclasses.asdict(options)
         before = resumed.read_config() if resumed else dataclasses.asdict(TrainOptions())
-        plan = given = given_plan(dataclasses.asdict(options), before)
-        if resumed and not given:
-            plan = kept_plan(resumed.plan, dataclasses.asdict(options), before)
+        plan = from_file = given_plan(asked, before)
+        if resumed and not from_file:
+            plan = kept_plan(resumed.plan, asked, before)
         if plan is None:
             return replace(counted, stages=options.stages_asked), before, None, False
         schedule = find_schedule(plan.schedule or options.schedule)
         stages = options.stages if options.shares else pipeline_length(plan, schedule)
-        return (
-            replace(counted, stages=stages, schedule=schedule.name),
-            before,
-            plan,
-            given is not None,
-        )
+        counted = replace(counted, stages=stages, schedule=schedule.name)
+        return counted, before, plan, from_file is not None
 
-    options, before, plan, given = hosts.together("run", kept)
+    options, before, plan, from_file = hosts.together("run", kept)
     devices = plan.device_count if plan else options.devices_asked
     with suppress(RuntimeError):  # JAX has its devices already: there may be enough
         jax.config.update("jax_num_cpu_devices", -(-devices // hosts.count))
@@ -327,20 +314,19 @@ def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
     )
     steps, batch_size = options.steps or workload.steps, options.batch_size or workload.batch_size
     options = replace(options, size=workload.size, steps=steps, batch_size=batch_size)
-    hosts.agree(
-        "the model of the processes", [(k, str(v)) for k, v in _config(options, workload).items()]
-    )
-    run = _held_folder(options, workload, hosts, held)
+    config = _config(options, workload)
+    hosts.agree("the model of the processes", [(name, str(x)) for name, x in config.items()])
+    run = _held_folder(options, workload, hosts, stack)
 
     def last_plan() -> jvpipe.Plan | None:
         if not options.resume:
             run.refuse_if_used()
             return plan
         usual = find_model(options.model, options.size).settings
-        run.check(_config(options, workload), {"model_config": usual})
+        run.check(config, {"model_config": usual})
         with run.advising():
             run.check_last()
-        if plan and not given and run.checkpoints():  # layers may have moved since it was made
+        if plan and not from_file and run.checkpoints():  # layers may have moved since it was made
             with run.advising():
                 return checkpoint_plan(run.checkpoints()[-1]) or plan
         return plan
@@ -349,33 +335,36 @@ def _start(options: TrainOptions, hosts: Hosts, held: ExitStack) -> Start:
 
 
 def _held_folder(
-    options: TrainOptions, workload: models.Workload, hosts: Hosts, held: ExitStack
+    options: TrainOptions, workload: models.Workload, hosts: Hosts, stack: ExitStack
 ) -> RunDir:
-    """The folder of the run, which the first process keeps others out of and all see."""
+    """Opens the folder of the run: all processes see it, and the first one keeps others out."""
 
     def hold() -> str:
         if options.run_dir is None:
-            return str(hold_new(held, _new_folder(workload)).path)
-        held.enter_context(RunDir(Path(options.run_dir)).held())
+            title = workload.title.replace(" ", "-")
+            return str(hold_new(stack, f"runs/{title}-{datetime.now():%Y%m%d-%H%M%S}").path)
+        stack.enter_context(RunDir(Path(options.run_dir)).held())
         return options.run_dir
 
     run = RunDir(Path(hosts.decided("run's folder", hold)))
-    hosts.agree(
-        "the folder of the run as processes see it",
-        [(str(run.path), hosts.together("folder", run.identity))],
-    )
+    seen = [(str(run.path), hosts.together("folder", run.identity))]
+    hosts.agree("the folder of the run as processes see it", seen)
     return run
 
 
 def _write(job: Job, files: Mapping[str, str]) -> None:
     """Writes what a run is resumed with; `files` are digests of what belongs to it."""
     options, run = job.options, job.run
-    run.write_plan(
-        job.pipe.plan
-    )  # before the options that it was made for: they say whether it may be used again
+    # Before the options that it was made for: they say whether it may be used again.
+    run.write_plan(job.pipe.plan)
     config = _config(options, job.workload) | kept_options(options)
-    told = {"data_digest": job.data.digest, "files": files, MARK: mark(run.path, options.model)}
-    run.write_config(config | told)
+    # A resumed run compares these.
+    about_run = {
+        "data_digest": job.data.digest,
+        "files": files,
+        MARK: mark(run.path, options.model),
+    }
+    run.write_config(config | about_run)
     run.explanation.write_text(job.pipe.explain() + "\n")
 
 
@@ -387,7 +376,7 @@ def _pipeline(
     updates: int,
 ) -> jvpipe.Pipeline:
     synchronous = find_schedule(options.schedule).synchronous
-    told = passed(options, PIPELINE) | ({"stages": plan, "replicas": None} if plan else {})
+    arguments = passed(options, PIPELINE) | ({"stages": plan, "replicas": None} if plan else {})
     return jvpipe.Pipeline(
         search.first.loss_fn if search else workload.loss_fn,
         workload.optimizer(updates, local=not synchronous),
@@ -395,7 +384,7 @@ def _pipeline(
         has_aux=workload.has_aux,
         has_state=workload.has_state,
         grad_norm=synchronous,
-        **told,
+        **arguments,
     )
 
 
@@ -406,15 +395,16 @@ def _open_data(
     files: Mapping[str, str],
     hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
-    """The data of the run, and the files that it made, which belong to a new run; `files` are digests of the old."""
+    """Opens the data; also returns the files that it made, for a new run. `files` are digests of the old ones."""
     run.check_files(files)
     assert options.batch_size is not None
     data_path = None if options.data is None else Path(options.data)
+    # A new run makes its files aside, and adopts them once all else is well.
     with TemporaryDirectory() as scratch:
         kept = run.path if options.resume else Path(scratch)
         keep_tokenizer(options, workload, kept)
         data = workload.open_data(data_path, kept, options.seed, options.batch_size)
-        made = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+        new_files = {file.name: file.read_bytes() for file in Path(scratch).iterdir()}
     lazily = getattr(data.train, "lazily", None)
     if hosts.count > 1 and lazily is not None:  # each reads what its devices need
         data = replace(data, train=lazily())
@@ -425,15 +415,15 @@ def _open_data(
     if options.resume:
         run.check({"data_digest": data.digest})
         run.check_files(files)
-    return data, made
+    return data, new_files
 
 
 def _state(job: Job) -> jvpipe.State:
-    """The state at the start of the run, or that of its last checkpoint; the data go on from there."""
+    """Makes the first state of the run, or restores that of its last checkpoint and goes there in the data."""
     params = (
         job.search.first.params
         if job.search
-        else job.hosts.together("weights", lambda: _first_params(job))
+        else job.hosts.together("weights", lambda: first_params(job.options, job.workload))
     )
     key = jax.random.key(job.options.seed)
     state = job.pipe.init(params, job.data.example, key, job.workload.initial_state())
@@ -453,13 +443,8 @@ def _go_back(data: models.Data, last: Path) -> None:
     try:
         data.train.set_state(extra["data"])
     except Exception as problem:  # of any kind: the data may be a user's
-        told = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        raise DamageError(f"{last}: its place in the data is none, {told}") from problem
-
-
-def _first_params(job: Job) -> Any:
-    with phase("reading the weights") if job.options.init_from else nullcontext():
-        return first_params(job.options, job.workload)
+        reason = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        raise DamageError(f"{last}: its place in the data is none, {reason}") from problem
 
 
 def keep_compiled() -> None:
@@ -467,18 +452,15 @@ def keep_compiled() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "jvpipe" / "compiled"))
+    # Layers compile fast one by one, and there are many.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _new_folder(workload: models.Workload) -> str:
-    return f"runs/{workload.title.replace(' ', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _search(
     options: TrainOptions, workload: models.Workload, hosts: Hosts
 ) -> ArchitectureSearch | None:
-    """The search of architectures that --nas asks for."""
+    """Returns the search of architectures that --nas asks for."""
     if not options.nas:
         return None
     if hosts.count > 1:
@@ -492,22 +474,17 @@ def _search(
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
-    """The part of the configuration that a resumed run must share: model, batch, seed, every parameter's shape."""
+    """Returns what a resumed run must share: model, batch, seed, every parameter's shape."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
-    return {
-        **{name: getattr(options, name) for name in FIXED},
-        "model_config": workload.settings,
-        "parameters": {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()},
-    }
+    parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
+    fixed = {name: getattr(options, name) for name in FIXED}
+    return {**fixed, "model_config": workload.settings, "parameters": parameters}
 
 
 def resume_command(job: Job) -> str:
-    """The command line that goes on with a run."""
+    """Writes the command line that goes on with a run."""
     command = ["python", "-m", "jvpipe.train", "--run-dir", str(job.run.path), "--resume"]
-    for flag, path in {
-        "--figure": job.options.figure,
-        "--export": job.options.export,
-        "--export-weights": job.options.export_weights,
-    }.items():
-        command += [flag, path] if path else []
+    for name in ("figure", "export", "export_weights"):
+        if path := getattr(job.options, name):
+            command += [options_of(TrainOptions)[name].flag, path]
     return shlex.join(command)

@@ -35,17 +35,17 @@ class Evaluations:
     since: int = 0
 
     def after(self, step: int, loss: float) -> "Evaluations":
-        """With one more; a loss that is no number is none that is better."""
+        """Adds an evaluation; a loss that is not a number is no better one."""
         if loss < (math.inf if self.best_loss is None else self.best_loss):
             return Evaluations(loss, step)
         return replace(self, since=self.since + 1)
 
     def over(self, patience: int | None) -> bool:
-        """Whether so many evaluations were no better than the best."""
+        """Tells whether so many evaluations were no better than the best."""
         return patience is not None and self.since >= patience
 
     def told(self, patience: int | None) -> str:
-        """In words, once the run has ended; nothing where there was none."""
+        """Says at the end of a run which was the best; nothing if there was none."""
         if self.best_loss is None:
             return ""
         stopped = (
@@ -56,28 +56,23 @@ class Evaluations:
         return f"best held-out loss {self.best_loss:.4f} after step {self.best_step}, which best.json names{stopped}\n"
 
     def to_json(self) -> dict[str, Any]:
-        """As checkpoints keep it; nothing where there was none."""
+        """Returns what checkpoints keep; nothing if there was none."""
         return {} if self == Evaluations() else asdict(self)
-
-    @staticmethod
-    def from_json(kept: dict[str, Any]) -> "Evaluations":
-        """What `to_json` gave."""
-        return Evaluations(**kept)
 
 
 def evaluations_before(job: Job) -> Evaluations:
-    """Those that the last checkpoint of a resumed run tells of."""
+    """Reads the evaluations that the last checkpoint of a resumed run holds."""
     kept = job.run.checkpoints() if job.options.resume else []
     told = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
     if not told and isinstance(told, dict):
         return Evaluations()
     with damage_of(kept[-1]):
         compare("evaluations", told, _KEPT)
-    return Evaluations.from_json(told)
+    return Evaluations(**told)
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
-    """The mean loss of the batches that are held out, under the state; nothing of the run changes. None without any.
+    """Computes the mean loss of the batches that are held out; None without any. The run does not change.
 
     Args:
         job: the run.
@@ -127,6 +122,7 @@ class Keeper:
         """
         self.finish()  # so that two copies of the state are never on the host
         job = self._job
+        # With the state in one checkpoint, so that none is newer than the other.
         extra = {"step": step, "data": job.data.train.get_state(), "digest": job.data.digest}
         extra |= {"architecture": list(architecture)} if job.search else {}
         extra |= {"evaluations": kept} if (kept := seen.to_json()) else {}
@@ -163,6 +159,7 @@ def tidy(job: Job, seen: Evaluations) -> None:
         job: the run.
         seen: the evaluations so far.
     """
+    # The file is replaced before older checkpoints go: it never names one that is gone.
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
         told = {

@@ -2,7 +2,7 @@
 
 Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
 its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
-waits for nothing else, says whose connection it was. Who ends in order says farewell before.
+waits for nothing else, says whose connection it was. A process that ends in order says farewell before.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,13 +23,14 @@ from typing import Any, Literal, NamedTuple
 
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import digest
+from jvpipe.util.pattern import compare, whole
 
 VARIABLE = "JVPIPE_SECRET_FILE"
 """Names the file where `--secret-file` does not."""
 
 
 def read_secret(path: str | None) -> bytes:
-    """Returns the secret that a file holds, without white space at its ends; nothing where no file is named.
+    """Returns the secret that a file holds, without white space at its ends; empty if no file is named.
 
     Args:
         path: as `--secret-file` names it; without one as the environment does.
@@ -42,10 +43,10 @@ def read_secret(path: str | None) -> bytes:
     )
     if path is None:
         return b""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             # a pipe without a writer would be waited for
-            file = held.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
+            file = stack.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
             status = os.fstat(file.fileno())
             secret = file.read(LINE_BYTES + 1).strip() if stat.S_ISREG(status.st_mode) else b""
         except OSError as problem:
@@ -87,7 +88,7 @@ class SignedLines:
     Args:
         reader: of the connection.
         writer: of the connection.
-        secret: nothing where the processes have none, and everybody is believed.
+        secret: empty if the processes have none, and everybody is believed.
         end: which one this is.
     """
 
@@ -110,12 +111,13 @@ class SignedLines:
         theirs = (await self._line()).decode()
         if not theirs.startswith(f"{_GREETING} "):
             raise ValueError("what answers there is not this version of jvpipe")
+        # Both ends must order the nonces alike.
         ordered = (mine, theirs) if self._end == "server" else (theirs, mine)
         self._nonces = " ".join(ordered)
 
-    async def say(self, **told: Any) -> None:
+    async def say(self, **words: Any) -> None:
         """Tells the other end something."""
-        text = json.dumps(told).encode()
+        text = json.dumps(words).encode()
         proof = self._proof(self._end, self._said, text)
         self._said += 1
         self._writer.write(proof + b" " + text + b"\n")
@@ -127,23 +129,24 @@ class SignedLines:
         Raises:
             AnotherSecretError: it is not proved.
             OSError: the connection has ended.
-            ValueError: it is no object of JSON, or too long.
+            ValueError: it is not an object of JSON, or too long.
         """
         proof, _, text = (await self._line()).partition(b" ")
         other: End = "client" if self._end == "server" else "server"
+        # In constant time: how much of a forged proof is right stays unknown.
         if not hmac.compare_digest(proof, self._proof(other, self._heard, text)):
             raise AnotherSecretError
         self._heard += 1
         try:
-            told = json.loads(text)
+            words = json.loads(text)
         except RecursionError as problem:
             raise ValueError("nested too deeply") from problem
-        if not isinstance(told, dict):
+        if not isinstance(words, dict):
             raise ValueError("not an object")
-        return told
+        return words
 
     def close(self) -> None:
-        """Ends the connection after what was said."""
+        """Ends the connection after what was sent."""
         self._writer.close()
 
     def _proof(self, end: End, place: int, text: bytes) -> bytes:
@@ -162,7 +165,7 @@ class SignedLines:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long those who meet wait for one another, and how many strangers they bear.
+    """How long processes wait for one another, at their meeting and later, and how many strangers they bear.
 
     Attributes:
         handshake_s: a connection may take to say who it is.
@@ -171,6 +174,9 @@ class Patience:
         farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody that
             it leaves.
         crowd: connections that are open at a time: strangers must not use up the files of the process.
+        look_s: between two looks at whether a run goes on, while processes train.
+        grace_s: the thread that trains has to say itself that another process is gone: it knows the task.
+        ending_s: a process that ends lets the others say why they do.
     """
 
     handshake_s: float = 5.0
@@ -178,6 +184,9 @@ class Patience:
     say_s: float = 3.0
     farewell_s: float = 1.0
     crowd: int = 256
+    look_s: float = 0.01
+    grace_s: float = 2.0
+    ending_s: float = 3.0
 
 
 PATIENCE = Patience()
@@ -198,148 +207,6 @@ class Given(NamedTuple):
     def parts(self) -> Parts:
         """The values as the processes tell them to one another."""
         return {name: [digest(value), value[:_SHOWN]] for name, value in self.values}
-
-
-class MeetingServer:
-    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
-
-    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense holds up
-    nobody. Only a process with the secret, and a number that is free, can end the meeting by what it was given.
-
-    Args:
-        listener: a socket that listens.
-        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
-        count: of the processes, this one included.
-        given: to this process.
-    """
-
-    def __init__(
-        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
-    ) -> None:
-        self._listener, self._kept, self._count, self._given = listener, kept, count, given
-        self._present: set[int] = set()
-        self._visits: set[asyncio.Task[None]] = set()
-        self._refusals: set[str] = set()
-        self._met: Future[dict[str, Any]] = Future()
-        self._bonds = Bonds()
-
-    def wait(self, timeout_s: float) -> "Bonds":
-        """Returns the connections to all processes once they are there.
-
-        Args:
-            timeout_s: how long they may take.
-
-        Raises:
-            ValueError: one was given something else.
-            HostLost: some have not come in time.
-        """
-        run = threading.Thread(
-            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
-        )
-        run.start()
-        _port_in(self._met.result())
-        return self._bonds
-
-    def _run(self, timeout_s: float) -> None:
-        try:
-            asyncio.run(self._serve(timeout_s))
-        except Exception as error:
-            if self._met.done():
-                raise
-            self._met.set_exception(error)  # else this process would wait for ever
-
-    async def _serve(self, timeout_s: float) -> None:
-        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._end_if_complete()
-        server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
-        until_s = time.monotonic() + timeout_s
-        while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
-            await asyncio.wait({self._end}, timeout=min(PATIENCE.say_s, left_s))
-            if not self._end.done() and left_s > PATIENCE.say_s:
-                _say(f"waiting for {self._missing()}")
-        if not self._end.done():
-            self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
-        if self._visits:  # this process may end as soon as it knows, so the others hear first
-            await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
-        self._met.set_result(self._end.result())
-        await server.serve_forever()
-
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; one of a stranger ends without a word."""
-        lines = SignedLines(reader, writer, self._given.secret, "server")
-        visit = asyncio.current_task()
-        assert visit is not None, "the server runs each in a task"
-        self._visits.add(visit)
-        try:
-            if len(self._visits) <= PATIENCE.crowd:
-                host, *_ = writer.get_extra_info("peername") or ["unknown"]
-                await self._receive(lines, host)
-        except (OSError, ValueError):
-            pass
-        finally:
-            self._visits.discard(visit)
-            if lines not in self._bonds:
-                lines.close()
-
-    async def _receive(self, lines: SignedLines, host: str) -> None:
-        try:
-            async with asyncio.timeout(PATIENCE.handshake_s):
-                await lines.greet()
-                process, parts = _introduced(await lines.hear())
-        except AnotherSecretError:
-            self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
-            await lines.say()  # the client sees by itself that this is not proved with its secret
-            return
-        own = self._given.parts
-        if process in self._present:
-            self._refuse(f"a second process {process}, on {host}")
-            why = f"there is a process {process} already: the run goes on without another one"
-            await lines.say(refused=why, again=True)
-        elif differing := _differing(own, parts, 0, process):
-            if self._end.done():
-                self._refuse(f"process {process} on {host}: {differing}")
-            else:
-                self._end.set_result({"refused": differing, "again": False})
-            await lines.say(refused=_differing(parts, own, process, 0), again=False)
-        elif process < self._count:
-            await self._keep(lines, process)
-
-    async def _keep(self, lines: SignedLines, process: int) -> None:
-        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
-        self._present.add(process)
-        self._end_if_complete()
-        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
-        try:
-            while not self._end.done() and not left.done():
-                await lines.say(missing=self._missing())
-                awaited = {self._end, left}
-                await asyncio.wait(
-                    awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            if self._end.done():
-                await lines.say(**self._end.result())
-                self._bonds.hold(lines, left, f"process {process}")
-        finally:
-            if lines not in self._bonds:
-                left.cancel()
-                await asyncio.gather(left, return_exceptions=True)
-            if not self._end.done():
-                self._present.discard(process)
-
-    def _end_if_complete(self) -> None:
-        if len(self._present) == self._count - 1 and not self._end.done():
-            self._end.set_result({"port": self._kept.getsockname()[1]})
-
-    def _missing(self) -> str:
-        missing = [i for i in range(1, self._count) if i not in self._present]
-        host, port, *_ = self._listener.getsockname()
-        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
-
-    def _refuse(self, whom: str) -> None:
-        """Says each refusal once, so that who knocks again and again does not fill the log."""
-        if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
-            self._refusals.add(whom)
-            _say(f"refused {whom}")
 
 
 class Bonds:
@@ -376,18 +243,173 @@ class Bonds:
             lines.close()
 
     def end(self) -> None:
-        """Says farewell to all that are still there, and hears of nobody any more."""
+        """Says farewell to all that are still there, and no longer reports who leaves."""
         self._is_over = True
         if self._loop is None:
             return
-        told = [
+        farewells = [
             asyncio.run_coroutine_threadsafe(lines.say(farewell=True), self._loop)
             for lines in list(self._held)
         ]
-        wait(told, PATIENCE.farewell_s)
+        wait(farewells, PATIENCE.farewell_s)
 
 
-class Attendance:
+class _Meeting:
+    """A side of a meeting, which is held in a thread of its own that stays for as long as the run lasts."""
+
+    def __init__(self) -> None:
+        self._met: Future[Any] = Future()
+        self.bonds = Bonds()
+
+    def _meet(self, meeting: Coroutine[Any, Any, None]) -> Any:
+        """Begins the meeting, and waits for what it comes to."""
+
+        def run() -> None:
+            try:
+                asyncio.run(meeting)
+            except Exception as error:
+                if self._met.done():
+                    raise
+                self._met.set_exception(error)  # else this process would wait for ever
+
+        threading.Thread(target=run, name="jvpipe-meeting", daemon=True).start()
+        return self._met.result()
+
+
+class MeetingServer(_Meeting):
+    """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
+
+    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense does not
+    hold up the others. Only a process with the secret, and a number that is free, can end the meeting by what it was
+    given.
+
+    Args:
+        listener: a socket that listens.
+        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
+        count: of the processes, this one included.
+        given: to this process.
+    """
+
+    def __init__(
+        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
+    ) -> None:
+        super().__init__()
+        self._listener, self._kept, self._count, self._given = listener, kept, count, given
+        self._present: set[int] = set()
+        self._visits: set[asyncio.Task[None]] = set()
+        self._refusals: set[str] = set()
+
+    def wait(self, timeout_s: float) -> Bonds:
+        """Returns the connections to all processes once they are there.
+
+        Args:
+            timeout_s: how long they may take.
+
+        Raises:
+            ValueError: one was given something else.
+            HostLost: some have not come in time.
+        """
+        _port_in(self._meet(self._serve(timeout_s)))
+        return self.bonds
+
+    async def _serve(self, timeout_s: float) -> None:
+        self._end: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._end_if_complete()
+        # From here on connections are served beside what follows.
+        server = await asyncio.start_server(self._visit, sock=self._listener, limit=LINE_BYTES)
+        until_s = time.monotonic() + timeout_s
+        while not self._end.done() and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.wait({self._end}, timeout=min(PATIENCE.say_s, left_s))
+            if not self._end.done() and left_s > PATIENCE.say_s:
+                _say(f"waiting for {self._missing()}")
+        if not self._end.done():
+            self._end.set_result({"refused": _late(timeout_s, self._missing()), "again": True})
+        if self._visits:  # this process may end as soon as it knows, so the others hear first
+            await asyncio.wait(self._visits, timeout=PATIENCE.farewell_s)
+        self._met.set_result(self._end.result())
+        await server.serve_forever()
+
+    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves a connection; one of a stranger ends without a word."""
+        lines = SignedLines(reader, writer, self._given.secret, "server")
+        visit = asyncio.current_task()
+        assert visit is not None, "the server runs each in a task"
+        self._visits.add(visit)
+        try:
+            if len(self._visits) <= PATIENCE.crowd:
+                host, *_ = writer.get_extra_info("peername") or ["unknown"]
+                await self._receive(lines, host)
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._visits.discard(visit)
+            if lines not in self.bonds:
+                lines.close()
+
+    async def _receive(self, lines: SignedLines, host: str) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE.handshake_s):
+                await lines.greet()
+                process, parts = _introduced(await lines.hear())
+        except AnotherSecretError:
+            self._refuse(f"a process on {host}: its secret is another, or missing (--secret-file)")
+            await lines.say()  # the client sees by itself that this is not proved with its secret
+            return
+        mine = self._given.parts
+        if process in self._present:
+            self._refuse(f"a second process {process}, on {host}")
+            why = f"there is a process {process} already: the run goes on without another one"
+            await lines.say(refused=why, again=True)
+        # Only who has the secret comes here, so its word may end the meeting.
+        elif differing := _differing(mine, parts, 0, process):
+            if self._end.done():
+                self._refuse(f"process {process} on {host}: {differing}")
+            else:
+                self._end.set_result({"refused": differing, "again": False})
+            await lines.say(refused=_differing(parts, mine, process, 0), again=False)
+        elif process < self._count:
+            await self._keep(lines, process)
+
+    async def _keep(self, lines: SignedLines, process: int) -> None:
+        """Counts a process as present until the process leaves, or the meeting ends; then holds on to it."""
+        self._present.add(process)
+        self._end_if_complete()
+        left = asyncio.ensure_future(lines.hear())  # it has nothing more to say
+        try:
+            while not self._end.done() and not left.done():
+                await lines.say(missing=self._missing())
+                # Every few seconds it hears who is missing, which also shows that this side lives.
+                awaited = {self._end, left}
+                await asyncio.wait(
+                    awaited, timeout=PATIENCE.say_s, return_when=asyncio.FIRST_COMPLETED
+                )
+            if self._end.done():
+                await lines.say(**self._end.result())
+                self.bonds.hold(lines, left, f"process {process}")
+        finally:
+            if lines not in self.bonds:
+                left.cancel()
+                await asyncio.gather(left, return_exceptions=True)
+            if not self._end.done():
+                self._present.discard(process)
+
+    def _end_if_complete(self) -> None:
+        if len(self._present) == self._count - 1 and not self._end.done():
+            self._end.set_result({"port": self._kept.getsockname()[1]})
+
+    def _missing(self) -> str:
+        missing = [i for i in range(1, self._count) if i not in self._present]
+        host, port, *_ = self._listener.getsockname()
+        return " and ".join(f"process {i}" for i in missing) + f" at {host}:{port}"
+
+    def _refuse(self, whom: str) -> None:
+        """Says each refusal once, so that who knocks again and again does not fill the log."""
+        if whom not in self._refusals and len(self._refusals) < PATIENCE.crowd:
+            self._refusals.add(whom)
+            _say(f"refused {whom}")
+
+
+class Attendance(_Meeting):
     """The side of the other processes: comes to process 0, and stays in touch while the run lasts.
 
     Args:
@@ -398,9 +420,8 @@ class Attendance:
     """
 
     def __init__(self, host: str, port: int, process: int, given: Given) -> None:
+        super().__init__()
         self._host, self._port, self._process, self._given = host, port, process, given
-        self._met: Future[int] = Future()
-        self.bonds = Bonds()
 
     def wait(self, timeout_s: float) -> int:
         """Returns the port where JAX brings the processes together, once all have come.
@@ -412,19 +433,7 @@ class Attendance:
             ValueError: process 0 has never answered, or was given something else.
             HostLost: there is such a process already, or some have not come in time.
         """
-        run = threading.Thread(
-            target=self._run, args=(timeout_s,), name="jvpipe-meeting", daemon=True
-        )
-        run.start()
-        return self._met.result()
-
-    def _run(self, timeout_s: float) -> None:
-        try:
-            asyncio.run(self._attend(timeout_s))
-        except Exception as error:
-            if self._met.done():
-                raise
-            self._met.set_exception(error)  # else this process would wait for ever
+        return self._meet(self._attend(timeout_s))
 
     async def _attend(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
@@ -435,10 +444,10 @@ class Attendance:
             # process 0 may have come first: it is the one who says that the time is over
             async with asyncio.timeout(max(0.0, until_s - time.monotonic()) + PATIENCE.farewell_s):
                 await lines.say(process=self._process, parts=self._given.parts)
-                while "missing" in (told := await lines.hear()):
-                    missing = ascii(told["missing"]).strip("'")
+                while "missing" in (words := await lines.hear()):
+                    missing = ascii(words["missing"]).strip("'")
                     _say(f"waiting for {missing}")
-                port = _port_in(told)
+                port = _port_in(words)
             bond = self.bonds.hold(lines, lines.hear(), f"process 0 at {where}")
             self._met.set_result(port)  # after it is held: who hears this may say farewell at once
             await bond
@@ -483,20 +492,16 @@ async def _reached(
         await asyncio.sleep(PATIENCE.knock_s)
 
 
-def _introduced(told: Mapping[str, Any]) -> tuple[int, Parts]:
+def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
     """Returns a process's number and what it was given; raises ValueError for what is neither."""
-    process, parts = told.get("process"), told.get("parts")
-    if type(process) is not int or not 0 < process < 2**31 or not isinstance(parts, dict):
-        raise ValueError("not a process")
-    for part in parts.values():
-        if not (isinstance(part, list) and [type(text) for text in part] == [str, str]):
-            raise ValueError("not what a process was given")
-    return process, parts
+    pattern = {"process": whole(1, 2**31 - 1), "parts": {str: (str, str)}}
+    compare("who comes", words, pattern)
+    return words["process"], words["parts"]
 
 
-def _port_in(told: Mapping[str, Any]) -> int:
+def _port_in(words: Mapping[str, Any]) -> int:
     """Returns the port that a meeting ended with; raises what it says if it ended otherwise."""
-    match told:
+    match words:
         case {"port": int(port)} if 0 < port < 2**16:
             return port
         case {"refused": str(why), "again": bool(again)} if why.isprintable():
@@ -507,12 +512,12 @@ def _port_in(told: Mapping[str, Any]) -> int:
 def _differing(mine: Parts, theirs: Parts, process: int, other: int) -> str:
     """Says which parts differ, as a process sees it; nothing if none does."""
     absent = ("", "")
-    told = [
+    differences = [
         f"{name} is {part[1]!r} in process {process} and {theirs.get(name, absent)[1]!r} in process {other}"
         for name, part in mine.items()
         if list(part) != list(theirs.get(name, absent))
     ]
-    return f"the processes were not given the same: {'; '.join(told)}" if told else ""
+    return f"the processes were not given the same: {'; '.join(differences)}" if differences else ""
 
 
 def _late(timeout_s: float, missing: str) -> str:

@@ -28,37 +28,36 @@ from jvpipe.session.options import (
 from jvpipe.util.given import checked_flag, checked_path, several
 
 MOST = 2**31 - 1
-"""Of what is counted: steps are counted in 32 bits."""
+"""The largest count: steps are counted in 32 bits."""
 _COUNT = partial(whole_number, most=MOST)
-KEPT_CHECKPOINTS = 2
 
 
 def file_option(flag: str, value: Any) -> Path:
-    """A path, whether there is something or not."""
+    """Checks a path, whether there is something or not."""
     return checked_path(value, flag)
 
 
 def name_option(flag: str, value: Any) -> str:
-    """A name that is looked up later."""
+    """Checks a name that is looked up later."""
     return checked_name(flag, value, "tiny")
 
 
 def _texts(flag: str, value: Any) -> list[str]:
-    given = several(value) or []
-    return [checked_name(flag, each, "tensorboard") for each in given]
+    texts = several(value) or []
+    return [checked_name(flag, text, "tensorboard") for text in texts]
 
 
 def fields_option(flag: str, value: Any) -> dict[str, str]:
-    """The fields of the model, by name."""
-    for each in value:
-        if "=" not in each:
-            raise ValueError(f"{flag} {each}: give a field of the model and its value, NAME=VALUE")
-    parts = (each.partition("=") for each in value)
+    """Reads fields of the model and their values, by name."""
+    for text in value:
+        if "=" not in text:
+            raise ValueError(f"{flag} {text}: give a field of the model and its value, NAME=VALUE")
+    parts = (text.partition("=") for text in value)
     return {name.strip(): text.strip() for name, _, text in parts}
 
 
 def address_option(flag: str, value: Any) -> tuple[str, int]:
-    """A host and a port."""
+    """Reads a host and a port."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"{flag} must be HOST:PORT, such as host0:12345, not {value}")
@@ -231,7 +230,7 @@ class TrainOptions(ModelOptions):
     seed: int = option(
         0,
         partial(whole_number, least=0, most=2**63 - 1),
-        "Of parameters, dropout and the order of the data.",
+        "Seeds parameters, dropout and the order of the data.",
         "data",
         "number",
         resumed="fixed",
@@ -247,7 +246,7 @@ class TrainOptions(ModelOptions):
         False,
         checked_flag,
         "Continues the run in --run-dir, under its plan. Options that are not given are as they were in it; with other "
-        "stages, another planner, schedule or limit it is planned anew.",
+        "stages, another planner, schedule or limit it is planned again.",
         "run",
         "",
         resumed="start",
@@ -268,7 +267,7 @@ class TrainOptions(ModelOptions):
         "steps",
     )
     keep: int = option(
-        KEPT_CHECKPOINTS,
+        2,
         _COUNT,
         "How many of the last checkpoints are kept, beside the best one.",
         "run",
@@ -349,7 +348,7 @@ class TrainOptions(ModelOptions):
     process_id: int | None = option(
         None,
         partial(whole_number, least=0, most=MOST),
-        "Which of the processes this is, from 0; all run the same command but for this.",
+        "Which of the processes this is, from 0; all run the same command except for this.",
         "processes",
         "number",
         resumed="own",
@@ -403,13 +402,13 @@ class TrainOptions(ModelOptions):
 
     @property
     def replica_counts(self) -> tuple[int, ...]:
-        """How many devices each stage has; nothing where each has one, or that is to be decided."""
+        """How many devices each stage has; empty if each has one, or that is to be decided."""
         told = self.replicas
         return () if told is None or self.shares else whole_numbers("--replicas", told)
 
     @property
     def stages_asked(self) -> int | None:
-        """How many stages there are; None where that is to be decided."""
+        """How many stages there are; None if that is to be decided."""
         return (
             self.stages if self.stages or self.shares else len(self.replica_counts) or USUAL_STAGES
         )
@@ -452,9 +451,9 @@ class TrainOptions(ModelOptions):
 
 def check_each(options: PipelineOptions, group: Group | None = None) -> None:
     """Raises ValueError for the first option that cannot be, of one group or of all."""
-    for name, each in options_of(type(options)).items():
-        if group in (None, each.group):
-            each.checked(each.flag, getattr(options, name))
+    for name, one in options_of(type(options)).items():
+        if group in (None, one.group):
+            one.checked(one.flag, getattr(options, name))
 
 
 # What is kept of the options of a run, and what all of its processes must share.
@@ -464,31 +463,34 @@ OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
 DECIDES = resumed(TrainOptions, "plans")
-"""What a plan follows from: a run that is resumed with others is planned anew."""
+"""What a plan follows from: a run that is resumed with others gets a new plan."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
 
 
 def kept_options(options: TrainOptions) -> dict[str, Any]:
-    """The options that a run is resumed with, by name."""
+    """Returns the options that a run is resumed with, by name."""
+    # Another start may have other processes.
     names = (name for name in options_of(TrainOptions) if name not in OF_PROCESSES)
     return {name: getattr(options, name) for name in names}
 
 
 def agreed_options(options: TrainOptions) -> list[tuple[str, str]]:
-    """The options that all processes of a run must share, as text by name."""
-    every = options_of(TrainOptions).values()
+    """Returns the options that all processes of a run must share, as text by name."""
+    options_of_run = options_of(TrainOptions).values()
     return [
-        (each.flag, str(getattr(options, each.name))) for each in every if each.name not in _OWN
+        (one.flag, str(getattr(options, one.name)))
+        for one in options_of_run
+        if one.name not in _OWN
     ]
 
 
 def fields_of(options: ModelOptions) -> dict[str, Any]:
-    """The fields of the model that options tell, by name.
+    """Returns the fields of the model that options tell, by name.
 
     >>> fields_of(TrainOptions(set=("blocks=12", "dropout=0"), sequence_length=64))
     {'blocks': '12', 'dropout': '0', 'sequence_length': 64}
     """
     names = ("dtype", "sequence_length", "lora", "lora_on")
-    told = {name: getattr(options, name, None) for name in names}
-    given = {name: value for name, value in told.items() if value is not None}
-    return fields_option("--set", options.set) | given
+    by_name = {name: getattr(options, name, None) for name in names}
+    set_fields = {name: value for name, value in by_name.items() if value is not None}
+    return fields_option("--set", options.set) | set_fields

@@ -23,7 +23,7 @@ def check_outputs(
 
     Args:
         outputs: paths by the option that names them; None is passed over.
-        inputs: files that are read, likewise: no output may take their place.
+        inputs: files that are read, by their options: no output may take their place.
 
     >>> check_outputs({"--json": "nowhere/plan.json"})
     Traceback (most recent call last):
@@ -67,7 +67,7 @@ def writing(option: str, path: str) -> Iterator[Path]:
 
 
 def _reason(path: str) -> str | None:
-    """Why no file can be written there."""
+    """Says why no file can be written there."""
     file = Path(path)
     try:
         if file.is_dir():
@@ -77,6 +77,7 @@ def _reason(path: str) -> str | None:
         if file.exists() and not file.is_file():
             return None  # a pipe or a device: opening it would tell its other end
         there = file.exists()
+        # Tried, not asked: permissions alone do not show a full or read-only disk.
         with file.open("ab"):
             pass
         if not there:
@@ -90,7 +91,7 @@ def _reason(path: str) -> str | None:
 
 
 def parameter_names(params: PyTree) -> dict[str, Any]:
-    """The leaves of a pytree by their path, its parts joined by dots; see `path_names` for those that read alike.
+    """Names the leaves of a pytree by their path, its parts joined by dots (`path_names` for those alike).
 
     >>> list(parameter_names({"encoder": [{"kernel": 1.0}, {"kernel": 2.0}]}))
     ['encoder.0.kernel', 'encoder.1.kernel']
@@ -120,7 +121,7 @@ def check_new_folder(path: Path) -> None:
     """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
     told = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{told} is there already: name a new folder, or an empty one")
+        raise ValueError(f"{told} exists already: name a new folder, or an empty one")
     if not path.parent.is_dir():
         raise ValueError(f"{told}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -134,6 +135,7 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         OSError: it cannot be written.
     """
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in parameter_names(params).items()}
+    # Renaming is atomic, so nobody reads half a file.
     draft = path.with_name(path.name + ".draft")
     try:
         array_file.save(draft, arrays)

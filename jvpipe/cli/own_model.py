@@ -1,4 +1,4 @@
-"""What `--model` names, a model of jvpipe or one's own: found, looked at, completed, and given its data."""
+"""What `--model` names, a model of jvpipe or of the user: found, looked at, completed, and given its data."""
 
 import dataclasses
 import hashlib
@@ -8,6 +8,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import chain
@@ -17,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from jvpipe import models
 from jvpipe.models.fields import with_fields
@@ -33,7 +33,7 @@ Tree = Any
 def own_data(
     where: str, model: Any, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> models.Data:
-    """What a user's model is trained on.
+    """Opens what a user's model is trained on.
 
     Args:
         where: the value of `--model`, for messages.
@@ -50,109 +50,115 @@ def own_data(
         raise ValueError(
             f"--data {data_path} is for jvpipe's own models; {where} gives its batches itself"
         )
-    told = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
-    iterator = _iterator(told, model.batches(seed, batch_size))
-    train: Placed | Counted
-    if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
-        train = Placed(told, iterator)
-        begin = train.get_state()
-        first = next(train)
-        train.set_state(begin)
-    else:
-        train = Counted(told, iterator)
-        first = train.peek()
-    _check_size(told, first, batch_size)
+    train, first = _begun(where, model, seed, batch_size)
     held_out = tuple(model.held_out()) if hasattr(model, "held_out") else ()
     return models.Data(train, first, held_out, digest_of(first))
 
 
 def shapes(where: str, model: Any, batch_size: int) -> Tree:
-    """The shapes of a batch of so many examples.
+    """Returns the shapes of a batch of so many examples.
 
     Args:
         where: how the model was named, for messages.
         model: whose batches they are.
         batch_size: examples per batch.
     """
-    told = f"--model {where}: batches(seed=0, batch_size={batch_size})"
-    first = Counted(told, _iterator(told, model.batches(0, batch_size))).peek()
-    _check_size(told, first, batch_size)
-    return abstract(first, "batch leaf")
+    return abstract(_begun(where, model, 0, batch_size)[1], "batch leaf")
 
 
-class Counted:
-    """A stream of batches whose place is how many were taken: to go on, the same stream is begun and advanced.
+def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches", Tree]:
+    """Begins a model's batches; returns the first one too, which is still to come."""
+    called = f"--model {where}: batches(seed={seed}, batch_size={batch_size})"
+    batches = Batches(called, model.batches(seed, batch_size))
+    first = batches.peek()
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(first)}
+    if sizes != {(batch_size,)}:
+        counts = sorted(size[0] if size else 0 for size in sizes)
+        raise ValueError(
+            f"{called} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}"
+        )
+    return batches, first
 
-    >>> batches = Counted("batches", iter("abc"))
+
+class Batches:
+    """A user's stream of batches, whose place is saved and found again.
+
+    A stream that keeps its place itself, such as Grain's, is asked for it; where it tells that in bytes, they are text
+    here. For others the place is how many batches were taken: to go on, the same stream is begun and advanced.
+
+    Args:
+        called: the call that gave the stream, for messages.
+        stream: what is iterated over.
+
+    >>> batches = Batches("batches", iter("abc"))
     >>> batches.set_state({"batches": 1})
     >>> next(batches), batches.get_state()
     ('b', {'batches': 2})
     """
 
-    def __init__(self, told: str, iterator: Iterator[Tree]) -> None:
-        self._told, self._iterator, self._taken = told, iterator, 0
+    def __init__(self, called: str, stream: Any) -> None:
+        try:
+            self._iterator: Any = iter(stream)
+        except TypeError as problem:
+            kind = type(stream).__name__
+            raise ValueError(
+                f"{called} should give an iterator of batches, not {kind}"
+            ) from problem
+        self._called, self._taken = called, 0
+        names = ("get_state", "set_state")
+        self._keeps_place = all(hasattr(self._iterator, name) for name in names)
 
-    def peek(self) -> Tree:
-        """The next batch, which stays the next."""
-        batch = next(self)
-        self._iterator, self._taken = chain([batch], self._iterator), self._taken - 1
-        return batch
-
-    def __iter__(self) -> "Counted":
+    def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Tree:
-        batch = _next(self._told, self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            cure = "let it go on without end (while True: ...), or train for fewer --steps"
+            raise ValueError(f"{self._called} has come to its end: {cure}") from None
         self._taken += 1
         return batch
 
+    def peek(self) -> Tree:
+        """Returns the next batch, which stays the next."""
+        # A stream that keeps its place is put back; any other gets the batch again.
+        before = self.get_state()
+        batch = next(self)
+        if self._keeps_place:
+            self.set_state(before)
+        else:
+            self._iterator = chain([batch], self._iterator)
+        self._taken -= 1
+        return batch
+
     def get_state(self) -> dict[str, Any]:
-        """How many batches were taken."""
-        return {"batches": self._taken}
+        """Returns the place in the stream, as JSON has it."""
+        if not self._keeps_place:
+            return {"batches": self._taken}
+        place = self._iterator.get_state()
+        if isinstance(place, bytes):
+            return {"place": place.decode("latin-1"), "bytes": True}
+        return {"place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Passes over the batches that were taken before."""
-        if set(state) != {"batches"}:
+        """Goes to a place; of a stream that keeps none itself the batches before it are passed over."""
+        saved = "without" if self._keeps_place else "with one"
+        if ("place" in state) != self._keeps_place:
+            keeps = "a place" if self._keeps_place else "no place"
             raise ValueError(
-                f"{self._told} keeps no place of its own, and the run was saved with one: {dict(state)}"
+                f"{self._called} keeps {keeps} of its own, and the run was saved {saved}: {dict(state)}"
             )
+        if self._keeps_place:
+            place = state["place"]
+            self._iterator.set_state(place.encode("latin-1") if state.get("bytes") else place)
+            return
         while self._taken < state["batches"]:
             next(self)
 
 
-class Placed:
-    """A stream that keeps its place itself, such as Grain's; where it tells that in bytes, they are text here."""
-
-    def __init__(self, told: str, iterator: Any) -> None:
-        self._told, self._iterator = told, iterator
-
-    def __iter__(self) -> "Placed":
-        return self
-
-    def __next__(self) -> Tree:
-        return _next(self._told, self._iterator)
-
-    def get_state(self) -> dict[str, Any]:
-        """What the iterator tells."""
-        place = self._iterator.get_state()
-        return (
-            {"place": place.decode("latin-1"), "bytes": True}
-            if isinstance(place, bytes)
-            else {"place": place}
-        )
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues there."""
-        if "place" not in state:
-            raise ValueError(
-                f"{self._told} keeps a place of its own, and the run was saved without: {dict(state)}"
-            )
-        place = state["place"]
-        self._iterator.set_state(place.encode("latin-1") if state.get("bytes") else place)
-
-
 def digest_of(batch: Tree) -> str:
-    """The SHA-256 of a batch: its containers, and the bytes of its leaves.
+    """Computes the SHA-256 of a batch: its containers, and the bytes of its leaves.
 
     >>> digest_of({"x": np.zeros(2)}) == digest_of({"x": np.zeros(2)}) != digest_of({"x": np.ones(2)})
     True
@@ -163,33 +169,7 @@ def digest_of(batch: Tree) -> str:
     return digest.hexdigest()
 
 
-def _iterator(told: str, batches: Any) -> Iterator[Tree]:
-    try:
-        return iter(batches)
-    except TypeError as problem:
-        raise ValueError(
-            f"{told} should give an iterator of batches, not {type(batches).__name__}"
-        ) from problem
-
-
-def _next(told: str, iterator: Iterator[Tree]) -> Tree:
-    try:
-        return next(iterator)
-    except StopIteration:
-        cure = "let it go on without end (while True: ...), or train for fewer --steps"
-        raise ValueError(f"{told} has come to its end: {cure}") from None
-
-
-def _check_size(told: str, batch: Tree, batch_size: int) -> None:
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if sizes != {(batch_size,)}:
-        counts = sorted(size[0] if size else 0 for size in sizes)
-        raise ValueError(
-            f"{told} gives arrays whose first axis is {counts}: it counts the examples, {batch_size}"
-        )
-
-
-# A model of one's own, looked at and completed: what it lacks of what a model must have is said by name.
+# A user's model, checked and completed: what it lacks of what a model must have is named.
 
 _MUST = {
     "loss_fn": "a function of (params, batch, rng) that gives the loss",
@@ -204,18 +184,14 @@ _MAY = {
     "initial_state": (),
 }
 """The functions that it may have, and what they take."""
-_BATCH_SIZE, _STEPS, _RATE = 32, 1000, 1e-3
-
-
-def is_model(given: Any) -> bool:
-    """Whether something has what a model must have."""
-    return all(hasattr(given, name) for name in _MUST)
+_BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
+"""What holds where a model does not say: examples in a batch, steps of a run, the highest learning rate."""
 
 
 def completed(
     where: str, name: str, given: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """A user's model with the defaults for what it lacks.
+    """Completes a user's model with defaults for what it lacks.
 
     Args:
         where: the value of `--model`, for messages.
@@ -225,114 +201,111 @@ def completed(
         options: fields that replace those of a dataclass.
 
     Raises:
-        ValueError: it is no model: what is missing, and what it should be.
+        ValueError: it is not a model: what is missing, and what it should be.
     """
-    model = _made(where, given)
-    if size is not None:
-        sizes = dict(getattr(model, "sizes", {}))
-        if size not in sizes:
-            told = (
-                did_you_mean(f"size of {name}", size, list(sizes))
-                if sizes
-                else f"it has no sizes, {size} is none"
-            )
-            raise ValueError(f"--model {where}: {told}")
-        model = _made(where, sizes[size])
+    with _naming(where):
+        model = _with_options(_sized(name, given, size), options or {})
     if isinstance(model, models.Workload) and not options:
         return model
-    model = _with_options(where, model, options or {})
-    _check(where, model)
-    recipe = Recipe(_RATE)
-    own = hasattr(model, "optimizer")
-    rates = getattr(model, "learning_rates", _unknown if own else recipe.learning_rates)
-    return models.Workload(
-        name=name,
-        size=size,
-        config=model,
-        init=model.init,
-        loss_fn=model.loss_fn,
-        abstract_batch=lambda batch_size: shapes(where, model, batch_size),
-        open_data=partial(own_data, where, model),
-        optimizer=partial(_own_optimizer, model) if own else recipe.optimizer,
-        learning_rates=lambda steps: np.asarray(rates(steps)),
-        batch_size=_number(where, model, "batch_size", _BATCH_SIZE),
-        steps=_number(where, model, "steps", _STEPS),
-        model_state=model.initial_state if _flag(where, model, "has_state") else None,
-        has_aux=_flag(where, model, "has_aux"),
-        recipe=None if own else recipe,
-    )
+    for member, wanted in _MUST.items():
+        if not callable(getattr(model, member, None)):
+            present = f"it has no {member}"
+            if hasattr(model, member):
+                present = f"its {member} is {getattr(model, member)!r}"
+            kind = type(model).__name__
+            raise ValueError(
+                f"--model {where} is not a model ({kind}): {present}, which should be {wanted}"
+            )
+    recipe, has_optimizer = Recipe(USUAL_RATE), hasattr(model, "optimizer")
+    usual = (lambda steps: np.full(steps, math.nan)) if has_optimizer else recipe.learning_rates
+    rates = getattr(model, "learning_rates", usual)
+    with _naming(where):
+        has_state = _flag(model, "has_state")
+        _check(model, has_state=has_state)
+        return models.Workload(
+            name=name,
+            size=size,
+            config=model,
+            init=model.init,
+            loss_fn=model.loss_fn,
+            abstract_batch=lambda batch_size: shapes(where, model, batch_size),
+            open_data=partial(own_data, where, model),
+            # Whether it may stand under an asynchronous schedule (`local`) the pipeline sees.
+            optimizer=(lambda n, local=False: model.optimizer(n))
+            if has_optimizer
+            else recipe.optimizer,
+            learning_rates=lambda steps: np.asarray(rates(steps)),
+            batch_size=whole_number("batch_size", getattr(model, "batch_size", _BATCH_SIZE)),
+            steps=whole_number("steps", getattr(model, "steps", _STEPS)),
+            model_state=model.initial_state if has_state else None,
+            has_aux=_flag(model, "has_aux"),
+            recipe=None if has_optimizer else recipe,
+        )
 
 
-def _own_optimizer(model: Any, steps: int, *, local: bool = False) -> optax.GradientTransformation:
-    """Theirs; whether it may stand under an asynchronous schedule (`local`) the pipeline sees."""
-    return model.optimizer(steps)
-
-
-def _unknown(steps: int) -> np.ndarray:
-    return np.full(steps, math.nan)
-
-
-def _made(where: str, given: Any) -> Any:
-    """An object, or that of a class."""
-    if not isinstance(given, type):
-        return given
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Puts the value of `--model` before what is wrong with a model."""
     try:
-        return given()
+        yield
+    except ValueError as problem:
+        raise ValueError(f"--model {where}: {problem}") from problem
+
+
+def _sized(name: str, named: Any, size: str | None) -> Any:
+    """Returns an object, or that of a class, or of one of its sizes."""
+    model = _made(named)
+    if size is None:
+        return model
+    sizes = dict(getattr(model, "sizes", {}))
+    if size in sizes:
+        return _made(sizes[size])
+    if not sizes:
+        raise ValueError(f"it has no sizes, {size} is none")
+    raise ValueError(did_you_mean(f"size of {name}", size, list(sizes)))
+
+
+def _made(named: Any) -> Any:
+    """Returns an object as it is, and of a class one that is made without arguments."""
+    if not isinstance(named, type):
+        return named
+    try:
+        return named()
     except TypeError as problem:
         raise ValueError(
-            f"--model {where}: the class {given.__name__} is not made without arguments ({problem}): give them "
-            f"defaults, or name an object, such as mine = {given.__name__}(...)"
+            f"the class {named.__name__} is not made without arguments ({problem}): give them "
+            f"defaults, or name an object, such as mine = {named.__name__}(...)"
         ) from problem
 
 
-def _with_options(where: str, model: Any, options: Mapping[str, Any]) -> Any:
-    """The model with fields replaced."""
+def _with_options(model: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the model with fields replaced."""
     if not options:
         return model
+    kind = type(model).__name__
     if not dataclasses.is_dataclass(model):
         name, value = next(iter(options.items()))
         raise ValueError(
-            f"--model {where}: {name}={value} replaces the field of a dataclass, and {type(model).__name__} is none: "
-            f"make it one, or leave {name} out"
+            f"{name}={value} replaces the field of a dataclass, and {kind} is none: make it one, or leave {name} out"
         )
-    try:
-        return with_fields(type(model).__name__, model, options)
-    except ValueError as problem:
-        raise ValueError(f"--model {where}: {problem}") from problem
+    return with_fields(kind, model, options)
 
 
-def _check(where: str, model: Any) -> None:
-    """Raises ValueError for what a model lacks, or has otherwise than it should."""
-    kind = type(model).__name__
-    for name, wanted in _MUST.items():
-        if not callable(getattr(model, name, None)):
-            there = (
-                f"its {name} is {getattr(model, name)!r}"
-                if hasattr(model, name)
-                else f"it has no {name}"
-            )
-            raise ValueError(
-                f"--model {where} is no model ({kind}): {there}, which should be {wanted}"
-            )
-    if getattr(model, "has_state", False) and not hasattr(model, "initial_state"):
-        raise ValueError(
-            f"--model {where}: has_state needs initial_state(), a function that gives the first state"
-        )
-    try:
-        check_loss(model.loss_fn, has_state=_flag(where, model, "has_state"))
-    except ValueError as problem:
-        raise ValueError(f"--model {where}: {problem}") from problem
-    taken = {"init": ("key",), "batches": ("seed", "batch_size")} | {
-        k: v for k, v in _MAY.items() if hasattr(model, k)
-    }
+def _check(model: Any, *, has_state: bool) -> None:
+    """Raises ValueError for what a model has that is not as it should be."""
+    if has_state and not hasattr(model, "initial_state"):
+        raise ValueError("has_state needs initial_state(), a function that gives the first state")
+    check_loss(model.loss_fn, has_state=has_state)
+    taken = {"init": ("key",), "batches": ("seed", "batch_size")}
+    taken |= {name: arguments for name, arguments in _MAY.items() if hasattr(model, name)}
     for name, arguments in taken.items():
-        _check_call(where, name, getattr(model, name), arguments)
+        _check_call(name, getattr(model, name), arguments)
 
 
-def _check_call(where: str, name: str, function: Any, arguments: tuple[str, ...]) -> None:
-    told = f"{name}({', '.join(arguments)})"
+def _check_call(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    call = f"{name}({', '.join(arguments)})"
     if not callable(function):
-        raise ValueError(f"--model {where}: {told} should be a function, it is {function!r}")
+        raise ValueError(f"{call} should be a function, it is {function!r}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # one that Python cannot look into
@@ -340,26 +313,17 @@ def _check_call(where: str, name: str, function: Any, arguments: tuple[str, ...]
     try:
         signature.bind(*arguments)
     except TypeError as problem:
-        raise ValueError(
-            f"--model {where}: {name}{signature} is called as {told}: {problem}"
-        ) from problem
+        raise ValueError(f"{name}{signature} is called as {call}: {problem}") from problem
 
 
-def _flag(where: str, model: Any, name: str) -> bool:
+def _flag(model: Any, name: str) -> bool:
     value = getattr(model, name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"--model {where}: {name} must be True or False, not {value!r}")
+        raise ValueError(f"{name} must be True or False, not {value!r}")
     return value
 
 
-def _number(where: str, model: Any, name: str, usual: int) -> int:
-    try:
-        return whole_number(name, getattr(model, name, usual))
-    except ValueError as problem:
-        raise ValueError(f"--model {where}: {problem}") from problem
-
-
-# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of one's own.
+# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of the user's.
 
 ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""
@@ -368,7 +332,7 @@ ENTRY_POINTS = "jvpipe.models"
 def find_model(
     name: str, size: str | None = None, fields: Mapping[str, Any] | None = None
 ) -> models.Workload:
-    """The model that a command line names.
+    """Finds the model that a command line names.
 
     Args:
         name: `bert`, or what an installed package announces in the group `jvpipe.models`, or `file.py:name`, or
@@ -396,9 +360,9 @@ def find_model(
     if not colon and (name.endswith(".py") or "/" in name):
         raise ValueError(f"--model {name}: say which object of the file it is, {name}:NAME")
     if not colon:
-        known = [*models.NAMES, *announced]
+        names = [*models.NAMES, *announced]
         raise ValueError(
-            did_you_mean("model", name, known)
+            did_you_mean("model", name, names)
             + "; one of your own is file.py:NAME or package.module:NAME"
         )
     module = _loaded(
@@ -409,16 +373,17 @@ def find_model(
 
 
 def is_installed(name: str) -> bool:
-    """Whether a model is one of jvpipe's or announced by an installed package, and not code of whoever names it."""
+    """Tells whether a model is jvpipe's or of an installed package, and not code of whoever names it."""
     return name in models.NAMES or name in entry_points(group=ENTRY_POINTS).names
 
 
 def _of_file(path: Path) -> ModuleType:
-    """The module of a file, imported once; what lies beside it can be imported too."""
+    """Imports the module of a file, once; what lies beside it can be imported too."""
     file = path.resolve()
     if not file.is_file():
         raise ValueError("there is no such file")
     name = f"{file.stem}_of_{file.parent.name}"
+    # Imported once: a second import would make other classes of the same names.
     loaded = sys.modules.get(name)
     if loaded is not None and loaded.__file__ == str(file):
         return loaded
@@ -437,22 +402,23 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _loaded(name: str, load: Any) -> Any:
-    """What a user's code gives; whatever it raises is a mistake that names `--model`."""
+    """Runs a user's code; whatever that raises is a mistake that names `--model`."""
     try:
         return load()
     except Exception as problem:
         kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        told = (str(problem).splitlines() or [""])[0]
+        reason = (str(problem).splitlines() or [""])[0]
         raise ValueError(
-            f"--model {name} cannot be imported: {kind}{told}{_line_of(name, problem)}"
+            f"--model {name} cannot be imported: {kind}{reason}{_line_of(name, problem)}"
         ) from problem
 
 
 def _line_of(name: str, problem: Exception) -> str:
-    """Where in the user's file it went wrong, if it did there."""
+    """Tells where in the user's file it went wrong, if it did there."""
     at, trace = None, problem.__traceback__
     file = Path(name.rpartition(":")[0]).name
     while trace is not None:
+        # The last frame in the user's file is the line that went wrong.
         code = trace.tb_frame.f_code
         at = trace.tb_lineno if Path(code.co_filename).name == file else at
         trace = trace.tb_next
@@ -462,12 +428,9 @@ def _line_of(name: str, problem: Exception) -> str:
 def _member(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
-    own = [
-        each for each, value in vars(module).items() if not each.startswith("_") and is_model(value)
-    ]
-    there = (
-        did_you_mean("name", attribute, own)
-        if own
-        else f"there is no {attribute}, nor any other model"
-    )
-    raise ValueError(f"--model {name}: {there} in {name.removesuffix(f':{attribute}')}")
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    models_there = [n for n, value in public.items() if all(hasattr(value, must) for must in _MUST)]
+    suggestion = f"there is no {attribute}, nor any other model"
+    if models_there:
+        suggestion = did_you_mean("name", attribute, models_there)
+    raise ValueError(f"--model {name}: {suggestion} in {name.removesuffix(f':{attribute}')}")

@@ -100,12 +100,12 @@ class PlanOptions(ModelOptions):
 
     @property
     def shared(self) -> dict[str, int | str]:
-        """What is said of stages that may have several devices; nothing if each has one."""
-        told = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
-        return {name: value for name, value in told.items() if value is not None}
+        """The options of stages that may have several devices; empty if each has one."""
+        by_name = {"devices": self.devices, "replicas": self.replicas, "cuts": self.cuts}
+        return {name: value for name, value in by_name.items() if value is not None}
 
     def check(self) -> list[str]:
-        """The planners to be asked. Raises ValueError for what can be seen to be wrong before any work."""
+        """Returns the planners to be asked; ValueError for what can be seen to be wrong before any work."""
         if (self.model is None) == (self.graph is None):
             raise ValueError("give one of --model and --graph")
         for name in _OF_MODELS if self.graph is not None else ():
@@ -128,6 +128,7 @@ class PlanOptions(ModelOptions):
             stages = self.stages or USUAL_STAGES
             schedule.check(stages, self.microbatches or USUAL_MICROBATCHES)
             limits_of_each(parse_limits(self.memory_limit), stages)
+        # A format alone writes to stdout, and needs no file.
         target = (self.export or "").partition(":")[2]
         source = (self.import_ or "").partition(":")[2]
         if self.lossy and not self.export:
@@ -162,18 +163,18 @@ _OF_MODELS = (
 """Options that a graph file leaves no room for."""
 
 
-def read_import(flag: str, given: str) -> tuple[str, str]:
-    """The format that --import names, and the text of its file; ValueError if there is none."""
-    format, _, file = given.partition(":")
+def read_import(flag: str, text: str) -> tuple[str, str]:
+    """Reads the format that --import names, and the text of its file."""
+    format, _, file = text.partition(":")
     find_format(format)
     if not file:
-        raise ValueError(f"{flag} {given}: give FORMAT:FILE, such as megatron:layout.txt")
+        raise ValueError(f"{flag} {text}: give FORMAT:FILE, such as megatron:layout.txt")
     try:
         return format, Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {given}: this cannot be read ({error.strerror})") from None
+        raise ValueError(f"{flag} {text}: this cannot be read ({error.strerror})") from None
     except ValueError:
-        raise ValueError(f"{flag} {given}: this is no file of text") from None
+        raise ValueError(f"{flag} {text}: this is not a file of text") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:
         return _error(mistake)
+    # Text that goes to stdout must be alone there.
     piped = options.export is not None and not options.export.partition(":")[2]
     forecast.show(Console(width=160, stderr=piped))  # what is exported is alone on stdout
     if not forecast.fits:
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """What planners answer; while a compiler is asked, how far it is."""
+    """Asks planners; while a compiler is asked too, says how far it is."""
     if options.graph is not None:
         return of_graph(options, names)
     if not options.compile:
@@ -213,7 +215,7 @@ def _error(mistake: Exception) -> int:
 
 
 def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """What planners answer for a model at its real size."""
+    """Asks planners about a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
     told = passed(options, PLAN_FOR)
     told["compile"] = options.target or options.compile
@@ -223,7 +225,7 @@ def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
 
 
 def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
-    """What planners answer for a profile of a model, under its limit and over its links unless others are given."""
+    """Asks planners about a profile of a model, under its limit and over its links unless others are given."""
     cluster = None if options.hardware is None else find_cluster(options.hardware)
     schedule, file = find_schedule(options.schedule), read_graph(str(options.graph))
     stages, microbatches = (
@@ -232,6 +234,7 @@ def of_graph(options: PlanOptions, names: Sequence[str]) -> Forecast:
     )
     schedule.warn_of_idle(stages, microbatches)
     limits = limits_of_each(parse_limits(options.memory_limit) or file.memory_limit_bytes, stages)
+    # A profile has its own links and limit; a cluster's take their place.
     problem = Problem(
         file.costs, schedule.stages_on(stages), schedule, microbatches, peer=file.link
     )

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from ipaddress import ip_address
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jvpipe.cli.meeting import Attendance, Bonds, Given, MeetingServer, read_secret
+from jvpipe.cli.meeting import PATIENCE, Attendance, Bonds, Given, MeetingServer, read_secret
 from jvpipe.cli.options import TrainOptions, address_option, agreed_options
 from jvpipe.cli.shell import ExitCode
 from jvpipe.ir.kinds import Kind
@@ -42,6 +42,7 @@ def shared(
     """
     if hosts.count == 1:
         return signum, own and own[0]
+    # One exchange carries the signal and the metrics, so a step costs one round.
     mine = [signum, own and [asdict(own[0]), own[1]]]
     told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
     heard = next((each for each, _ in told if each is not None), None)
@@ -50,50 +51,52 @@ def shared(
     )
 
 
-def _metrics(told: Mapping[str, Any]) -> StepMetrics:
+def _metrics(line: Mapping[str, Any]) -> StepMetrics:
     return StepMetrics(
         **{
-            **told,
-            "staleness": tuple(told["staleness"]),
-            "architecture": tuple(told["architecture"]),
+            **line,
+            "staleness": tuple(line["staleness"]),
+            "architecture": tuple(line["architecture"]),
         }
     )
 
 
+_JOINED: dict[str, Callable[[list[Any]], Any]] = {
+    "seconds": max,
+    "examples_per_s": min,
+    "tokens_per_s": min,
+    "mfu": min,
+}
+_JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "recomputed_s"), sum)
+"""What a number of each process becomes for all: the slowest one's seconds and rates, the bytes and copies of all."""
+
+
 def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
-    """The metrics of a step over all processes: the slowest one's seconds, the bytes and copies of all devices."""
+    """Joins the metrics of a step, as each process saw it."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
-    all_work = Busy(
-        sum(b.seconds for b in work), max(b.elapsed_s for b in work), sum(b.devices for b in work)
-    )
+    numbers: dict[str, Any] = {}
+    for name, join_numbers in _JOINED.items():
+        present = [x for line in lines if (x := getattr(line, name)) is not None]
+        numbers[name] = join_numbers(present) if present else None
+    elapsed_s = max(busy.elapsed_s for busy in work)
+    all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
+    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in own.peak_bytes}
+    busy_fraction = {name: share for line in lines for name, share in line.busy_fraction.items()}
     return replace(
         own,
-        seconds=max(line.seconds for line in lines),
-        examples_per_s=min(line.examples_per_s for line in lines),
-        tokens_per_s=_least(line.tokens_per_s for line in lines),
-        mfu=_least(line.mfu for line in lines),
+        **numbers,
         bubble_fraction=all_work.bubble_fraction,
-        peak_bytes={
-            device: max(line.peak_bytes[device] for line in lines) for device in own.peak_bytes
-        },
-        busy_fraction={name: share for line in lines for name, share in line.busy_fraction.items()},
-        swapped_bytes=sum(line.swapped_bytes for line in lines),
-        copy_hidden_s=sum(line.copy_hidden_s for line in lines),
-        copy_exposed_s=sum(line.copy_exposed_s for line in lines),
-        recomputed_s=sum(line.recomputed_s for line in lines),
+        peak_bytes=peaks,
+        busy_fraction=busy_fraction,
     )
-
-
-def _least(rates: Iterable[float | None]) -> float | None:
-    """The least of what is known."""
-    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
-    """The pictures of all processes as one; their clocks meet where all have heard of all."""
+    """Joins the pictures of all processes; their clocks meet at an exchange, where all have heard of all."""
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
+    # All leave the exchange at nearly the same time, which is the common zero.
     zero_s = time.perf_counter()
     spans = [
         [s.device, s.name, s.start_s - zero_s, s.end_s - zero_s, s.kind, dict(s.args)]
@@ -116,15 +119,9 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
 
 # The processes of a run: how they come together, are watched while they train, and leave.
 
-_FAREWELL_S = 3.0
-"""How long a process that ends lets the others say why they do."""
-_LOOK_S = 0.01
-_GRACE_S = 2.0
-"""How long the thread that trains has to say itself that another process is gone: it knows the task."""
-
 
 def join(options: TrainOptions) -> Hosts:
-    """Brings the processes together that the options tell of; to be called before JAX makes any device.
+    """Brings the processes together that the options name; to be called before JAX makes any device.
 
     Raises:
         ValueError: the options do not say where they meet, nobody is there, or one was given something else.
@@ -140,6 +137,7 @@ def join(options: TrainOptions) -> Hosts:
     if met is None:
         return ALONE
     where, bonds = met
+    # Named if JAX waits for nothing: they have met, so they were there a moment ago.
     others = (i for i in range(options.num_processes or 0) if i != options.process_id)
     awaited = " or ".join(f"process {i}" for i in others) or "the others"
     with _given_up_after(options.host_timeout, awaited):
@@ -195,6 +193,7 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
         raise ValueError(
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
+    # Compared before JAX is asked, which would hang on what differs.
     given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
         attendance = Attendance(host.strip("[]"), port, process, given)
@@ -240,6 +239,7 @@ def _opened(
             f"warning: whoever reaches {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
+    # It stays bound, so no other program takes the port before JAX does.
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(
         socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
@@ -252,8 +252,9 @@ def _opened(
 
 
 def _model_file(model: str) -> tuple[str, str]:
-    """The file of a model of one's own, as the processes compare it; empty for other models."""
+    """Digests the file of a user's model, for the processes to compare; empty for other models."""
     file = Path(model.rpartition(":")[0])
+    # Two hosts may have two versions of a file of one name.
     is_own = file.suffix == ".py" and file.is_file()
     return "the digest of --model's file", digest(
         file.read_text(errors="replace")
@@ -303,10 +304,10 @@ class Watch:
         self._stopped.set()
 
     def _look(self) -> None:
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stopped.wait(PATIENCE.look_s):
             if lost := self._hosts.lost():
                 # without the first process JAX ends all others at once
-                if 0 not in lost and self._stopped.wait(_GRACE_S):
+                if 0 not in lost and self._stopped.wait(PATIENCE.grace_s):
                     return
                 self._end(f"{self._hosts.gone()}, go on from the last checkpoint")
             silent_s = time.monotonic() - self._at_s
@@ -314,7 +315,7 @@ class Watch:
                 self._end(f"nothing has gone on for {silent_s:.0f} s: {self._awaited(silent_s)}")
 
     def _awaited(self, silent_s: float) -> str:
-        """Whom this process has waited for: who had no pulse, else whose turn it was."""
+        """Says whom this process has waited for: who had no pulse, else whose turn it was."""
         if silent := self._hosts.silent(silent_s / 2):
             return silent
         awaited = self._hosts.awaited()
@@ -341,9 +342,9 @@ def leave(hosts: Hosts, code: int) -> NoReturn:
     if (
         code == ExitCode.TRY_AGAIN
     ):  # the others see it by themselves; with the first process JAX would end them
-        time.sleep(_FAREWELL_S if hosts.process == 0 and hosts.count > 2 else 0)
+        time.sleep(PATIENCE.ending_s if hosts.process == 0 and hosts.count > 2 else 0)
     else:
         farewell = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         farewell.start()
-        farewell.join(_FAREWELL_S)
+        farewell.join(PATIENCE.ending_s)
     os._exit(code)

@@ -17,7 +17,7 @@ from socket import gethostname
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from jvpipe.cli.options import DECIDES, KEPT_CHECKPOINTS
+from jvpipe.cli.options import DECIDES
 from jvpipe.cli.own_model import is_installed
 from jvpipe.ir.plan import Plan
 from jvpipe.report.metrics import replace_bytes, replace_text
@@ -50,13 +50,14 @@ def read_sealed(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        found, wanted = content.pop("digest", None), _digest(content)
+        # The digest is of everything else in the file.
+        digest, expected = content.pop("digest", None), _digest(content)
     except (ValueError, RecursionError) as problem:
         raise DamageError(f"{path} is damaged: {problem}") from problem
-    if found != wanted:
-        told = "has lost its digest" if found is None else "is not what the run wrote"
+    if digest != expected:
+        damage = "has lost its digest" if digest is None else "is not what the run wrote"
         raise DamageError(
-            f"{path} {told}: put it back (options are changed on the command line, not in the file)"
+            f"{path} {damage}: put it back (options are changed on the command line, not in the file)"
         )
     return content
 
@@ -127,20 +128,21 @@ class RunDir:
         return self.path / ".held-by"
 
     def checkpoint(self, step: int) -> Path:
-        """The folder for the checkpoint of a step."""
+        """Returns the folder for the checkpoint of a step."""
         return self.path / "checkpoints" / f"{step:08d}"
 
     def checkpoints(self) -> list[Path]:
-        """The whole checkpoints, oldest first."""
+        """Returns the whole checkpoints, oldest first."""
         return [path for path in self._folders(r"\d{8,}") if is_checkpoint(path)]
 
-    def prune(self, keep: int = KEPT_CHECKPOINTS, best_step: int = 0) -> None:
+    def prune(self, keep: int, best_step: int = 0) -> None:
         """Deletes all but the last checkpoints and the best, and what a killed process left of others; nothing else.
 
         Args:
             keep: so many of the last.
             best_step: that of the best; none is 0.
         """
+        # Folders that are not whole are not checkpoints, so they go with the old ones.
         kept = [*self.checkpoints()[-keep:], self.checkpoint(best_step)]
         for path in self._folders(r"\d{8,}"):
             if path not in kept:
@@ -150,13 +152,13 @@ class RunDir:
                 shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
-        """The folders of checkpoints whose name is of a pattern."""
+        """Returns the folders of checkpoints whose name is of a pattern."""
         folder = self.path / "checkpoints"
         names = folder.iterdir() if folder.is_dir() else ()
         return sorted(p for p in names if re.fullmatch(pattern, p.name) and p.is_dir())
 
     def read_config(self) -> dict[str, Any]:
-        """The configuration of the run in this folder.
+        """Reads the configuration of the run in this folder.
 
         Raises:
             ValueError: there is no run here.
@@ -199,7 +201,7 @@ class RunDir:
                 )
 
     def identity(self) -> str:
-        """What tells this folder from all others, also on other hosts.
+        """Returns what tells this folder from all others, also on other hosts.
 
         Raises:
             ValueError: there is none.
@@ -222,6 +224,7 @@ class RunDir:
         Raises:
             HeldError: another process is in the folder.
         """
+        # The inner ones first, as they are removed again.
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -249,14 +252,14 @@ class RunDir:
             os.close(descriptor)
 
     def _holder(self) -> str:
-        """Who is in the folder, in brackets; nothing while that is not told."""
+        """Says who is in the folder, in brackets; nothing if that is not known."""
         with suppress(OSError):
             told = self.holder.read_bytes()[:200].decode(errors="replace")
             return f" ({told})" if told.isprintable() else ""
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """What tells the folder at this path from another one that takes its place; None if there is none."""
+        """Returns what tells the folder at this path from another one that takes its place; None if there is none."""
         try:
             seen = self.path.stat()
         except OSError:
@@ -303,6 +306,7 @@ class RunDir:
         Raises:
             ValueError: they differ; the message names the fields, and of fields within fields the first.
         """
+        # Through JSON, as what is there has been: tuples are lists.
         there, here = dict(self.read_config()), json.loads(json.dumps(wanted))
         for key, fields in json.loads(json.dumps(usual or {})).items():
             there[key] = fields | there.get(key, {})
@@ -314,7 +318,7 @@ class RunDir:
 
 
 def hold_new(held: ExitStack, name: str) -> RunDir:
-    """A new folder of that name, or with a number behind it, that no other process is in."""
+    """Makes a new folder of that name, or with a number behind it, and keeps other processes out of it."""
     for number in count(1):
         run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
         with suppress(HeldError):
@@ -348,7 +352,7 @@ def _short(value: Any) -> str:
 def _differences(
     there: Mapping[str, Any], here: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The entries that differ: name, value there, value here; of an entry that is a mapping itself the first."""
+    """Yields the entries that differ: name, value there, value here; of an inner mapping the first alone."""
     for key in dict.fromkeys([*here, *there]):
         old, new = there.get(key, "missing"), here.get(key, "missing")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -363,20 +367,21 @@ def _differences(
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """The plan of --plan; None if there is none, or if it was given to a run before that is resumed.
+    """Reads the plan of --plan; None if there is none, or if the run that is resumed had it already.
 
     Args:
         options: of this run.
         before: those of the run that is resumed, else the defaults.
 
     Raises:
-        ValueError: it is no plan, or --stages, --replicas or --schedule contradict it.
+        ValueError: it is not a plan, or --stages, --replicas or --schedule contradict it.
     """
     path = options["plan"]
     if path is None or path == before.get("plan"):
         return None
     plan = Plan.load(path)
     schedule = find_schedule(plan.schedule or options["schedule"])
+    # Users write 2,1 or 2:1.
     counts = [between.join(map(str, plan.replicas)) for between in ",:"]
     told = {
         "stages": [pipeline_length(plan, schedule)],
@@ -405,6 +410,7 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
         or any(options[name] != before.get(name) for name in DECIDES)
     ):
         return None
+    # A plan that was changed by hand is refused, not followed.
     read_sealed(path)  # whether it is what the run wrote
     plan = Plan.load(path)
     schedule = find_schedule(options["schedule"])
@@ -420,10 +426,11 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
 MARK = "made_here"
 """Its name in config.json."""
 _KEY_BYTES = 32
+"""The bytes of the secret: as many as the digest that is keyed with it has."""
 
 
 def mark(folder: Path, model: str) -> str:
-    """What only this user's runs of a model in this folder are marked with; nothing where no key can be kept.
+    """Computes what marks this user's runs of a model in this folder; empty if no key can be kept.
 
     Args:
         folder: of the run.
@@ -459,11 +466,12 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
 
 
 def _key() -> bytes | None:
-    """The user's own secret, made when it is first asked for; None where there can be none that others cannot read."""
+    """Returns the user's secret, made when first asked for; None if others could read it."""
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = state / "jvpipe" / "key"
         if not path.exists():
+            # Linked when it is whole: two processes that begin at once agree on one key.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=path.parent) as file:  # for its owner alone
                 file.write(secrets.token_bytes(_KEY_BYTES))

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
 # Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a second one is an end.
 
 _AGAIN_S = 0.001
+"""After how long an interrupt that Python could not raise is raised again."""
 _ENDING = threading.Lock()
 
 
@@ -49,6 +50,7 @@ def hear_interrupts() -> None:
 
     The main thread hears a signal when it is back from where it waits for a device, so another one counts them.
     """
+    # Python's own handler runs in the main thread alone, which may wait for a device.
     heard, rings = os.pipe()
     os.set_blocking(rings, False)
     signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
@@ -72,7 +74,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _again(told: Callable[[Any], object], lost: Any) -> None:
-    """Interrupts anew where Python cannot raise, such as in what it calls while it collects garbage."""
+    """Interrupts again where Python cannot raise, such as in what it calls while it collects garbage."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
@@ -124,7 +126,7 @@ class StopRequest:
 
 
 def run(module: str) -> int:
-    """The exit code of a module's `main`; 2 where a package is not installed.
+    """Returns the exit code of a module's `main`; 2 where a package is not installed.
 
     Args:
         module: of `jvpipe.cli`, such as `train`.
@@ -140,6 +142,7 @@ def run(module: str) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = ExitCode.STOPPED + signal.SIGINT
+    # What is left to do is Python's own ending, whose traceback would help nobody.
     signal.signal(signal.SIGINT, end_at_once)
     if code > ExitCode.STOPPED:
         leave_stopped(code)

@@ -1,9 +1,9 @@
-"""What a command says while it works: lines where stdout is no terminal, a display where stderr is one."""
+"""What a command says while it works: lines where stdout is not a terminal, a display where stderr is one."""
 
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
@@ -26,6 +26,7 @@ class Speech:
     def __init__(self) -> None:
         self._screen = Console(stderr=True)
         shown = self._screen.is_terminal
+        # Where both are terminals the display says it all.
         self._lines = None if shown and sys.stdout.isatty() else Lines(sys.stdout)
         self._display: TrainingDisplay | None = None
         self._total = 0
@@ -33,18 +34,13 @@ class Speech:
         self._handlers: list[logging.Handler] = [
             RichHandler(logging.INFO, self._screen, show_level=False, show_path=False)
             if shown
-            else _warnings()
+            else _to_stderr(logging.WARNING)  # as Python does where nobody listens
         ]
         if self._lines:
             self._handlers.append(_ToLines(self._lines))
 
     def __enter__(self) -> "Speech":
-        self._opened.callback(_restore, _log.level, _log.propagate)
-        _log.setLevel(logging.DEBUG)  # each handler has a level of its own
-        _log.propagate = False  # some library may have given the root a handler
-        for handler in self._handlers:
-            _log.addHandler(handler)
-            self._opened.callback(_log.removeHandler, handler)
+        self._opened.enter_context(_heard(logging.DEBUG, self._handlers))
         if self._lines:
             self._opened.enter_context(self._lines)
         return self
@@ -58,7 +54,7 @@ class Speech:
             self._lines.doing(what)
 
     def training(self, total: int, first: int) -> TrainingDisplay:
-        """The display of a training, which is shown as long as it is open.
+        """Returns the display of a training, which is shown as long as it is open.
 
         Args:
             total: the number of its last step.
@@ -82,7 +78,7 @@ class Speech:
 
 
 def places(pipe: Pipeline) -> dict[str, Place]:
-    """What is on each device of a pipeline now, by its name."""
+    """Returns what is on each device of a pipeline now, by its name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
         for device in stage.devices:
@@ -97,15 +93,31 @@ def places(pipe: Pipeline) -> dict[str, Place]:
 @contextmanager
 def progress() -> Iterator[None]:
     """Inside it the log of jvpipe is heard on stderr, as it comes."""
-    level, propagate, handler = _log.level, _log.propagate, logging.StreamHandler()
-    _log.setLevel(logging.INFO)
+    with _heard(logging.INFO, [_to_stderr(logging.INFO)]):
+        yield
+
+
+@contextmanager
+def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
+    """Inside it handlers hear the log of jvpipe from a level on; each may have a higher one of its own."""
+    level_before, propagate = _log.level, _log.propagate
+    _log.setLevel(level)
     _log.propagate = False  # some library may have given the root a handler
-    _log.addHandler(handler)
+    for handler in handlers:
+        _log.addHandler(handler)
     try:
         yield
     finally:
-        _log.removeHandler(handler)
-        _restore(level, propagate)
+        for handler in handlers:
+            _log.removeHandler(handler)
+        _log.setLevel(level_before)
+        _log.propagate = propagate
+
+
+def _to_stderr(level: int) -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.setLevel(level)
+    return handler
 
 
 class _ToLines(logging.Handler):
@@ -121,15 +133,3 @@ class _ToLines(logging.Handler):
             self._lines.say(record.getMessage())
         if phase:
             (self._lines.begin if record.levelno == logging.DEBUG else self._lines.end)(phase)
-
-
-def _restore(level: int, propagate: bool) -> None:
-    _log.setLevel(level)
-    _log.propagate = propagate
-
-
-def _warnings() -> logging.Handler:
-    """To stderr, as Python does where nobody listens."""
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.WARNING)
-    return handler

@@ -1,4 +1,4 @@
-"""`python -m jvpipe.train`: trains a model, one's own or of `jvpipe.models`, as a pipeline, in a run directory."""
+"""`python -m jvpipe.train`: trains a model, the user's or of `jvpipe.models`, as a pipeline, in a run directory."""
 
 import errno
 import math
@@ -15,7 +15,7 @@ from typing import Any
 import jvpipe
 from jvpipe.cli import outputs
 from jvpipe.cli.command_line import given, parse
-from jvpipe.cli.job import Job, prepare, resume_command, write_weights
+from jvpipe.cli.job import Job, prepare, resume_command
 from jvpipe.cli.keeping import held_out_loss
 from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.processes import Watch, join, leave
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
         with ExitStack() as held:
+            # Before the other options are checked: all processes then fail alike.
             hosts = join(given(arguments))
             if hosts.process:  # the first one speaks for all
                 held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(mistake: Exception) -> str:
-    """The line for a mistake; of a disk that is full the system does not say which."""
+    """Returns the line for a mistake; of a disk that is full the system does not say which."""
     if isinstance(mistake, OSError) and mistake.errno == errno.ENOSPC and mistake.filename is None:
         return f"{mistake}: make room where the folder of the run lies, and go on with --resume"
     return str(mistake)
@@ -137,9 +138,14 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
             outputs.write_safetensors(Path(job.options.export), params)
             print(f"parameters in {job.options.export}")
         if job.options.export_weights:
-            write_weights(job.options, job.workload, params)
+            from jvpipe.models.checkpoints import to_folder  # needs an extra
+
+            begun_from = job.options.init_from
+            assert begun_from is not None, "that is checked"
+            to_folder(job.workload, params, begun_from, job.options.export_weights)
             print(f"weights in {job.options.export_weights}")
     except OSError as problem:
+        # The training is done: what failed can be tried again without it.
         saved = job.run.checkpoints()[-1]
         raise OSError(
             f"{problem}; the state is in {saved}, to export it: {resume_command(job)}"

@@ -42,7 +42,7 @@ class StepNumbers:
         self._ideal: tuple[Traced | None, float | None] = None, None
 
     def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
-        """The metrics of a step; waits for its end.
+        """Reads the metrics of a step; waits for its end.
 
         Args:
             done: the step.
@@ -76,25 +76,27 @@ class StepNumbers:
         )
 
     def _ideal_s(self) -> float | None:
-        """The least seconds of a step, of the model that there is now."""
+        """Computes the least seconds of a step of the present model."""
         pipe = self._job.pipe
         traced = pipe.session.compiled.traced
         if traced is not self._ideal[0]:
             settings = pipe.session.settings
             kinds = [device.device_kind for device in set(settings.devices)]
+            # Counted once per model: it looks at every equation.
             self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
         return self._ideal[1]
 
 
 def tokens_in(batch: Any) -> int | None:
-    """How many tokens a batch has that the model reads: in leaves of integers called tokens, input_ids or inputs.
+    """Counts the tokens of a batch that the model reads, in integer leaves called tokens, input_ids or inputs.
 
-    Their first two axes are counted, examples and positions, padding included. None where there is no such leaf.
+    Their first two axes are counted, examples and positions, padding included. None if there is no such leaf.
 
     >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
     24
     >>> tokens_in(np.zeros((2, 8), int))
     """
+    # Integers alone: floating-point inputs are features, not tokens.
     counts = [
         math.prod(leaf.shape[:2])
         for path, leaf in jax.tree.leaves_with_path(batch)
@@ -123,6 +125,7 @@ class Recording:
     def __init__(self, job: Job, first: int) -> None:
         self._job, wanted = job, job.options.profile
         self._steps = min(wanted or job.options.timeline_steps, job.steps - first)
+        # The second step is the first that has compiled everything.
         self._begin = None if wanted is None else min(first + 1, job.steps - self._steps)
         self._begun: int | None = None
         self._done = False
@@ -224,6 +227,7 @@ def train(
     print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
     if job.hosts.process == 0:
         tidy(job, seen)
+    # A run that ended early ends again when it is resumed.
     if first >= job.steps or seen.over(patience):
         print(seen.told(patience), end="")
         return state, None
@@ -262,7 +266,7 @@ def train(
             signum = log.tell(
                 None, before=False
             )  # it may have come during the last step, or while that was saved
-        except ValueError:  # the loss is no number: its step belongs into the log
+        except ValueError:  # the loss is not a number: its step belongs into the log
             log.tell(done, before=False, hosts=ALONE)
             raise
     print(seen.told(patience), end="")
@@ -325,7 +329,7 @@ class _Log:
 
 
 def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
-    """What else is told of each step, until `opened` is closed."""
+    """Yields what else hears of each step, until `opened` is closed."""
     run = TrackedRun(job.run.path, kept_options(job.options), first)
     for name in dict.fromkeys(job.options.track):
         tracker = find_tracker(name)(run)
@@ -334,18 +338,18 @@ def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
 
 
 class Clock:
-    """Seconds since it was made, and of steps: since it was last asked, but for what is no part of a step."""
+    """Seconds since it was made, and of steps: since it was last asked, without what does not belong to a step."""
 
     def __init__(self) -> None:
         self._begin = self._at = time.perf_counter()
 
     def lap_s(self) -> float:
-        """Seconds since the last lap, without those that it stood."""
+        """Returns seconds since the last lap, without those that it stood."""
         before, self._at = self._at, time.perf_counter()
         return self._at - before
 
     def elapsed_s(self) -> float:
-        """Seconds since it was made, all of them."""
+        """Returns seconds since it was made, all of them."""
         return time.perf_counter() - self._begin
 
     @contextmanager

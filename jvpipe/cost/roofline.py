@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
-from jvpipe.cost.tiling import product_of, product_s
+from jvpipe.cost.products import product_of
+from jvpipe.cost.tiling import product_s
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
 from jvpipe.trace.primitives import flops, is_heavy, is_random
@@ -29,7 +30,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 # Other names of their operand: no kernel.
 _ALIASES = _words(
-    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier name stop_gradient copy copy_p "
+    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name stop_gradient copy copy_p "
     "reduce_precision sharding_constraint transpose"
 )
 # Nor are these, which readers make as they go.

@@ -8,11 +8,7 @@
 This is XLA's rule (`splitk_rewriter`), with its constants.
 """
 
-import math
-from dataclasses import dataclass
-
-from jvpipe import _jax
-from jvpipe._jax import JaxprEqn
+from jvpipe.cost.products import Product
 
 _TILE = 64, 128
 _TILES_PER_CORE = 1.5
@@ -21,61 +17,43 @@ _SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # sums, after they are cut
 _MOST_PARTS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A batch of b products of m x k by k x n; the bytes of an element of each operand, and of the result."""
+def parts_of(product: Product, cores: int) -> int:
+    """Into how many parts the sum of a product is cut.
 
-    b: int
-    m: int
-    n: int
-    k: int
-    itemsizes: tuple[int, int, int]
+    Args:
+        product: its shape.
+        cores: of the GPU.
 
-    @staticmethod
-    def of(eqn: JaxprEqn) -> "Product":
-        """The product that an equation is."""
-        (summed, _), (batch, _) = eqn.params["dimension_numbers"]
-        left, right, result = (_jax.aval(v) for v in (*eqn.invars, *eqn.outvars))
-        b, k = (math.prod(left.shape[d] for d in dims) for dims in (batch, summed))
-        every = max(1, b * k)
-        sizes = left.dtype.itemsize, right.dtype.itemsize, result.dtype.itemsize
-        return Product(b, left.size // every, right.size // every, k, sizes)
+    >>> parts_of(Product(1, 304, 1024, 30522), 132), parts_of(Product(1, 8192, 1024, 50257), 132)
+    (8, 1)
+    """
+    m, n, k = product.m, product.n, product.k
+    moved = 8 * sum(x * y for x, y in zip((m * k, n * k, m * n), product.itemsizes, strict=True))
+    if 256 * m * n * k < _FEW_OPERATIONS * moved:
+        return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
+    tiles = product.b * -(-m // _TILE[0]) * -(-n // _TILE[1])
+    wanted = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
+    most = 1 << max(1, k // _SHORTEST).bit_length() - 1
+    return _power(min(wanted, most))
 
-    def parts(self, cores: int) -> int:
-        """Into how many parts the sum is cut.
 
-        Args:
-            cores: of the GPU.
+def split_bytes(product: Product, cores: int) -> int:
+    """Counts the bytes of the parts, and of operands that are copied for them; nothing if there is one part.
 
-        >>> head = Product(1, 304, 1024, 30522, (4, 4, 4))
-        >>> head.parts(132), Product(1, 8192, 1024, 50257, (4, 4, 4)).parts(132)
-        (8, 1)
-        """
-        m, n, k = self.m, self.n, self.k
-        moved = 8 * sum(x * y for x, y in zip((m * k, n * k, m * n), self.itemsizes, strict=True))
-        if 256 * m * n * k < _FEW_OPERATIONS * moved:
-            return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
-        tiles = self.b * -(-m // _TILE[0]) * -(-n // _TILE[1])
-        wanted = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
-        most = 1 << max(1, k // _SHORTEST).bit_length() - 1
-        return _power(min(wanted, most))
+    Args:
+        product: its shape.
+        cores: of the GPU.
 
-    def split_bytes(self, cores: int) -> int:
-        """Counts the bytes of the parts, and of operands that are copied for them; nothing if there is one part.
-
-        Args:
-            cores: of the GPU.
-
-        >>> Product(1, 304, 1024, 30522, (4, 4, 4)).split_bytes(132) / 2**20
-        164.15234375
-        """
-        parts = self.parts(cores)
-        if parts == 1:
-            return 0
-        filled = -(-self.k // parts) * parts if self.k % parts else 0
-        left, right, _ = self.itemsizes
-        copies = self.b * filled * (self.m * left + self.n * right)
-        return copies + parts * self.b * self.m * self.n * 4
+    >>> split_bytes(Product(1, 304, 1024, 30522), 132) / 2**20
+    164.15234375
+    """
+    parts = parts_of(product, cores)
+    if parts == 1:
+        return 0
+    filled = -(-product.k // parts) * parts if product.k % parts else 0
+    left, right, _ = product.itemsizes
+    copies = product.b * filled * (product.m * left + product.n * right)
+    return copies + parts * product.b * product.m * product.n * 4
 
 
 def _power(count: int) -> int:

@@ -33,8 +33,9 @@ from functools import partial
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.products import product_of
 from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
-from jvpipe.cost.split_products import Product
+from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged
@@ -110,8 +111,8 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
     """Counts what a kernel of a GPU needs for itself."""
     name = eqn.primitive.name
-    if name == "dot_general" and device.cores:
-        return Product.of(eqn).split_bytes(device.cores)
+    if name == "dot_general" and device.cores and (product := product_of(eqn)):
+        return split_bytes(product, device.cores)
     if name == "select_and_scatter_add" and device.platform == "cuda":
         pooled = eqn.invars[0]
         return (1 + len(_jax.aval(pooled).shape)) * nbytes(pooled)

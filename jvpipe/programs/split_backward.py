@@ -115,15 +115,20 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """Yields an equation with a barrier behind some of its results."""
+    """Yields an equation with a barrier behind some of its results, which lie as they do between programs."""
     if not values:
         yield eqn
         return
     bare = {v: _jax.new_variable(_jax.aval(v)) for v in values}
     shapes = [jax.ShapeDtypeStruct(_jax.aval(v).shape, _jax.aval(v).dtype) for v in values]
-    (barrier,) = jax.make_jaxpr(jax.lax.optimization_barrier)(shapes).jaxpr.eqns
+    held = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier([*map(_jax.laid_out, xs)]))(
+        shapes
+    ).jaxpr
+    ends = dict(zip((*held.invars, *held.outvars), (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
-    yield barrier.replace(invars=list(bare.values()), outvars=list(values))
+    for each in held.eqns:
+        invars, outvars = ([ends.get(v, v) for v in vs] for vs in (each.invars, each.outvars))
+        yield each.replace(invars=invars, outvars=outvars)
 
 
 def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:

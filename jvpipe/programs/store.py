@@ -16,7 +16,6 @@ from jvpipe.ir.layers import Spec
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, differentiate
 from jvpipe.trace.graph import Body
-from jvpipe.trace.inline import inlined
 from jvpipe.trace.keys import is_key
 from jvpipe.trace.primitives import calls_host
 
@@ -200,8 +199,6 @@ def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> H
 def _spread(program: Program, group: DeviceGroup) -> Any:
     """Returns a program over the devices of a group: the compiler decides which part is computed where."""
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
-    if group.platform != "cpu":  # to lay a result out would gather it from all devices
-        closed = inlined(closed, {"outlined": "jaxpr"})
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]
     return jax.jit(

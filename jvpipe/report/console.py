@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 def in_runs(numbers: Sequence[int]) -> str:
-    """Numbers in words, those that follow each other as one.
+    """Writes numbers as text, those that follow each other as one run.
 
     >>> in_runs([0, 1, 2, 7, 9, 10])
     '0-2, 7, 9-10'
@@ -70,6 +70,7 @@ class TrainingDisplay:
             metrics: of the step.
             places: the devices of the run by name, in the order of their rows.
         """
+        # Without a terminal nothing is drawn, so nothing is made.
         if self._live.is_started:
             self._progress.update(self._task, completed=metrics.step)
             self._live.update(
@@ -78,7 +79,7 @@ class TrainingDisplay:
 
 
 def _numbers(metrics: StepMetrics) -> Table:
-    """One column per number."""
+    """Makes a table of a column per number."""
     columns = {
         "loss": f"{metrics.loss:.4f}",
         "grad norm": f"{metrics.grad_norm:.3f}",
@@ -92,7 +93,7 @@ def _numbers(metrics: StepMetrics) -> Table:
 
 
 def device_rows(metrics: StepMetrics, places: Mapping[str, Place]) -> Table:
-    """A row per device: its layers, the most that it has held against what it may, and the share of a step it works.
+    """Makes a row per device: its layers, the most that it held and may hold, and the share of a step it works.
 
     Args:
         metrics: of a step.

@@ -25,12 +25,13 @@ def explain(
     Args:
         graph: the model's layers.
         plan: what runs where.
-        peaks: the most bytes on each device; None where nobody knows.
+        peaks: the most bytes on each device; None if nobody knows.
         layer_s: seconds of each layer per micro-batch, if they are known.
         devices: by number, as the plan names them.
         why: the planner decides as it does, in a sentence.
         reasons: why each cut is where it is, a line each.
     """
+    # The whole first, then stage by stage with their layers, then why.
     lines = [
         f"{len(graph.layers)} layers on {len(plan.stages)} stages, schedule {plan.schedule}, planner {plan.planner}: "
         f"{why}."
@@ -67,12 +68,12 @@ def explain(
 def stage_table(
     graph: LayerGraph, plan: Plan, peaks: Sequence[Peak | None], devices: Sequence[Any]
 ) -> str:
-    """What runs where, a line for each stage.
+    """Writes what runs where, a line for each stage.
 
     Args:
         graph: the model's layers.
         plan: what runs where.
-        peaks: the most bytes on each device; None where nobody knows.
+        peaks: the most bytes on each device; None if nobody knows.
         devices: by number, as the plan names them.
     """
     rows: list[Sequence[object]] = [("stage", "on", "layers", "holds", "peak")]
@@ -86,15 +87,15 @@ def stage_table(
 
 
 def _parameters(graph: LayerGraph, stage: Stage) -> str:
-    """The bytes of a stage's own parameters, and of those among them that are frozen."""
-    own = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
-    frozen = sum(parameter.array.bytes for parameter in own if parameter.frozen)
-    told = f"{format_bytes(sum(parameter.array.bytes for parameter in own))} of parameters"
-    return f"{told} ({format_bytes(frozen)} frozen)" if frozen else told
+    """Returns the bytes of a stage's own parameters, and of those among them that are frozen."""
+    parameters = [graph.parameters[p] for layer in stage.layers for p in graph.owned(layer)]
+    frozen = sum(parameter.array.bytes for parameter in parameters if parameter.frozen)
+    words = f"{format_bytes(sum(parameter.array.bytes for parameter in parameters))} of parameters"
+    return f"{words} ({format_bytes(frozen)} frozen)" if frozen else words
 
 
 def _peak(peak: Peak | None) -> str:
-    """What a device holds at most, when, and of what."""
+    """Says what a device holds at most, when, and of what."""
     if peak is None:
         return "its peak is known to its process"
     told = f"peak {format_bytes(peak.bytes)}"
@@ -117,8 +118,9 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
 
 
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
-    """What of a layer is swapped or computed again; edges count to the layer that makes them."""
+    """Says what of a layer is swapped or computed again; edges count to the layer that makes them."""
     layer = graph.layers[i]
+    # By the names under which the plan has their fates.
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]

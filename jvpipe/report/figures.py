@@ -63,6 +63,7 @@ def timeline_figure(
     spans, curves = picture.spans, _curves(picture.levels)
     working = {span.device for span in spans if span.kind in COMPUTE}
     rows = {row: 0.36 if row in working else 0.2 for row in in_order(span.device for span in spans)}
+    # Heights in inches: a row of tasks, thinner ones of links, and the curves.
     parts = [0.2 + sum(rows.values()), *([2.0] if curves else [])]
     figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
@@ -78,7 +79,7 @@ def timeline_figure(
 
 
 def _from_zero(picture: Picture) -> Picture:
-    """The picture with times since its first start, as a measured one has them since some other moment."""
+    """Returns the picture with times since its first start, as a measured one has them since some other moment."""
     start_s = min((span.start_s for span in picture.spans), default=0.0)
     spans = (
         replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s)
@@ -89,7 +90,7 @@ def _from_zero(picture: Picture) -> Picture:
 
 
 def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
-    """When each place begins to hold how many bytes; nothing of places that never hold any. The host is the last."""
+    """Tells when each place begins to hold how many bytes, if it ever holds any; the host is the last."""
     found: dict[str, tuple[list[float], list[int]]] = {}
     for place, at_s, held in levels:
         times_s, sizes = found.setdefault(place, ([], []))
@@ -113,6 +114,7 @@ def _draw_rows(
     for device, label, start_s, end_s in _labels(spans):
         size = 7.5 if rows[device] > 0.3 else 5.5
         width_pt = (end_s - start_s) / total_s * _WIDTH * 72 * 0.9
+        # A digit is some 0.6 of its height wide.
         if width_pt > size * (0.6 * len(label) + 0.3):
             middle = (start_s + end_s) / 2, bottoms[device] + rows[device] / 2
             axes.text(*middle, label, ha="center", va="center_baseline", size=size)
@@ -131,7 +133,7 @@ def _draw_rows(
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
-    """Each micro-batch's number and where it belongs: row, start and end of boxes of one kind that follow each other.
+    """Yields each micro-batch's number and its row, start and end: that of boxes of one kind in a row.
 
     Measured boxes are of single layers, and simulated ones of whole stages.
     """
@@ -169,7 +171,7 @@ def _draw_curves(
     end_s: float,
     limits: Mapping[str, int],
 ) -> None:
-    """Bytes as steps; what lies on the host is dotted. A limit that all share is black, others are as their places."""
+    """Draws bytes as steps, the host's dotted; a limit that all share is black, others are as their places."""
     colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
     colours |= {_HOST: "#777777"}
     for place, (times_s, sizes) in curves.items():
@@ -183,6 +185,7 @@ def _draw_curves(
             label=f"{place}: {format_bytes(max(sizes))}",
         )
     most = max(max(sizes) for _, sizes in curves.values())
+    # One line is enough where all have the same limit.
     alike = len(set(limits.values())) == 1
     for place, limit in list(limits.items())[: 1 if alike else None]:
         told = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"
@@ -203,7 +206,7 @@ def _draw_curves(
 
 
 def _binary_ticks(most: float) -> MultipleLocator:
-    """Four to eight ticks at round multiples of a power of two."""
+    """Places four to eight ticks at round multiples of a power of two."""
     return MultipleLocator(2.0 ** max(0, math.floor(math.log2(max(most, 8.0) / 4))))
 
 

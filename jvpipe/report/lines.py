@@ -27,7 +27,7 @@ class Written(Protocol):
 class Lines:
     """Lines in a pipe or a file, each there at once; nobody need read them.
 
-    A context manager: inside it a thread says what is being done whenever nothing was said for `silence_s`.
+    A context manager: inside it a thread says what is being done whenever no line was written for `silence_s`.
 
     Args:
         out: where they go.
@@ -59,7 +59,7 @@ class Lines:
         """Writes a line."""
         with suppress(
             OSError, ValueError
-        ):  # whoever read them has gone: that is no reason to stop the training
+        ):  # whoever read them has gone: that must not stop the training
             self._out.write(line + "\n")
             self._out.flush()
         self._said_s = self._clock()
@@ -76,10 +76,11 @@ class Lines:
         """Notes that a part is done."""
         names = [name for name, _ in self._doing]
         if part in names:
+            # The last of that name: parts may lie within each other.
             del self._doing[len(names) - 1 - names[::-1].index(part)]
 
     def step(self, metrics: StepMetrics, total: int) -> None:
-        """Says what a step was like, if it is the first, the last, or `period_s` after the one that was said.
+        """Says what a step was like, if it is the first, the last, or `period_s` after the last one that was written.
 
         Args:
             metrics: of the step.
@@ -90,7 +91,7 @@ class Lines:
             self.say(step_line(metrics, total))
 
     def tell_silence(self) -> None:
-        """Says what goes on, if nothing was said for long."""
+        """Says what goes on, if no line was written for long."""
         now_s = self._clock()
         if now_s - self._said_s >= self._silence_s and self._doing:
             what, since_s = self._doing[-1]
@@ -102,7 +103,7 @@ class Lines:
 
 
 def step_line(metrics: StepMetrics, total: int) -> str:
-    """A step in a line.
+    """Writes a step as a line.
 
     Args:
         metrics: of the step.

@@ -14,9 +14,7 @@ import numpy as np
 
 from jvpipe.util.brief import brief
 from jvpipe.util.paths import path_names
-
-_MOST_S = 1e12
-"""No run takes as long."""
+from jvpipe.util.sizes import MOST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class StepMetrics:
     busy_fraction: Mapping[str, float] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
-        """The metrics that there are, by name."""
+        """Returns the metrics that there are, by name."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -64,7 +62,7 @@ class StepMetrics:
         }
 
     def numbers(self) -> dict[str, int | float]:
-        """All that are numbers, by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
+        """Returns all numbers by name; those of a device or of aux as NAME/KEY, of staleness the largest."""
         numbers: dict[str, int | float] = {}
         for name, value in self.told().items():
             match value:
@@ -77,12 +75,13 @@ class StepMetrics:
         return numbers
 
     def to_json(self) -> str:
-        """One line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
+        """Writes a line of JSON; numbers that JSON does not know (NaN, infinities) are null."""
+        # Other readers of JSON refuse NaN and infinities.
         return json.dumps(_speakable(self.told()), allow_nan=False)
 
 
 def scalars_in(tree: Any) -> Mapping[str, float]:
-    """The single numbers of a tree by their path; one that is the whole tree is called aux.
+    """Returns the single numbers of a tree by their path; one that is the whole tree is called aux.
 
     >>> scalars_in({"accuracy": np.float32(0.5), "logits": np.zeros(3)})
     {'accuracy': 0.5}
@@ -106,6 +105,7 @@ class MetricsLog:
             [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
         )
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
+        # Lines after the checkpoint are made again by the resumed run.
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
@@ -122,25 +122,25 @@ class MetricsLog:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a metrics file; a line that tells of none, such as one torn by a kill, is left out."""
+    """Yields the steps of a metrics file; lines that hold none, such as one torn by a kill, are left out."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
-            told = json.loads(line)
-            if isinstance(told, dict) and type(told.get("step")) is int:
-                yield told
+            metrics = json.loads(line)
+            if isinstance(metrics, dict) and type(metrics.get("step")) is int:
+                yield metrics
 
 
 def _elapsed_s(path: Path, line: Mapping[str, Any]) -> float:
-    """The seconds of a run up to a line; 0 where it does not tell them."""
-    told = line.get("elapsed_s")
-    if told is None:
+    """Returns the seconds of a run up to a line; 0 where it does not tell them."""
+    elapsed_s = line.get("elapsed_s")
+    if elapsed_s is None:
         return 0.0
-    if type(told) not in (int, float) or not 0 <= told < _MOST_S:
-        wrong = f"{path}: elapsed_s of step {brief(line['step'])} is {brief(told)}"
+    if type(elapsed_s) not in (int, float) or not 0 <= elapsed_s < MOST_S:
+        wrong = f"{path}: elapsed_s of step {brief(line['step'])} is {brief(elapsed_s)}"
         raise ValueError(
             f"{wrong}, and should be a number of seconds: put it right, or take it out"
         )
-    return float(told)
+    return float(elapsed_s)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -154,12 +154,13 @@ def replace_bytes(path: Path, content: bytes) -> None:
     with draft.open("wb") as file:
         file.write(content)
         file.flush()
+        # On disk before the name points to it, also if the machine stops.
         os.fsync(file.fileno())
     draft.replace(path)
 
 
 def _speakable(value: Any) -> Any:
-    """The same without numbers that are not finite, also inside."""
+    """Replaces numbers that are not finite by None, also inside."""
     if isinstance(value, Mapping):
         return {name: _speakable(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
 
 
 def chrome_trace(picture: Picture) -> dict[str, Any]:
-    """A picture in Chrome's trace format, in microseconds since the first start.
+    """Writes a picture in Chrome's trace format, in microseconds since the first start.
 
     One row per device; a counter of bytes per place; an arrow from where a copy leaves to where it arrives.
 
@@ -53,8 +53,8 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
         }
         for span in sorted(spans, key=lambda span: span.start_s)
     ]
-    for place, at_s, held in picture.levels:
-        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": held}}
+    for place, at_s, size in picture.levels:
+        counted = {"name": f"{place} bytes", "ts": max(0.0, at(at_s)), "args": {"bytes": size}}
         events.append({"ph": "C", "pid": 0, **counted})
     for number, ends in enumerate(_whole_hops(picture.hops)):
         for hop in ends:
@@ -70,7 +70,7 @@ def write(path: Path, picture: Picture) -> None:
 
 
 def joined(pictures: Sequence[Picture]) -> Picture:
-    """Pictures of steps as one; copies within different steps stay apart."""
+    """Joins pictures of steps; copies within different steps stay apart."""
     spans = chain.from_iterable(picture.spans for picture in pictures)
     levels = chain.from_iterable(picture.levels for picture in pictures)
     hops = (
@@ -82,11 +82,12 @@ def joined(pictures: Sequence[Picture]) -> Picture:
 
 
 def _whole_hops(hops: Iterable[Hop]) -> Iterator[list[Hop]]:
-    """The copies both of whose ends are known, each from where it leaves to where it arrives.
+    """Yields the copies both of whose ends are known, each from where it leaves to where it arrives.
 
     Ends are noted by different threads, which may wake in another order.
     """
     ends = defaultdict[str, list[Hop]](list)
+    # False sorts first: where a copy leaves comes before where it arrives.
     for hop in sorted(hops, key=lambda hop: hop.arrives):
         ends[hop.key].append(hop)
     for both in ends.values():
@@ -114,7 +115,7 @@ class Busy(NamedTuple):
 
 
 def busy(spans: Iterable[Span]) -> Busy:
-    """The work in spans, each device's counted once where they overlap.
+    """Adds up the work in spans, each device's counted once where they overlap.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 2.0, Kind.F)])
@@ -125,7 +126,7 @@ def busy(spans: Iterable[Span]) -> Busy:
 
 
 def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
-    """The share of each device's work in the time between the first start and the last end of all work.
+    """Returns the share of each device's work in the time between the first start and the last end of all work.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> busy_fractions([Span("a", "0F0", 0.0, 1.0, Kind.F), Span("b", "1F0", 1.0, 4.0, Kind.F)])
@@ -138,7 +139,7 @@ def busy_fractions(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
-    """The seconds that each device worked, and those between the first start and the last end."""
+    """Returns the seconds that each device worked, and those between the first start and the last end."""
     work = sorted((span for span in spans if span.kind in COMPUTE), key=lambda span: span.start_s)
     if not work:
         return {}, 0.0
@@ -146,13 +147,14 @@ def _worked(spans: Iterable[Span]) -> tuple[dict[str, float], float]:
     worked_s = dict.fromkeys((span.device for span in work), 0.0)
     reached_s = dict.fromkeys(worked_s, start_s)
     for span in work:
+        # What overlaps an earlier task of the device is counted once.
         worked_s[span.device] += max(0.0, span.end_s - max(span.start_s, reached_s[span.device]))
         reached_s[span.device] = max(span.end_s, reached_s[span.device])
     return worked_s, end_s - start_s
 
 
 def bubble_fraction(spans: Iterable[Span]) -> float:
-    """The idle share of the devices between the first start and the last end of their work; 0 of no work."""
+    """Returns the idle share of the devices between the first start and the last end of their work; 0 of no work."""
     return busy(spans).bubble_fraction
 
 
@@ -161,7 +163,8 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
 
 
 def in_order(devices: Iterable[str]) -> list[str]:
-    """Each device once, numbers in their order: `cpu:2` before `cpu:10`."""
+    """Sorts devices, each once, numbers in their order: `cpu:2` before `cpu:10`."""
+    # Text and numbers alternate, so numbers are compared with numbers.
     parts = {name: re.split(r"(\d+)", name) for name in devices}
     return sorted(
         parts, key=lambda name: [int(part) if part.isdigit() else part for part in parts[name]]

@@ -16,11 +16,14 @@ from jvpipe.report.metrics import scalars_in
 from jvpipe.util.extras import extra
 from jvpipe.util.names import did_you_mean
 
+Numbers = Mapping[str, int | float]
+"""The metrics of a step that are numbers, by name."""
+
 
 class Tracker(Protocol):
     """What is told the metrics of each step."""
 
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+    def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step, which counts from 1."""
         ...
 
@@ -53,7 +56,7 @@ class TensorBoard:
             str(run.folder / "tensorboard"), purge_step=purged, filename_suffix=begun
         )
 
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+    def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name.replace(":", "_"), value, step)
@@ -63,7 +66,21 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class _Sent:
+    """A tracker whose package has a run that takes the metrics of a step by name."""
+
+    _run: Any
+
+    def log(self, step: int, metrics: Numbers) -> None:
+        """Takes the numbers of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Waits until all is written or sent."""
+        self._run.finish()
+
+
+class WeightsAndBiases(_Sent):
     """Sends to Weights & Biases as wandb's own settings say: WANDB_MODE=offline keeps it in the run's folder `wandb`.
 
     A resumed run has the id that it had, which is in the file `wandb.id`.
@@ -73,6 +90,7 @@ class WeightsAndBiases:
         with extra("wandb"):
             import wandb
         named = run.folder / "wandb.id"
+        # A resumed run goes on under the id of the run before.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
         given = {
@@ -89,14 +107,6 @@ class WeightsAndBiases:
             raise ValueError(
                 f"--track wandb: {reason}; WANDB_MODE=offline keeps the metrics on this disk"
             ) from problem
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Takes the numbers of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Waits until all is written or sent."""
-        self._run.finish()
 
 
 class MLflow:
@@ -121,7 +131,7 @@ class MLflow:
                 self._client.log_param(begun.info.run_id, name, value)
         self._id = named.read_text()
 
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
+    def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step."""
         now_ms = int(time.time() * 1000)
         told = [self._metric(name, float(x), now_ms, step) for name, x in metrics.items()]
@@ -132,7 +142,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-class Trackio:
+class Trackio(_Sent):
     """Sends to trackio as its own settings say: TRACKIO_DIR is where it keeps runs on this disk."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -142,14 +152,6 @@ class Trackio:
         self._run: Any = trackio.init(
             project=_PROJECT, name=run.folder.name, config=config, resume="allow", embed=False
         )
-
-    def log(self, step: int, metrics: Mapping[str, int | float]) -> None:
-        """Takes the numbers of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Waits until all is written."""
-        self._run.finish()
 
 
 _PROJECT = "jvpipe"
@@ -192,7 +194,7 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 class Tracking:
     """Tells trackers of the steps of a pipeline's run: a function for `on_step`, and a context manager that ends them.
 
-    A step is told once the next one is under way, so that no device waits to be read. Of several processes the first
+    A step is told once the next one is under way, so that no device waits to be read. With several processes the first
     one tells.
 
     Args:
@@ -220,6 +222,7 @@ class Tracking:
 
     def __call__(self, state: Any, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a step that is under way, and tells those of the one before."""
+        # A state knows its step; whoever gives none counts from 1.
         self._steps = getattr(state, "step", self._steps + 1)
         if self._trackers is None:
             self._trackers = []

@@ -1,11 +1,11 @@
 """Follows what steps take, and has another plan ready when that pays: one process by itself, several together.
 
 The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the trigger, and lowers
-and compiles the migration; the pipeline makes it at the next boundary between two steps. Of several processes all tell
+and compiles the migration; the pipeline makes it at the next boundary between two steps. Several processes all tell
 what their devices took, the first one decides, and all move at one step:
 
     step 4     every process tells the seconds of its layers     the first one asks the trigger
-    step 8     the first one tells of another plan               all make it ready, beside the training
+    step 8     the first one proposes another plan               all make it ready, beside the training
     step 12    every process tells that it is ready              all move
 
 Nobody is asked between these steps, so that a process may run ahead of the others. What all were told decides what each
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -34,13 +35,13 @@ from jvpipe.planners.user_fates import recut
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
-from jvpipe.runtime.engine.monitor import Measured, Monitor, Record
+from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
 from jvpipe.session.asking import Planned
 from jvpipe.session.compiled_plans import CompiledPlans
 from jvpipe.session.planning import planned_again
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 from jvpipe.session.trigger import Replan, Rule, Seen, Trigger, all_of
 
 T = TypeVar("T")
@@ -64,9 +65,8 @@ class AdaptEffort:
 
 ADAPTING = AdaptEffort()
 _lock = Lock()
-_outside: list[
-    tuple[float, bool]
-] = []  # what each that is inside has found; the first is what holds outside
+_outside: list[tuple[float, bool]] = []
+"""What each that is inside has found; the first is what holds outside."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ class Thread:
         return self._pool is not None
 
     def switch(self, *, on: bool) -> None:
-        """Begins anew, or ends; what has not begun by then is not done."""
+        """Begins again, or ends; what has not begun by then is not done."""
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
@@ -124,6 +124,7 @@ class Thread:
     @property
     def waiting(self) -> int:
         """How much it has not done yet."""
+        # Finished calls are forgotten, so the list stays short.
         self._asked = [future for future in self._asked if not future.done()]
         return len(self._asked)
 
@@ -166,25 +167,22 @@ class Told:
     refusal: str = ""
 
     def to_json(self) -> str:
-        """As text.
+        """Writes it as text.
 
         >>> told = Told({3: Seen([1.0], [0.0])}, Proposal(Plan.from_cuts([1]), Plan.from_cuts([1], [1]), "slow"))
         >>> Told.from_json(told.to_json()) == told
         True
         """
         seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
-        told = self.proposal and [
-            self.proposal.old.to_json(),
-            self.proposal.new.to_json(),
-            self.proposal.why,
-        ]
-        return json.dumps([seconds, told, self.how, self.refusal])
+        to_come = self.proposal
+        proposal = to_come and [to_come.old.to_json(), to_come.new.to_json(), to_come.why]
+        return json.dumps([seconds, proposal, self.how, self.refusal])
 
     @staticmethod
     def from_json(text: str) -> "Told":
-        """What `to_json` gave."""
-        seconds, told, how, refusal = json.loads(text)
-        proposal = told and Proposal(Plan.from_json(told[0]), Plan.from_json(told[1]), told[2])
+        """Reads what `to_json` wrote."""
+        seconds, words, how, refusal = json.loads(text)
+        proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
         return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)
 
 
@@ -207,12 +205,12 @@ class Adapter:
     ) -> None:
         self._compiled_plans, self._queue = compiled_plans, queue
         self._limits, self._hosts = limits, hosts
-        self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule())
+        self._thread, self._judge = Thread("jvpipe-adapt"), _Judge(Rule(), compiled_plans, limits)
         self._stream_steps = 0
         self._link: Link | None = None  # measured before the first step
 
     def switch(self, on: bool, rule: Rule) -> None:
-        """On, under a rule, or off; in all processes alike.
+        """Switches it on, under a rule, or off; in all processes alike.
 
         Raises:
             Disagreement: another process was asked for something else.
@@ -220,11 +218,12 @@ class Adapter:
         if self._hosts:
             self._hosts.agree("adapting", [("on", str(on)), ("rule", str(rule))])
         self._thread.switch(on=on)
-        self._judge = _Judge(rule)
+        self._judge = _Judge(rule, self._compiled_plans, self._limits)
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
-        """Another model is trained from here on; what is still read of the one before is for nobody."""
-        self._compiled_plans, self._judge = compiled_plans, _Judge(self._judge.rule)
+        """Looks at another model from here on; what is still read of the one before is for nobody."""
+        self._compiled_plans = compiled_plans
+        self._judge = _Judge(self._judge.rule, compiled_plans, self._limits)
 
     def observe(
         self, monitor: Monitor | None, compiled: CompiledPlan, step: int, stream_steps: int
@@ -241,182 +240,169 @@ class Adapter:
         if not self._thread or monitor is None:
             return
         record, first = monitor.close(), self._compiled_plans.current
-        if (
-            record
-            and self._thread.waiting < ADAPTING.waiting_steps
-            and compiled.traced is first.traced
-        ):
-            if self._decides:
+        is_free = self._thread.waiting < ADAPTING.waiting_steps
+        if record and is_free and compiled.traced is first.traced:
+            if not self._hosts or not self._hosts.process:  # who decides
                 self._judge.plans[step] = first.plan
-            read = self._judge, monitor, record, first, step, stream_steps
-            self._thread.ask(self._look, *read)
+            self._thread.ask(
+                self._look, self._judge, partial(monitor.read, record), first, step, stream_steps
+            )
 
     def offer(self, step: int) -> None:
         """Does what all were told, now and then: tells the others, prepares, or moves before `step`."""
         if not self._thread:
             return
+        judge, hosts, current = self._judge, self._hosts, self._compiled_plans.current
         if self._link is None:
             self._link = self._measured_link()
-        judge, hosts = self._judge, self._hosts
+        judge.link = self._link
         if hosts is None:
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
         if step % ADAPTING.round_steps:
             return
-        news = hosts.exchange("seconds", judge.news().to_json().encode())
-        told = [Told.from_json(text.decode()) for text in news]
+        words = hosts.exchange("seconds", judge.news().to_json().encode())
+        news = [Told.from_json(word.decode()) for word in words]
+        proposal = news[0].proposal
         if judge.preparing is not None:
-            self._move(judge.preparing, told, step)
-        elif (proposal := told[0].proposal) is not None:
-            current = self._compiled_plans.current
-            if current.plan == proposal.old and not self._queue:
-                judge.preparing = proposal
-                self._thread.ask(self._prepare, judge, proposal, current, step, self._stream_steps)
-        if self._decides:
-            self._thread.ask(self._propose, judge, told, self._compiled_plans.current)
+            self._move(judge.preparing, news, step)
+        elif proposal is not None and current.plan == proposal.old and not self._queue:
+            judge.preparing = proposal
+            self._thread.ask(judge.prepare, proposal, current, step, self._stream_steps)
+        if not hosts.process:
+            self._thread.ask(judge.decide, news, current)
 
     def wait(self) -> None:
         """Waits until every step that was seen has been looked at."""
         self._thread.wait()
 
-    @property
-    def _decides(self) -> bool:
-        return self._hosts is None or not self._hosts.process
-
     def _measured_link(self) -> Link:
-        """Between processes, or between the devices of one."""
+        """Measures the link between processes, or between the devices of one."""
         if self._hosts:
             return link_between(self._hosts)
         first, *others = map(first_of, self._compiled_plans.current.devices)
         return links_between(first, others[0]).send if others else INFINITE
 
-    def _move(self, proposal: Proposal, told: Sequence[Told], step: int) -> None:
+    def _move(self, proposal: Proposal, news: Sequence[Told], step: int) -> None:
         """Queues a migration once all are ready for it; forgets it if one of them cannot make it."""
         judge, current = self._judge, self._compiled_plans.current
-        refusals = [one.refusal for one in told if one.refusal]
-        if not refusals and not all(one.how for one in told):
+        refusals = [one.refusal for one in news if one.refusal]
+        if not refusals and not all(one.how for one in news):
             return
-        migration, judge.preparing, judge.made = judge.made, None, None
+        migration, judge.preparing, judge.ready = judge.ready, None, None
         if refusals:
             cuts = list(proposal.new.cuts)
             _log.warning("%s, but cuts %s cannot be: %s", proposal.why, cuts, refusals[0])
             judge.refuse(proposal.new)
         elif current.plan == proposal.old and not self._queue:
             assert isinstance(migration, Migration), "nobody refuses"
-            if self._hosts:
-                rows = agreed_rows(migration.new)
-                self._hosts.agree("migrations", [("plan", str(proposal.new.to_json())), *rows])
-            foreseen = migration.stream_steps if len({one.how for one in told}) == 1 else UNFORESEEN
+            agree_on_rows(migration.new, "migrations")
+            # Processes that would move by different ways prepare again, all by one.
+            foreseen = migration.stream_steps if len({one.how for one in news}) == 1 else UNFORESEEN
             change = replace(migration.change, step=step)
             self._queue.append(replace(migration, change=change, stream_steps=foreseen))
-
-    # In the background
 
     def _look(
         self,
         judge: "_Judge",
-        monitor: Monitor,
-        record: Record,
+        read: Callable[[], Measured],
         compiled: CompiledPlan,
         step: int,
         stream_steps: int,
     ) -> None:
+        """Reads the marks of a step; a process alone decides and makes ready at once."""
         try:
-            took = seen(monitor.read(record), compiled)
+            seconds = seen(read(), compiled)
         except Exception:
             _log.exception("step %d could not be looked at", step)
             return
         if self._hosts:
-            judge.read.append((step, took))
+            judge.untold.append((step, seconds))
             return
-        if judge.preparing is not None:  # the other thread has not come to it
+        if judge.preparing is not None:  # the thread that trains has not come to it
             return
-        self._propose(judge, [Told({step: took})], compiled)
+        judge.decide([Told({step: seconds})], compiled)
         proposal, judge.proposal = judge.proposal, None
         if proposal is not None:
-            self._prepare(judge, proposal, compiled, step + 1, stream_steps)
+            judge.prepare(proposal, compiled, step + 1, stream_steps)
             judge.preparing = proposal
-
-    def _propose(self, judge: "_Judge", told: Sequence[Told], compiled: CompiledPlan) -> None:
-        try:
-            with beside_training():
-                judge.decide(told, compiled, self._compiled_plans, self._link or INFINITE)
-        except Exception:
-            _log.exception("what steps took could not be judged")
-
-    def _prepare(
-        self,
-        judge: "_Judge",
-        proposal: Proposal,
-        compiled: CompiledPlan,
-        step: int,
-        stream_steps: int,
-    ) -> None:
-        """Makes a migration ready, by the way that this process has room for; or says why it cannot."""
-        try:
-            with beside_training():
-                new = self._compiled_plans.with_plan(proposal.new, compiled)
-                why, limits = proposal.why, self._limits
-                migration = prepare_migration(compiled, new, (step, 0), why, limits, stream_steps)
-                migration.bound.compile_marks()
-                judge.made = migration
-        except Exception as error:
-            judge.made = str(error) or type(error).__name__
 
 
 class _Judge:
-    """What a process knows of the steps of a model under a rule; of several the first one proposes."""
+    """What a process knows of the steps of a model under a rule; of several the first one proposes.
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    Args:
+        rule: how much evidence is enough.
+        compiled_plans: those of the model.
+        limits: kept while layers move.
+    """
+
+    def __init__(self, rule: Rule, compiled_plans: CompiledPlans, limits: Limits) -> None:
+        self.rule, self.link = rule, INFINITE
+        self._compiled_plans, self._limits = compiled_plans, limits
         self.plans: dict[int, Plan] = {}  # under which the steps ran that not all have told of
-        self.read: deque[tuple[int, Seen]] = deque()  # steps that the others have not been told of
+        self.untold: deque[tuple[int, Seen]] = deque()  # steps that the others do not know of
         self.proposal: Proposal | None = None  # not told yet
         self.preparing: Proposal | None = None  # what all make ready
-        self.made: Migration | str | None = None  # for it, or why it cannot be
-        self._told: dict[int, list[Seen]] = {}
+        self.ready: Migration | str | None = None  # for it, or why it cannot be
+        self._parts: dict[int, list[Seen]] = {}  # of steps, as the processes tell them
         self._trigger: Trigger | None = None
         self._replaced: Plan | None = None  # another one is proposed for it: not judged again
         self._answer: Planned | None = None  # the planner's last one
         self._asked: tuple[int, ...] = ()  # the cuts for which the plan that is proposed was found
 
     def news(self) -> Told:
-        """Gives what there is to tell, and counts it as told."""
-        seconds = dict(self.read.popleft() for _ in range(len(self.read)))
+        """Returns what the others do not know yet, and counts it as told."""
+        seconds = dict(self.untold.popleft() for _ in range(len(self.untold)))
         proposal, self.proposal = self.proposal, None
-        made = self.made
-        how = made.change.how if isinstance(made, Migration) else ""
-        return Told(seconds, proposal, how, made if isinstance(made, str) else "")
+        ready = self.ready
+        how = ready.change.how if isinstance(ready, Migration) else ""
+        return Told(seconds, proposal, how, ready if isinstance(ready, str) else "")
 
-    def decide(
-        self,
-        told: Sequence[Told],
-        compiled: CompiledPlan,
-        compiled_plans: CompiledPlans,
-        link: Link,
-    ) -> None:
+    def decide(self, news: Sequence[Told], compiled: CompiledPlan) -> None:
         """Asks the trigger about every step that all have told of by now.
 
         Args:
-            told: what each process has told.
+            news: what each process has told.
             compiled: the plan in use.
-            compiled_plans: those of the model.
-            link: between the processes.
         """
         try:
-            for seconds in told:
-                for step, seen in seconds.seconds.items():
-                    self._told.setdefault(step, []).append(seen)
-            for step in sorted(
-                step for step, parts in self._told.items() if len(parts) == len(told)
-            ):
-                took = all_of(self._told[step])
-                self._judge(self.plans[step], took, compiled, compiled_plans, link)
-                self._told = {later: parts for later, parts in self._told.items() if later > step}
-                self.plans = {later: plan for later, plan in self.plans.items() if later > step}
+            with beside_training():
+                for one in news:
+                    for step, part in one.seconds.items():
+                        self._parts.setdefault(step, []).append(part)
+                complete = [s for s, parts in self._parts.items() if len(parts) == len(news)]
+                for step in sorted(complete):
+                    self._judge(self.plans[step], all_of(self._parts[step]), compiled)
+                    # Earlier steps are too late to decide anything.
+                    self._parts = {s: parts for s, parts in self._parts.items() if s > step}
+                    self.plans = {s: plan for s, plan in self.plans.items() if s > step}
         except Exception:
-            _log.exception("what all processes have told of their steps could not be judged")
+            _log.exception("what steps took could not be judged")
+
+    def prepare(
+        self, proposal: Proposal, compiled: CompiledPlan, step: int, stream_steps: int
+    ) -> None:
+        """Makes a migration ready, by the way that this process has room for; or says why it cannot.
+
+        Args:
+            proposal: the plan to come.
+            compiled: the plan in use.
+            step: before which it may be made.
+            stream_steps: those of the stream by then.
+        """
+        try:
+            with beside_training():
+                new = self._compiled_plans.with_plan(proposal.new, compiled)
+                moment = (step, 0)
+                migration = prepare_migration(
+                    compiled, new, moment, proposal.why, self._limits, stream_steps
+                )
+                migration.bound.compile_marks()
+                self.ready = migration
+        except Exception as error:
+            self.ready = str(error) or type(error).__name__
 
     def refuse(self, plan: Plan) -> None:
         """Asks no more for a plan that cannot be made."""
@@ -425,60 +411,58 @@ class _Judge:
             self._trigger.refuse(self._asked)
         self._replaced = None
 
-    def _judge(
-        self,
-        plan: Plan,
-        seen: Seen,
-        compiled: CompiledPlan,
-        compiled_plans: CompiledPlans,
-        link: Link,
-    ) -> None:
+    def _judge(self, plan: Plan, seconds: Seen, compiled: CompiledPlan) -> None:
+        """Proposes another plan if a step asks for one that pays for its way there.
+
+        Args:
+            plan: under which the step ran.
+            seconds: that it took.
+            compiled: the plan in use.
+        """
         if self._trigger is None:
-            synchronous, layer_s = compiled.schedule.synchronous, compiled_plans.layer_s
+            synchronous, layer_s = compiled.schedule.synchronous, self._compiled_plans.layer_s
             self._trigger = Trigger(
                 layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
         if plan == self._replaced:
             return
         self._replaced, trigger = None, self._trigger
-        replan = trigger.observe(plan, seen)
+        replan = trigger.observe(plan, seconds)
         if replan is None or plan != compiled.plan:
             return
-        new = self._plan_for(replan, trigger.home, compiled, compiled_plans)
+        new = self._plan_for(replan, trigger.home, compiled)
         if new is None:
             trigger.refuse(replan.cuts)
             return
         moved_bytes = copied_bytes(lower_move(compiled.traced.graph, plan, new, compiled.optimizer))
-        if not replan.repays(moved_bytes, link, self.rule):
-            _log.info(
-                "%s, but cuts %s do not repay the %d bytes that would move",
-                replan.why,
-                new.cuts,
-                moved_bytes,
-            )
-            trigger.refuse(replan.cuts)
-        else:
+        if replan.repays(moved_bytes, self.link, self.rule):
             trigger.expect(new.cuts)
             self._asked = replan.cuts
             self.proposal, self._replaced = Proposal(plan, new, replan.why), plan
+            return
+        too_dear = "%s, but cuts %s do not repay the %d bytes that would move"
+        _log.info(too_dear, replan.why, new.cuts, moved_bytes)
+        trigger.refuse(replan.cuts)
 
-    def _plan_for(
-        self, replan: Replan, home: Plan, compiled: CompiledPlan, compiled_plans: CompiledPlans
-    ) -> Plan | None:
-        """The plan at home; or the planner's for the devices as they are, None if it gains too little; or cuts alone.
+    def _plan_for(self, replan: Replan, home: Plan, compiled: CompiledPlan) -> Plan | None:
+        """Finds the plan to move to.
 
-        Cuts alone change where no planner made the plan at home, or whoever did is not asked again.
+        Args:
+            replan: the cuts that a step asks for.
+            home: the plan that was planned or asked for.
+            compiled: the plan in use.
+
+        Returns:
+            The plan at home; or the planner's for the devices as they are, None if it gains too little; or other cuts
+            alone, where no planner made the plan at home, or whoever did is not asked again.
         """
+        compiled_plans, graph = self._compiled_plans, compiled.traced.graph
         planned, settings = compiled_plans.planned, compiled_plans.settings
         if replan.cuts == home.cuts:
             return home
-        graph = compiled.traced.graph
-        given = settings.fates or settings.checkpoint is not None
-        if planned is None or given or not _alike(planned.plan, home):
-            return recut(graph, home, replan.cuts)
 
         def placed(plan: Plan) -> Plan:
-            """With the optimizer's state where it lies at home."""
+            """Puts the optimizer's state where it lies at home."""
             like_home = zip(plan.stages, recut(graph, home, plan.cuts).stages, strict=True)
             stages = tuple(replace(s, state_fates=x.state_fates) for s, x in like_home)
             return replace(plan, stages=stages, splits=home.splits)
@@ -487,32 +471,33 @@ class _Judge:
             peaks = compiled_plans.with_plan(placed(plan), compiled).peaks
             return [max(peaks[d].bytes for d in stage.devices) for stage in plan.stages]
 
-        held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are not known here
-        answer = planned_again(planned, replan.slowness, held_bytes_of)
+        answer = None
+        by_user = settings.fates or settings.checkpoint is not None
+        if planned is not None and not by_user and _alike(planned.plan, home):
+            held_bytes_of = None if settings.hosts else held_bytes  # others' bytes are unknown here
+            answer = planned_again(planned, replan.slowness, held_bytes_of)
         if answer is None:
             return recut(graph, home, replan.cuts)
-        holds = next(
-            (x for x in (self._answer, planned) if x and _alike(x.plan, compiled.plan)), None
-        )
-        now = replace(answer, decision=holds.decision) if holds else None
-        if now is not None and answer.step_s > (1 - self.rule.gain) * now.step_s:
-            return None
+        candidates = (x for x in (self._answer, planned) if x and _alike(x.plan, compiled.plan))
+        if present := next(candidates, None):
+            now = replace(answer, decision=present.decision)
+            if answer.step_s > (1 - self.rule.gain) * now.step_s:
+                return None
         self._answer = answer
         return placed(answer.plan)
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans have the same layers on the same devices, with the same fates of what they leave."""
-    both = zip(one.stages, other.stages, strict=False)
-    same = all(
-        (s.layers, s.devices, dict(s.fates)) == (x.layers, x.devices, dict(x.fates))
-        for s, x in both
-    )
-    return same and len(one.stages) == len(other.stages)
+    """Tells whether two plans have the same layers on the same devices, with the same fates of what they leave."""
+
+    def stages(plan: Plan) -> list[Any]:
+        return [(stage.layers, stage.devices, dict(stage.fates)) for stage in plan.stages]
+
+    return stages(one) == stages(other)
 
 
 def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
-    """Seconds of a measured step per micro-batch, by layer and by stage.
+    """Returns seconds of a measured step per micro-batch, by layer and by stage.
 
     Where devices of a stage take turns, each has as many times longer for one of its own.
     """

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any
 
@@ -28,17 +28,17 @@ Tree = Any
 PER_LAYER = "per_layer"
 """The optimizer sees each layer of those that a scan stacks alone."""
 USUAL_STAGES, USUAL_MICROBATCHES = 2, 4
-"""How many there are unless that is said, in training and in planning alike."""
+"""How many there are unless given, in training and in planning alike."""
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """A number of Python or NumPy, as one of Python.
+    """Checks a whole number of Python or NumPy.
 
     Args:
         name: of the option.
         value: what was given.
         least: that it may be.
-        most: likewise, if that is limited.
+        most: that it may be, if there is a limit.
     """
     if most is not None and is_whole(value) and value > most:
         raise ValueError(f"{name} must be a whole number of at most {most}, not {brief(value)}")
@@ -55,7 +55,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
 
 
 def positive(name: str, value: Any, most: float = math.inf) -> float:
-    """A number above 0; of those that have an end not above it."""
+    """Checks a number above 0, and not above a limit if there is one."""
     number = is_whole(value) or isinstance(value, float | np.floating)
     if not number or not 0 < value < math.inf or value > most:
         limit = "" if most == math.inf else f", and at most {most:.3g}"
@@ -63,9 +63,10 @@ def positive(name: str, value: Any, most: float = math.inf) -> float:
     return float(value)
 
 
-def one_of(kind: str, known: Iterable[str]) -> Callable[[str, Any], str]:
-    """A check of names that are known; `kind` is what they name."""
-    names = list(known)
+def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
+    """Makes the check of a name that must be known; `kind` is what it names."""
+    # Listed once: what is known may be an iterator.
+    names = list(choices)
 
     def check(name: str, value: Any) -> str:
         if checked_name(name, value, names[0]) not in names:
@@ -76,7 +77,7 @@ def one_of(kind: str, known: Iterable[str]) -> Callable[[str, Any], str]:
 
 
 def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Some numbers, in a sequence or a text.
+    """Reads whole numbers from a sequence or a text.
 
     >>> whole_numbers("replicas", "2:1"), whole_numbers("cuts", [5, 2])
     ((2, 1), (5, 2))
@@ -91,7 +92,7 @@ def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def checked_name(name: str, value: Any, usual: str) -> str:
-    """A name, known or not.
+    """Checks a name, known or not.
 
     Args:
         name: of the option.
@@ -106,19 +107,19 @@ def checked_name(name: str, value: Any, usual: str) -> str:
 
 
 def checked_schedule(name: str, schedule: Any) -> Schedule:
-    """A schedule, by its name or as it is."""
+    """Finds a schedule by its name, or takes it as it is."""
     return find_schedule(
         schedule if isinstance(schedule, Schedule) else checked_name(name, schedule, "1f1b")
     )
 
 
 def checked_stages(name: str, stages: Any, most: int) -> int | Plan:
-    """The number of stages, or a plan."""
+    """Checks the number of stages, or takes a plan."""
     return stages if isinstance(stages, Plan) else whole_number(name, stages, most=most)
 
 
 def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
-    """Returns fates by patterns.
+    """Checks fates by patterns.
 
     Args:
         name: of the option.
@@ -143,7 +144,7 @@ def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:
 
 
 def checked_stacked(name: str, stacked: Any) -> str:
-    """What an optimizer sees of stacked layers.
+    """Checks what an optimizer is to see of stacked layers.
 
     >>> checked_stacked("stacked", "per_layer")
     'per_layer'
@@ -157,18 +158,18 @@ def checked_stacked(name: str, stacked: Any) -> str:
 
 
 def checked_devices(devices: Any) -> list[Device]:
-    """The devices that are given, or all."""
-    given = several(jax.devices() if devices is None else devices)
-    if not given or not all(hasattr(device, "addressable_memories") for device in given):
+    """Checks the devices that are given; all of them unless given."""
+    chosen = several(jax.devices() if devices is None else devices)
+    if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
         raise ValueError(
             "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
             f"{brief(devices)}"
         )
-    return given
+    return chosen
 
 
 def checked_moment(at: Any) -> tuple[int, int] | None:
-    """A step and a micro-batch of it, if they are given.
+    """Checks a step and a micro-batch of it, if they are given.
 
     >>> checked_moment([3, np.int64(1)])
     (3, 1)
@@ -184,7 +185,7 @@ def checked_moment(at: Any) -> tuple[int, int] | None:
 
 
 def checked_plan(plan: Any) -> Plan:
-    """A plan to move to."""
+    """Checks a plan to move to."""
     if not isinstance(plan, Plan):
         raise ValueError(
             f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}"
@@ -193,7 +194,7 @@ def checked_plan(plan: Any) -> Plan:
 
 
 def checked_rule(rule: Any) -> Rule:
-    """A rule of when to move; the usual one unless given."""
+    """Checks a rule of when to move; the usual one unless given."""
     if not isinstance(rule, Rule | None):
         raise ValueError(
             f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
@@ -219,6 +220,7 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
             f"the loss must be a function of ({', '.join(names)}), not {_kind(loss_fn)}"
         )
     try:
+        # Bound to names alone: nothing is called.
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # one that Python cannot look into
         return
@@ -235,8 +237,8 @@ def check_loss(loss_fn: Any, *, has_state: bool) -> None:
 def check_predicted(function: Any, *, has_state: bool) -> None:
     """Raises ValueError for what `predict` cannot call."""
     if not callable(function) or isinstance(function, type):
-        given = "params, model_state, batch" if has_state else "params, batch"
-        raise ValueError(f"function must be a function of ({given}), not {brief(function)}")
+        arguments = "params, model_state, batch" if has_state else "params, batch"
+        raise ValueError(f"function must be a function of ({arguments}), not {brief(function)}")
 
 
 def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
@@ -244,15 +246,10 @@ def check_functions(loss_fn: Any, optimizer: Any, *, has_state: bool) -> None:
 
     Args:
         loss_fn: as the user gave it.
-        optimizer: likewise.
+        optimizer: as the user gave it.
         has_state: whether the loss takes and returns model state.
     """
     check_loss(loss_fn, has_state=has_state)
-    check_optimizer(optimizer)
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for what is no optax transformation."""
     methods = (getattr(optimizer, name, None) for name in ("init", "update"))
     if isinstance(optimizer, type) or not all(map(callable, methods)):
         raise ValueError(
@@ -261,7 +258,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_key(rng: Any) -> None:
-    """Raises ValueError for what is no random key, of the new kind or the old."""
+    """Raises ValueError for anything but a random key, of the new kind or the old."""
     cure = (
         f": write jax.random.key({rng})"
         if isinstance(rng, (int, np.integer))
@@ -269,6 +266,7 @@ def check_key(rng: Any) -> None:
     )
     if not isinstance(rng, (jax.Array, np.ndarray)):
         raise ValueError(f"rng must be a random key, not {_kind(rng)}{cure}")
+    # A key of the old kind is an array of words.
     shape = () if is_key(rng) else jax.eval_shape(jax.random.PRNGKey, 0).shape
     if rng.shape != shape or (not is_key(rng) and rng.dtype != np.uint32):
         raise ValueError(f"rng must be one random key, not {rng.dtype}{list(rng.shape)}{cure}")
@@ -315,7 +313,7 @@ def check_chooser(schedule: Schedule, planner: str) -> None:
 
 
 def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
-    """The devices of each stage, or "auto".
+    """Checks the devices of each stage, or "auto".
 
     >>> checked_replicas("replicas", "2:1"), checked_replicas("replicas", "auto")
     ((2, 1), 'auto')
@@ -331,3 +329,34 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
     return whole_numbers(name, replicas)
+
+
+_SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"
+
+
+def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
+    """Tells how fast each device is beside the others; none if nobody says.
+
+    >>> checked_speeds("speeds", np.array([2, 1]))
+    (2.0, 1.0)
+    >>> checked_speeds("speeds", [2, 0])
+    Traceback (most recent call last):
+    ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
+    """
+    listed: list[Any] = (
+        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
+    )
+    are_numbers = all(
+        (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in listed
+    )
+    if not are_numbers:
+        raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
+    return tuple(float(x) for x in listed)
+
+
+def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
+    """Raises ValueError unless there is a speed for each device, or none."""
+    if speeds and len(speeds) != devices:
+        raise ValueError(
+            f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
+        )

@@ -30,8 +30,12 @@ from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, GivenLists
-from jvpipe.session.measuring import LIMITS, Measurement
+from jvpipe.session.devices import LIMITS
+from jvpipe.session.measuring import Measurement, work_s
 from jvpipe.trace.spread import CoupledError
+
+HeldBytes = Callable[[Plan], Sequence[int]]
+"""Tells what the fullest device of each stage of a plan holds at most, by the lowered lists."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Planned:
     @property
     def layer_s(self) -> list[float] | None:
         """Seconds of each layer's forward and backward on the device that was measured, if one was."""
-        seconds = [layer.forward_s + layer.backward_s for layer in self.problem.costs.layers]
+        seconds = work_s(self.problem.costs.layers)
         return seconds if any(seconds) else None
 
     @property
@@ -104,17 +108,19 @@ def ask(
         Infeasible: it finds nothing that keeps the limit.
     """
     unlike = problem.groups and not problem.replicated
+    # Papers do not treat the order of unlike devices.
     chooses = unlike and not find_planner(planner).as_paper and not fixed
     asked = worth_searching(problem) if chooses else [problem]
     return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
 
 
 def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
-    """The answer for devices in this order."""
+    """Asks for devices in this order."""
     if problem.schedule != AUTO:
         return answered(planner, problem, find_planner(planner).decide(problem), places)
     ordered = find_order(problem)
     plan = ordered.plan(problem, planner)
+    # Groups name their devices themselves.
     if places and not problem.groups:
         plan = plan.on([(places[d],) for stage in plan.stages for d in stage.devices])
     return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
@@ -126,7 +132,7 @@ def answered(
     decision: Decision,
     places: Sequence[int] | None = None,
 ) -> Planned:
-    """A decision as a planner's answer.
+    """Makes a planner's answer of its decision.
 
     Args:
         planner: its name.
@@ -134,6 +140,7 @@ def answered(
         decision: its answer.
         places: the device of each stage; those that the problem says unless given.
     """
+    # Lists that were sought belong into the plan: no schedule makes them again.
     lists = problem.schedule.lists
     where = None if problem.groups or places is None else [(place,) for place in places]
     plan = decision.plan(problem, planner, where)
@@ -161,7 +168,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
     else:
         worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
         for plan in plans or least_bytes_plans(shapes):
-            # Of shapes that differ in which devices there are, the best is worth a plan.
+            # Shapes may differ only in their devices: the best of these is worth a plan.
             worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
         some = _worth_plans(list(worth.values()))
         best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
@@ -169,7 +176,7 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 
 
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
-    """Which rough plans of different shapes, the fastest first, are planned exactly.
+    """Tells which rough plans of different shapes, the fastest first, are planned exactly.
 
     Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
     """
@@ -180,17 +187,18 @@ def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
 
 
 def _of_shape(planner: str, plan: RoughPlan) -> Planned:
-    """The plan of a shape, which is at least as fast as the rough one."""
+    """Plans a shape, at least as fast as the rough plan of it."""
     problem = plan.problem
     if problem.schedule == AUTO:
         return _ask(planner, problem, None)
+    # The climb begins with the rough plan, if that is one of this problem.
     fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
     begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
     return answered(planner, problem, under_rule(problem, begin))
 
 
 def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
-    """A paper's plans, one for each size of micro-batches for which it has one, the fastest simulated first."""
+    """Returns a paper's plans, one for each size of micro-batches that it can plan, the fastest first."""
     if shapes.pins.count is not None:
         raise ValueError(
             f"planner '{planner.name}' decides stages, replicas and cuts itself: leave them out, or use planner "
@@ -203,7 +211,7 @@ def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
 
 
 def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
-    """The error when a paper's planner has no plan: it names a limit under which it has one."""
+    """Makes the error of a paper's planner that has no plan: it names a limit under which it has one."""
     limit = shapes.model.memory_limit_bytes
     assert limit is not None, "without a limit every planner has a plan"
 
@@ -211,6 +219,7 @@ def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
         return bool(_of_paper(planner, shapes.under(limit_bytes)))
 
     enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
+    # It ends, because a planner has a plan once the limit is large enough.
     while not finds(enough):
         enough += enough // 8 + 1
     return Infeasible(
@@ -234,100 +243,67 @@ class ChosenShape:
     planned: Planned | None = None
 
 
-@dataclass(frozen=True)
-class ShapeSearch:
-    """What it takes to find the shape of a traced model.
+def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
+    """Finds the shape of the fastest simulated step under the limit.
 
     Args:
-        measurement: measures it, and says what is wanted.
-        stages: how many there are to be; None if that is to be decided.
+        measurement: measures the model, and says what is wanted.
+        held_bytes_of: what the fullest device of each stage of a plan holds, by the lowered lists.
     """
-
-    measurement: Measurement
-    stages: int | None
-
-    def find(self, held_bytes_of: Callable[[Plan], Sequence[int]]) -> ChosenShape:
-        """Finds the shape of the fastest simulated step under the limit.
-
-        Args:
-            held_bytes_of: what the fullest device of each stage of a plan holds, by the lowered lists.
-        """
-        request = self.measurement.request
-        if refused := self._refused():
-            return self.one_each(refused)
+    settings = measurement.settings
+    if refusal := _refusal(measurement):
+        return _one_each(measurement, refusal)
+    try:
+        local, least = measurement.slices()
+    except CoupledError as coupled:
+        return _one_each(measurement, str(coupled))
+    stages = settings.stages if isinstance(settings.stages, int) else None
+    # The size of a micro-batch is fixed here: the model is traced at it.
+    pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
+    shapes = asked = measurement.shapes(local, pins)
+    for _ in range(LIMITS.attempts):
         try:
-            local, least = self.measurement.slices()
-        except CoupledError as coupled:
-            return self.one_each(str(coupled))
-        examples = self.measurement.traced.graph.examples
-        shapes = self.measurement.shapes(local, Pins(self.stages, size=examples, least_slice=least))
-        limit = shapes.model.memory_limit_bytes
-        asked = shapes
-        for _ in range(LIMITS.attempts):
-            try:
-                planned = ask_shapes(request.planner, asked)
-            except Infeasible:
-                break
-            answer = planned.problem, planned.decision, planned.shapes
-            why = (_summary(shapes, planned), *shape_reasons(shapes, *answer))
-            places = planned.problem.devices
-            if not planned.problem.replicated:
-                return ChosenShape(places, why)
-            try:
-                over = self._over_bytes(planned, held_bytes_of)
-            except ValueError as unlike:  # a layer leaves other things on slices than on the whole
-                return self.one_each(str(unlike))
-            if over <= 0:
-                return ChosenShape(places, why, planned)
-            asked = _tighter(asked, over)
-        return self.one_each(
-            f"no plan with replicas was found that keeps the limit of {limit} bytes"
-        )
-
-    def _over_bytes(self, planned: Planned, held_bytes_of: Callable[[Plan], Sequence[int]]) -> int:
-        """By how much a device of a plan holds more than it may; less than 1 if it fits."""
-        if not self.measurement.request.limits:
-            held_bytes_of(planned.plan)
-            return 0
+            planned = ask_shapes(settings.planner, asked)
+        except Infeasible:
+            break
         problem = planned.problem
-        limits = [problem.limit_of(place) or 0 for place in problem.places]
-        held = held_bytes_of(planned.plan)
-        return max(size - limit for size, limit in zip(held, limits, strict=True))
-
-    def one_each(self, why: str) -> ChosenShape:
-        """As many stages as are asked for, or as there can be, of one device each.
-
-        Args:
-            why: they have no more.
-        """
-        measurement = self.measurement
-        layers = len(measurement.traced.graph.layers)
-        chunks = measurement.request.schedule.chunks
-        most = max(1, min(len(measurement.devices), layers // chunks))
-        places = most if self.stages is None else self.stages
-        return ChosenShape(places, (f"each stage has one device: {why}",))
-
-    def _refused(self) -> str | None:
-        """Why stages cannot have several devices, whatever the loss is."""
-        schedule = self.measurement.request.schedule
+        step = f"step {1e3 * planned.step_s:.2f} ms simulated"
+        summary = f"on {shapes.devices} devices {shape_words(problem)}: {step}"
+        why = (summary, *shape_reasons(shapes, problem, planned.decision, planned.shapes))
+        if not problem.replicated:
+            return ChosenShape(problem.devices, why)
         try:
-            check_replicable(schedule)
-        except ValueError as cannot:
-            return str(cannot)
-        if not schedule.synchronous:
-            return f"under {schedule.name} they are not planned yet"
-        if len(self.measurement.devices) < 2:
-            return "there are no more"
-        return None
-
-
-def _summary(shapes: Shapes, planned: Planned) -> str:
-    """Says what shape was chosen, and what a step takes."""
-    return f"on {shapes.devices} devices {shape_words(planned.problem)}: step {1e3 * planned.step_s:.2f} ms simulated"
-
-
-def _tighter(shapes: Shapes, over: int) -> Shapes:
-    """The same shapes under a limit that is smaller by so many bytes."""
+            held = held_bytes_of(planned.plan)
+        except ValueError as unlike:  # a layer leaves other things on slices than on the whole
+            return _one_each(measurement, str(unlike))
+        limits = [problem.limit_of(place) or math.inf for place in problem.places]
+        over = max(size - limit for size, limit in zip(held, limits, strict=True))
+        if over <= 0:
+            return ChosenShape(problem.devices, why, planned)
+        # The next plan is asked for under a limit that is smaller by what this one holds too much.
+        tighter = (asked.model.memory_limit_bytes or 0) - int(over)
+        asked = asked.under(max(1, tighter))
     limit = shapes.model.memory_limit_bytes
-    assert limit is not None
-    return shapes.under(max(1, limit - over))
+    why_not = f"no plan with replicas was found that keeps the limit of {limit} bytes"
+    return _one_each(measurement, why_not)
+
+
+def _one_each(measurement: Measurement, why: str) -> ChosenShape:
+    """Returns as many stages of one device each as are asked for, or as there can be; `why` they have no more."""
+    settings, layers = measurement.settings, len(measurement.traced.graph.layers)
+    places = settings.stages
+    if not isinstance(places, int):
+        places = max(1, min(len(measurement.devices), layers // settings.schedule.chunks))
+    return ChosenShape(places, (f"each stage has one device: {why}",))
+
+
+def _refusal(measurement: Measurement) -> str:
+    """Says why stages cannot have several devices, whatever the loss is; nothing if they can."""
+    schedule = measurement.settings.schedule
+    try:
+        check_replicable(schedule)
+    except ValueError as cannot:
+        return str(cannot)
+    if not schedule.synchronous:
+        return f"under {schedule.name} they are not planned yet"
+    return "there are no more" if len(measurement.devices) < 2 else ""

@@ -22,10 +22,10 @@ from jvpipe.runtime.state.migrate import (
     prepare_migration,
     state_after_failed_move,
 )
-from jvpipe.runtime.state.model_change import ModelSwitch, Parked, plan_model_switch
+from jvpipe.runtime.state.model_change import Parked
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.compiled_plans import CompiledPlans
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 from jvpipe.session.trees import micro_batch_shapes, shapes_of
 from jvpipe.trace.leaves import abstract
 
@@ -70,7 +70,7 @@ class Migrations:
         step, microbatch = at or (state.step, 0)
         if step < state.step or not 0 <= microbatch < microbatches:
             raise ValueError(
-                f"at={at} is no moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"at={at} is not a moment to come: the next step is {state.step}, its micro-batches are 0 to "
                 f"{microbatches - 1}"
             )
         if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
@@ -84,11 +84,12 @@ class Migrations:
             raise ValueError(
                 f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
             )
+        # It follows the last that waits, not the present plan.
         new = self._compiled_plans.with_plan(plan, old)
         self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
 
     def plan_between(self, step: int) -> Plan:
-        """The plan of a step before which all is made that is due in it, for its batch has other shapes than init's."""
+        """Returns the plan of a step whose batch has other shapes than init's: all that is due in it comes before."""
         due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
         return due[-1] if due else self._compiled_plans.current.plan
 
@@ -109,6 +110,7 @@ class Migrations:
             migration, old = self.queue[0], self._compiled_plans.current
             runs = compiled in (None, old) and state.updates >= self._warmup_updates
             m = change.microbatch if runs and change.step == state.step else 0
+            # It was prepared for a moment that may have come otherwise: then it is prepared again.
             foreseen = migration.old, migration.stream_steps, change.microbatch
             if foreseen != (old, old.representative(state.stream_steps), m):
                 new = replace(migration.new, previous=None)
@@ -119,6 +121,7 @@ class Migrations:
             if migration.change.how == "inside":
                 break
             self.queue.popleft()
+            # Between two steps nothing is in flight.
             state = drain(state)
             state.check(migration.bound.lowered.persistent)
             self._controller.settle()
@@ -140,8 +143,7 @@ class Migrations:
         self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
     ) -> Migration:
         migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
-        if new.hosts is not None:
-            new.hosts.agree("the rows of a migration", agreed_rows(migration.new))
+        agree_on_rows(migration.new, "the rows of a migration")
         if self._controller.monitor:
             migration.bound.compile_marks()
         return migration
@@ -203,7 +205,7 @@ class KnownModels:
             present: those of the model that is trained.
             loss_fn: the very object that is looked for.
             params: arrays or shapes.
-            model_state: likewise; by default the present one's.
+            model_state: also arrays or shapes; by default the present one's.
 
         Raises:
             ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
@@ -220,33 +222,11 @@ class KnownModels:
             ] = present
             if key not in self._known:
                 self._known[key] = self._traced(present, loss_fn, params, model_state)
+            # The least recently asked for goes first.
             self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
             return self._known[key]
-
-    def plan_switch(
-        self,
-        old: CompiledPlans,
-        new: CompiledPlans,
-        params: Tree,
-        model_state: Tree,
-        limits: Limits,
-    ) -> ModelSwitch:
-        """Plans how one model takes over from another; raises what `plan_model_switch` raises.
-
-        Args:
-            old: those of the present model.
-            new: those of the one that takes over.
-            params: values, for the parameters that are new.
-            model_state: likewise.
-            limits: kept at every instant.
-        """
-        given = {
-            "parameter": jax.tree.leaves(new.trees.stacks.split(params)),
-            "state": jax.tree.leaves(model_state),
-        }
-        return plan_model_switch(old.current, new.current, given, self.parked, limits)
 
     def _traced(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
@@ -283,7 +263,7 @@ class _MissingError(Exception):
 
 
 class _Watched(dict[Any, Any]):
-    """A part of the parameters that tells what is looked for in vain."""
+    """A part of the parameters that tells what is looked for and missing."""
 
     path: tuple[Any, ...] = ()
 
@@ -292,7 +272,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """The path of the first parameter that a loss looks for in vain; None if that cannot be told."""
+    """Returns the path of the first parameter that a loss looks for and does not find; None if that cannot be told."""
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

@@ -18,7 +18,7 @@ from jvpipe.runtime.state.checkpoints.parts import open_together, read_together,
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
 from jvpipe.session.compiled_plans import shown
 from jvpipe.session.session import Session
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 from jvpipe.session.trees import shapes_of
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief
@@ -63,6 +63,7 @@ def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
         except Exception as error:
             raise session.controller.failure(error) from error
 
+    # Whoever restores without a model of its own traces the loss with these.
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
@@ -141,7 +142,7 @@ def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         why = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise ValueError(f"{path} tells of a model that cannot begin here: {why}") from problem
+        raise ValueError(f"{path} describes a model that cannot begin here: {why}") from problem
 
 
 def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
@@ -169,6 +170,7 @@ def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> N
 def _placed(session: Session, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state at rest."""
     saving, meta = _saving(session, compiled), saved.meta
+    # Each process reads what it is to hold, and nothing else.
     wanted = saving.own(0)
     leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(wanted)))
     step, updates = int(meta["step"]), int(meta["updates"])
@@ -181,14 +183,14 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     stream_steps = int(in_flight["steps"])
     wanted = _saving(session, compiled).own(stream_steps)
     arrays = read_together(hosts, lambda: saved.read(wanted))
+    # In flight everything is placed where it lay, so making it takes no more than running.
     session.reset(compiled, compiled.peaks)
     try:
         placed = restore_in_flight(compiled, stream_steps, arrays["flight"], session.ledger)
     except ValueError as problem:
         raise ValueError(f"{saved.folder}: {problem}") from problem
     session.ledger.versions = VersionLedger.from_json(in_flight["versions"])
-    if hosts is not None:  # nothing crosses before all are ready
-        hosts.agree("the rows that processes run", agreed_rows(compiled))
+    agree_on_rows(compiled)
     model = session.compiled_plans.model_id
     return State(
         placed, saved_words(meta), int(meta["step"]), stream_steps, int(meta["updates"]), model

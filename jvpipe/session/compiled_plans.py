@@ -12,6 +12,7 @@ from jvpipe import _jax
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import find_planner
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
@@ -22,7 +23,8 @@ from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules import find_schedule
 from jvpipe.session.asking import ChosenShape, Planned
-from jvpipe.session.inner_axes import check_shard_maps
+from jvpipe.session.devices import check_shard_maps
+from jvpipe.session.measuring import Bench, work_s
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.settings import Settings
@@ -31,7 +33,7 @@ from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract
-from jvpipe.trace.model import Model, trace_model
+from jvpipe.trace.model import trace_model
 from jvpipe.trace.stacks import Stacks
 from jvpipe.util.paths import path_name
 
@@ -41,7 +43,7 @@ _log = logging.getLogger("jvpipe")
 
 
 def shown(batch: Tree) -> str:
-    """The leaves of a batch with their types and shapes, for people to read."""
+    """Returns the leaves of a batch with their types and shapes, for people to read."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract(batch, "batch leaf"))
     return ", ".join(
         f"{path_name(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves
@@ -66,6 +68,7 @@ class CompiledPlans:
         self.runs: Runs = {} if present is None else present.runs
         first = settings.places[0] if settings.places else 0  # the device that layers are timed on
         self._room_bytes = settings.limits[first] if settings.limits else None
+        # The model that trains meanwhile keeps its peak.
         if present is not None and self._room_bytes is not None:
             self._room_bytes -= present.current.peaks[first].bytes
         self._by_shapes: dict[Any, CompiledPlan] = {}
@@ -101,13 +104,31 @@ class CompiledPlans:
         assert self._trees is not None
         return self._trees
 
+    def reasons(self) -> tuple[Sequence[float] | None, list[str]]:
+        """Returns the seconds of the layers that the present plan was made with, if any, and its reasons."""
+        compiled, planned, shape = self.current, self.planned, self.shape
+        layer_s, lines = self.layer_s, list[str]()
+        chosen = shape and shape.planned
+        if shape and (chosen is None or chosen.plan.replicas == compiled.plan.replicas):
+            lines += shape.why
+        # A plan that took this one's place has other reasons, which nobody knows.
+        if planned and planned.plan.cuts == compiled.plan.cuts:
+            layer_s = layer_s and work_s(planned.placed)
+            lines += planned.reasons(compiled.optimizer.cross_layer)
+        return layer_s, lines + loop_reasons(compiled.traced)
+
     def check_traced(self) -> None:
         """Raises ValueError if no model was traced yet."""
         if not self._by_shapes:
             raise ValueError("this pipeline has no model yet: call init or restore first")
 
-    def for_batch(self, batch: Tree) -> CompiledPlan:
-        """Finds what runs a batch; at a shape that is new the loss is traced and compiled."""
+    def for_batch(self, batch: Tree, *, warms_up: bool = False) -> CompiledPlan:
+        """Finds what runs a batch; at a shape that is new the loss is traced and compiled.
+
+        Args:
+            batch: a whole one.
+            warms_up: in the synchronous steps before an asynchronous stream.
+        """
         trees, key = self.trees, shapes_of(batch)
         if key not in self._by_shapes:
             micro_batch_shapes(batch, self.settings.microbatches)
@@ -119,11 +140,7 @@ class CompiledPlans:
                     f"the loss does not take a batch of {shown(batch)}, init's was of {shown(trees.batch)}: "
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 ) from error
-        return self._by_shapes[key]
-
-    def warmup_for(self, batch: Tree) -> CompiledPlan:
-        """Finds what runs a batch in the synchronous steps before an asynchronous stream."""
-        return self._warmup[shapes_of(batch)]
+        return (self._warmup if warms_up else self._by_shapes)[key]
 
     def for_run(
         self,
@@ -133,7 +150,7 @@ class CompiledPlans:
         model_state: Tree,
         leaves_of: LeavesOf,
     ) -> "CompiledPlans":
-        """Makes those of a run that begins with these; another model than the present one is planned anew.
+        """Makes those of a run that begins with these; another model than the present one gets a new plan.
 
         Args:
             params: arrays or shapes, as all that follows.
@@ -175,20 +192,23 @@ class CompiledPlans:
         micro = micro_batch_shapes(batch, settings.microbatches)
         params, model_state = abstract(params), abstract(model_state, "leaf of the model state")
         base = self.current if self._by_shapes else None
-        present = base and base.traced
-        options = {
-            "has_aux": settings.has_aux,
-            "has_state": settings.has_state,
-            "sharding": settings.sharding,
-        }
-        options["reductions"] = settings.reductions
         with phase("tracing and cutting the loss"):
             model = trace_model(
-                settings.loss_fn, params, micro, rng, model_state, present, **options
+                settings.loss_fn,
+                params,
+                micro,
+                rng,
+                model_state,
+                base and base.traced,
+                has_aux=settings.has_aux,
+                has_state=settings.has_state,
+                sharding=settings.sharding,
+                reductions=settings.reductions,
             )
-        cutter = self._cutter(model)
+        sharding, grad_norm = settings.sharding, settings.grad_norm
+        cutter = OptimizerCutter.of(settings, model, grad_norm=grad_norm, sharding=sharding)
         traced = cutter.freeze(model.traced)
-        check_shard_maps(traced.loss.eqns, settings.sharding.axes if settings.sharding else {})
+        check_shard_maps(traced.loss.eqns, sharding.axes if sharding else {})
         if leaves_of:
             self._leaves = {
                 ("parameter", i): leaf for i, leaf in enumerate(leaves_of(model.stacks))
@@ -199,27 +219,23 @@ class CompiledPlans:
             )
             if before and (same := before._split_alike(traced, params)):
                 base, traced = before.current, same
-                self.planned, self.shape, self.model_id = (
-                    before.planned,
-                    before.shape,
-                    before.model_id,
-                )
+                self.planned, self.shape = before.planned, before.shape
+                self.model_id = before.model_id
         if settings.hosts is not None and not self._by_shapes:
-            settings.hosts.agree("what the processes train", self._functions(traced, cutter))
+            functions = {
+                "the loss": jaxpr_lines(traced.loss.jaxpr, traced.loss.constants),
+                "the optimizer": cutter.lines(traced.graph, settings.schedule),
+            }
+            parts = [(name, "\n".join(lines)) for name, lines in functions.items()]
+            settings.hosts.agree("what the processes train", parts)
         if base:
             compiled = self._compiled(traced, base.plan, base.optimizer)
         else:
-            planner = ModelPlanner(
-                settings,
-                self._store,
-                cutter,
-                self.runs,
-                self._room_bytes,
-                self._archive,
-                self._leaves,
-            )
+            bench = Bench(self._store, self.runs, self._room_bytes, self._archive)
+            planner = ModelPlanner(settings, bench, cutter, self._leaves)
             compiled, self.planned, self.shape = self._planned(planner, traced)
-        compiled = self.in_groups(compiled)
+        if not self._follows:  # else another model waits: groups are compiled beside it
+            compiled = self.in_groups(compiled)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
@@ -227,31 +243,15 @@ class CompiledPlans:
             )
         self._by_shapes[shapes_of(batch)] = compiled
 
-    def _cutter(self, model: Model) -> OptimizerCutter:
-        settings, stacks = self.settings, model.stacks
-        return OptimizerCutter(
-            settings.optimizer,
-            model.params,
-            settings.microbatches,
-            settings.grad_norm,
-            settings.sharding,
-            None if settings.stacked else stacks,
-            stacks.slices_named(settings.frozen),
-        )
-
-    def _functions(self, traced: Traced, cutter: OptimizerCutter) -> list[tuple[str, str]]:
-        """The loss and the optimizer as they were traced, with the arrays that they close over, to be compared."""
-        loss = jaxpr_lines(traced.loss.jaxpr, traced.loss.constants)
-        optimizer = cutter.lines(traced.graph, self.settings.schedule)
-        return [("the loss", "\n".join(loss)), ("the optimizer", "\n".join(optimizer))]
-
     def _planned(self, planner: ModelPlanner, traced: Traced) -> Chosen:
         """Plans; of several processes the first one measures and decides for all."""
         hosts, finer = self.settings.hosts, not self._follows
         if hosts is None or isinstance(self.settings.stages, Plan):
             return planner.plan(traced, finer=finer)
+        # All take part in measuring the link, before the first one decides.
         if find_planner(self.settings.planner).asks_seconds:
-            planner = replace(planner, between_hosts=link_between(hosts))
+            bench = replace(planner.bench, between_hosts=link_between(hosts))
+            planner = replace(planner, bench=bench)
         decided: list[Chosen] = []
 
         def decide() -> str:
@@ -259,16 +259,13 @@ class CompiledPlans:
             return json.dumps(decided[0].compiled.plan.to_json())
 
         plan = Plan.from_json(json.loads(hosts.decided("plan", decide)))
-        return (
-            decided[0]
-            if decided
-            else replace(planner, settings=replace(self.settings, stages=plan)).plan(
-                traced, finer=finer
-            )
-        )
+        if decided:
+            return decided[0]
+        told = replace(planner, settings=replace(self.settings, stages=plan))
+        return told.plan(traced, finer=finer)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
-        """A model with the splits of the present one, if it has the same layers and the same tree of parameters."""
+        """Splits a model as the present one is, if it has the same layers and the same tree of parameters."""
         present = self.current.traced
         if traced.cuts != present.cuts or jax.tree.structure(params) != jax.tree.structure(
             self.trees.params
@@ -300,11 +297,12 @@ class CompiledPlans:
         return self._compiled(base.traced, plan, base.optimizer)
 
     def from_spans(self, spans: Sequence[Sequence[Any]]) -> CompiledPlan:
-        """Compiles a stream that came to the present plan through others, as a checkpoint tells of it.
+        """Compiles a stream that came to the present plan through others, as a checkpoint describes it.
 
         Args:
             spans: (first micro-batch, plan as JSON) of each plan in turn, the present one last.
         """
+        # Each plan but the first remembers the one before it, and where it took over.
         earlier = self.current
         for n, (start, plan) in enumerate(spans[:-1]):
             earlier = replace(
@@ -316,6 +314,7 @@ class CompiledPlans:
 
     def adopt(self, compiled: CompiledPlan) -> None:
         """Runs everything under the plan of `compiled` from here on; it takes the place of the first."""
+        # The first shape stays first: its plan is that of all.
         (first, _), *others = self._by_shapes.items()
         self._by_shapes = {
             first: compiled,
@@ -327,6 +326,7 @@ class CompiledPlans:
 
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device of this process, so that any layer can run on any."""
+        # Any layer may come to any device of this process by a later plan.
         every = [replace(each, grouped=False) for each in (self.current, *self._warmup.values())]
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
@@ -336,3 +336,20 @@ class CompiledPlans:
         ]
         programs += [program for compiled in every for program in compiled.executables.values()]
         self._store.compile([(program, device) for program in programs for device in own])
+
+
+def loop_reasons(traced: Traced) -> list[str]:
+    """Writes a line for each layer that is a loop: it is not cut between the iterations, and what would cut it."""
+    lines = []
+    for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
+        loops = [eqn for eqn in body.eqns if eqn.primitive.name in ("scan", "while")]
+        counts = [eqn.params["length"] for eqn in loops if eqn.primitive.name == "scan"]
+        once = bool(counts) and max(counts) < 2
+        if not loops or once or not layer.reading(ValueKind.PARAMETER):
+            continue
+        times = f"{max(counts)} iterations" if counts else "an unknown number of iterations"
+        lines.append(
+            f"layer {layer.name} has a loop of {times}, which share their parameters: it is not cut between them. "
+            "Written out, as a loop of Python or with unroll=True, each iteration can be a layer"
+        )
+    return lines

@@ -15,15 +15,15 @@ from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import StageCost
+from jvpipe.planners.model.stage_cost import Evaluation
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.report import timeline
-from jvpipe.report.answers import AnsweredPlan, AnsweredShape
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
 from jvpipe.session.question import Question
 from jvpipe.simulate.timeline import Timeline
 from jvpipe.util.extras import extra
+from jvpipe.util.sizes import format_bytes
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,6 @@ class Forecast:
         return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
 
     @cached_property
-    def answered(self) -> tuple[AnsweredPlan, ...]:
-        """The answers as plain numbers, which tables and JSON are made of."""
-        return tuple(_answered_plan(self.problem, each, self.shapes) for each in self.answers)
-
-    @cached_property
     def simulation(self) -> Timeline:
         """What each device of the best plan does when, and what it holds."""
         return forecast(self.problem, self._decision)
@@ -109,6 +104,7 @@ class Forecast:
     def step_s(self) -> float:
         """Seconds of a simulated step; infinite without a plan."""
         best = self.answers[0].evaluation
+        # An infinite step is slower than any, so comparisons need no case of their own.
         own_s = math.inf if best is None else simulated_step_s(self.problem, best.stages)
         return own_s + self.state_s
 
@@ -134,7 +130,7 @@ class Forecast:
         return least_step_s(self.shapes) if self.shapes else least_bound(self.problem)
 
     def why_not(self) -> str:
-        """Why no plan keeps the limit, and what would."""
+        """Says why no plan keeps the limit, and what would."""
         return why_not(self.problem, self.answers)
 
     def figure(self, path: str | Path) -> None:
@@ -158,21 +154,23 @@ class Forecast:
         timeline.write(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
-        """The answer as `--json` holds it; of several planners a list, the best first."""
-        answers = [plan.as_json(self.lower_bound_s) for plan in self.answered]
+        """Returns the answer as `--json` holds it; of several planners a list, the best first."""
+        answers = list(map(self._answer_json, self.answers))
         return answers[0] if len(answers) == 1 else answers
 
     def show(self, console: Any) -> None:
         """Prints one answer whole, several side by side, to a `rich.console.Console`."""
         with extra("cli"):
             from jvpipe.report.tables import comparison, stage_table
+        problem, best = self.problem, self.answers[0]
         if len(self.answers) > 1:
-            console.print(comparison(self.answered))
+            console.print(comparison(map(self._row, self.answers)))
         elif self.simulated:
-            best = self.answered[0]
-            console.print(stage_table(best))
+            stages = _stages(problem, best)
+            names = list(map(problem.name_of, range(len(stages)))) if problem.groups else []
+            console.print(stage_table(stages, names))
             compiled = [f"stage {s}: {stage}" for s, stage in enumerate(best.compiled)]
-            for line in (best.summary(self.lower_bound_s), *compiled, *self.reasons):
+            for line in (self._summary(), *compiled, *self.reasons):
                 console.print(line, highlight=False)
 
     def __str__(self) -> str:
@@ -187,79 +185,136 @@ class Forecast:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
         return decision
 
+    def _answer_json(self, answer: Answer) -> dict[str, Any]:
+        """Returns an answer in the form of `--json`."""
+        problem, evaluation, bound_s = self.problem, answer.evaluation, self.lower_bound_s
+        head = {
+            "planner": answer.planner,
+            "schedule": problem.schedule.name,
+            "feasible": answer.fits(problem),
+        }
+        if evaluation is None:
+            assert answer.infeasible is not None
+            return head | {
+                "reason": str(answer.infeasible),
+                "smallest_limit_bytes": answer.infeasible.smallest_limit_bytes,
+                "stages": [],
+                "planning_s": answer.planning_s,
+            }
+        stages = _stages(problem, answer)
+        for stage in stages:
+            del stage["host_bytes"]
+        # What a compiler has said comes over what was planned, in the order of the stages.
+        for stage, said in zip(stages, answer.compiled, strict=False):
+            stage |= said.to_json()
+        lists, shapes = problem.schedule.lists, self.shapes
+        content = head | {
+            "stages": stages,
+            "bottleneck_s": evaluation.bottleneck_s,
+            "step_s": simulated_step_s(problem, evaluation.stages),
+            "lower_bound_s": bound_s if math.isfinite(bound_s) else None,
+            "bubble_fraction": self._idle(evaluation),
+            "planning_s": answer.planning_s,
+            "splits": list(answer.splits),
+            "tasks": list(lists.lines) if isinstance(lists, GivenLists) else [],
+        }
+        if shapes:
+            content["devices"], content["microbatches"] = shapes.devices, problem.microbatches
+            content["shapes"] = _shapes_json(answer)
+        return content
 
-def _answered_plan(problem: Problem, answer: Answer, shapes: Shapes | None) -> AnsweredPlan:
-    """Returns an answer as plain numbers.
+    def _idle(self, evaluation: Evaluation) -> float:
+        """Returns the idle share of the devices."""
+        shapes = self.shapes
+        return bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
 
-    Args:
-        problem: what was asked.
-        answer: a planner's.
-        shapes: those of which the problem is one, where the shape was decided too.
-    """
-    schedule, lists = problem.schedule.name, problem.schedule.lists
-    if answer.decision is None or answer.evaluation is None:
-        assert answer.infeasible is not None
-        return AnsweredPlan(
+    def _row(self, answer: Answer) -> tuple[str, ...]:
+        """Returns what a comparison says of an answer."""
+        planning, evaluation = f"{answer.planning_s:.2f}", answer.evaluation
+        if evaluation is None:
+            return answer.planner, "no plan fits", "", "", "", "", planning
+        over = "" if answer.fits(self.problem) else " (over the limit)"
+        return (
             answer.planner,
-            schedule,
-            answer.planning_s,
-            feasible=False,
-            reason=str(answer.infeasible),
-            smallest_limit_bytes=answer.infeasible.smallest_limit_bytes,
+            " ".join(map(str, _plan_of(self.problem, answer).cuts)),
+            f"{1e3 * evaluation.bottleneck_s:.2f}",
+            f"{1e3 * simulated_step_s(self.problem, evaluation.stages):.2f}",
+            f"{self._idle(evaluation):.1%}",
+            format_bytes(evaluation.peak_bytes) + over,
+            planning,
         )
-    stages = answer.evaluation.stages
-    plan = answer.plan or answer.decision.plan(problem, answer.planner)
-    tasks = lists.lines if isinstance(lists, GivenLists) else ()
-    return AnsweredPlan(
-        answer.planner,
-        schedule,
-        answer.planning_s,
-        feasible=answer.fits(problem),
-        plan=replace(plan, splits=answer.splits, tasks=tasks),
-        names=tuple(map(problem.name_of, range(len(stages)))) if problem.groups else (),
-        costs=tuple(map(_numbers, stages)),
-        compiled=answer.compiled,
-        microbatches=problem.microbatches,
-        bottleneck_s=answer.evaluation.bottleneck_s,
-        peak_bytes=answer.evaluation.peak_bytes,
-        step_s=simulated_step_s(problem, stages),
-        bubble_fraction=bubble_fraction(problem, stages, shapes and shapes.devices),
-        shape=shape_words(problem) if shapes else "",
-        shapes=_answered_shapes(answer) if shapes else (),
-        devices=shapes.devices if shapes else 0,
-        batch=shapes.batch if shapes else 0,
-    )
+
+    def _summary(self) -> str:
+        """Says how long a step is, how slow the slowest stage and how idle the devices."""
+        best, problem, shapes = self.answers[0], self.problem, self.shapes
+        evaluation, bound_s = best.evaluation, self.lower_bound_s
+        assert evaluation is not None
+        shape = f"on {shapes.devices} devices {shape_words(problem)}, " if shapes else ""
+        size = f" of {shapes.batch // problem.microbatches}" if shapes else ""
+        # The slowest all-reduce is the one that a step waits for.
+        reduce_s = max(cost.reduce_s for cost in evaluation.stages)
+        reduced = f"all-reduces of up to {1e3 * reduce_s:.2f} ms, " if reduce_s else ""
+        update_s = max(cost.update_s for cost in evaluation.stages)
+        updated = f"updates of up to {1e3 * update_s:.2f} ms, " if update_s else ""
+        step_s = simulated_step_s(problem, evaluation.stages)
+        bound = "no plan keeps the limit"
+        if math.isfinite(bound_s):
+            bound = f"no plan is under {1e3 * bound_s:.2f}"
+        split = f"; {len(best.splits)} layers are cut in two" if best.splits else ""
+        return (
+            f"planner {best.planner}, schedule {problem.schedule.name}, {shape}{problem.microbatches} "
+            f"micro-batches{size}: step {1e3 * step_s:.2f} ms simulated ({bound}), "
+            f"slowest stage {1e3 * evaluation.bottleneck_s:.2f} ms, {reduced}{updated}"
+            f"{self._idle(evaluation):.1%} idle, planned in {best.planning_s:.2f} s{split}"
+        )
 
 
-def _numbers(cost: StageCost) -> dict[str, float]:
-    """Returns what a stage takes and holds, by the names of `--json`."""
-    input_s, weight_s = cost.halves_s
-    return {
-        "forward_s": cost.forward_s,
-        "backward_s": cost.backward_s,
-        "recompute_s": cost.recompute_s,
-        "swap_s": cost.swap_s,
-        "comm_s": cost.comm_s,
-        "peak_bytes": cost.peak_bytes,
-        "in_flight": cost.in_flight,
-        "input_s": input_s,
-        "weight_s": weight_s,
-        "reduce_s": cost.reduce_s,
-        "update_s": cost.update_s,
-        "host_bytes": cost.host_bytes,
-    }
+def _plan_of(problem: Problem, answer: Answer) -> Plan:
+    """Returns the plan of an answer that has a decision."""
+    assert answer.decision is not None
+    return answer.plan or answer.decision.plan(problem, answer.planner)
 
 
-def _answered_shapes(answer: Answer) -> tuple[AnsweredShape, ...]:
+def _stages(problem: Problem, answer: Answer) -> list[dict[str, Any]]:
+    """Returns what each stage is, takes and holds, by the names of `--json`; and its bytes on the host."""
+    assert answer.evaluation is not None
+    stages = list[dict[str, Any]]()
+    for stage, cost in zip(_plan_of(problem, answer).stages, answer.evaluation.stages, strict=True):
+        input_s, weight_s = cost.halves_s
+        state = {"state_fates": dict(stage.state_fates)} if stage.state_fates else {}
+        stages.append(
+            {
+                "layers": list(stage.layers),
+                "devices": list(stage.devices),
+                "replicas": len(stage.devices),
+                "forward_s": cost.forward_s,
+                "backward_s": cost.backward_s,
+                "recompute_s": cost.recompute_s,
+                "swap_s": cost.swap_s,
+                "comm_s": cost.comm_s,
+                "peak_bytes": cost.peak_bytes,
+                "in_flight": cost.in_flight,
+                "input_s": input_s,
+                "weight_s": weight_s,
+                "reduce_s": cost.reduce_s,
+                "update_s": cost.update_s,
+                "host_bytes": cost.host_bytes,
+                "fates": dict(stage.fates),
+                **state,
+            }
+        )
+    return stages
+
+
+def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
     """Returns the best plan of each kind of shape that was looked at, the fastest first."""
-    kinds = sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
-    return tuple(
-        AnsweredShape(
-            kind,
-            plan.shape.replicas,
-            tuple(j - i for i, j in pairwise(plan.decision.bounds)),
-            plan.problem.microbatches,
-            plan.step_s,
-        )
-        for kind, plan in kinds
-    )
+    return [
+        {
+            "shape": kind,
+            "replicas": list(plan.shape.replicas),
+            "layers_per_stage": [j - i for i, j in pairwise(plan.decision.bounds)],
+            "microbatches": plan.problem.microbatches,
+            "step_s": plan.step_s,
+        }
+        for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
+    ]

@@ -16,9 +16,7 @@ from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.schedules import Schedule
 from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
@@ -49,7 +47,7 @@ from jvpipe.util.sizes import limits_of_each
 Tree = Any
 USUAL_HARDWARE = "a100-40gb"
 Limits = int | tuple[int, ...] | None
-"""Of all devices, or of each; None is what they have."""
+"""One limit for all devices, or one for each; None: what they have."""
 
 
 def plan_for(
@@ -96,15 +94,15 @@ def plan_for(
         memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
         microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
-        planner: by name; several are compared, "all" of them if that is said. Replicas are planned by "jvpipe",
+        planner: by name; several are compared, all of them with "all". Replicas are planned by "jvpipe",
             "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
-        frozen: patterns of parameters that nothing updates, likewise.
-        state_fates: where the optimizer's state of parameters lies between updates, likewise. Unless given, one
+        frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
+        state_fates: where the optimizer's state of parameters lies between updates. Unless given, one
             planner that chooses fates decides: on the host where else nothing fits, or where its way there takes less
             than what is computed again to make room for it.
         compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
@@ -113,38 +111,46 @@ def plan_for(
     Raises:
         ValueError: for what cannot be used, with the values and the cure.
     """
-    names, told = planner_names("planner", planner), checked(PLAN_FOR, locals())
-    usual = _usual(optimizer)
-    check_functions(loss_fn, usual, has_state=told["has_state"])
-    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=usual)
-    return _planned(partial(model, model_state=model_state), names, told, title)
+    names, options = planner_names("planner", planner), checked(PLAN_FOR, locals())
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adamw(1e-3)
+    check_functions(loss_fn, optimizer, has_state=options["has_state"])
+    model = partial(Question, loss_fn=loss_fn, params=params, batch=batch, optimizer=optimizer)
+    return _planned(partial(model, model_state=model_state), names, options, title)
 
 
 def _planned(
-    model: Callable[..., Question], names: Sequence[str], told: dict[str, Any], title: str
+    model: Callable[..., Question], names: Sequence[str], options: dict[str, Any], title: str
 ) -> Forecast:
     """Asks planners about a model.
 
     Args:
         model: makes the question of it, of what else that has.
         names: of the planners.
-        told: what the options of `plan_for` mean, by name.
+        options: what the options of `plan_for` mean, by name.
         title: of the figure.
     """
-    pins = {name: told.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
-    there, limit, target = told.pop("devices"), told.pop("memory_limit"), told.pop("compile")
-    cluster = told.pop("hardware") or find_cluster(USUAL_HARDWARE)
-    told["state_fates"] = told["state_fates"] or {}
-    given = None
-    if there is None and pins["replicas"] is None and pins["cuts"] is None:
-        there = pins["stages"] or USUAL_STAGES
+    pins = {name: options.pop(name) for name in ("stages", "replicas", "cuts", "microbatches")}
+    count, limit, target = (
+        options.pop("devices"),
+        options.pop("memory_limit"),
+        options.pop("compile"),
+    )
+    cluster = options.pop("hardware") or find_cluster(USUAL_HARDWARE)
+    options["state_fates"] = options["state_fates"] or {}
+    pinned = None
+    # Stages of one device each, unless an option asks for several.
+    if count is None and pins["replicas"] is None and pins["cuts"] is None:
+        count = pins["stages"] or USUAL_STAGES
         microbatches = pins["microbatches"] or USUAL_MICROBATCHES
-        question = model(stages=there, microbatches=microbatches, **told)
+        question = model(stages=count, microbatches=microbatches, **options)
     else:
-        question = model(stages=1, microbatches=1, **told)
+        question = model(stages=1, microbatches=1, **options)
         check_shape_planner(names, question.schedule)
-        there, given = given_pins(question, cluster, there, **pins)
-    asking = _Asking(question, cluster, names, there, given, title)
+        count, pinned = given_pins(question, cluster, count, **pins)
+    asking = _Asking(question, cluster, names, count, pinned, title)
     return asking({}, limit) if target is False else asking.signed(limit, target)
 
 
@@ -160,7 +166,7 @@ class _Asking:
     title: str
 
     def __call__(self, said: Said, limits: Limits) -> Forecast:
-        """What they answer.
+        """Returns what they answer.
 
         Args:
             said: what the hardware's compiler has said.
@@ -178,10 +184,15 @@ class _Asking:
     def _answer(self, limits: Limits) -> Forecast:
         """Returns the answer with the optimizer's state where the question says."""
         question, cluster = self.question, self.cluster
-        if self.pins is None:
-            return _with_state(_straight(question, cluster, limits, self.names, self.title))
-        shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
-        return _with_state(_shaped(question, shapes, self.names[0], self.title))
+        if self.pins is not None:
+            shapes, _ = question.shapes(cluster, self.devices, self.pins, limits)
+            (planner, *_) = self.names
+            problem, best = _timed(planner, shapes.model, partial(ask_shapes, planner, shapes))
+            return _with_state(Forecast(problem, (best,), self.title, question, shapes))
+        problem = question.problem(cluster, limits)
+        forecast = asked(problem, self.names, self.title, question)
+        cuts_layers = not any(find_planner(name).as_paper for name in self.names)
+        return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
     def _chooses_state(self, kept: Forecast) -> bool:
         """Tells whether the optimizer's state may go to the host, and whether that may bring something.
@@ -198,7 +209,7 @@ class _Asking:
         return not kept.fits or pays_for_room(Planned(best.plan, kept.problem, best.decision))
 
     def _state_away(self, limits: Limits) -> Forecast:
-        """Returns the answer with the state on the host, but for what the devices then have room for."""
+        """Returns the answer with the state on the host, except what the devices then have room for."""
         question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
@@ -222,7 +233,7 @@ class _Asking:
         return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 
     def signed(self, limit: Limits, target: Target | bool) -> Forecast:
-        """The plan that the compiler of the hardware signs.
+        """Returns the plan that the compiler of the hardware signs.
 
         Args:
             limit: as it was given.
@@ -232,53 +243,13 @@ class _Asking:
             names = ", ".join(self.names)
             raise ValueError(f"compile is for one planner, not for {names}: name one")
         signer = Signer.of(self.cluster, None if isinstance(target, bool) else target)
-        there = self.cluster.accelerators[: self.devices]
-        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in there)
+        used = self.cluster.accelerators[: self.devices]
+        limits = limits_of_each(limit, self.devices) or tuple(x.memory_bytes for x in used)
+        # The model is the same each time, so what was traced is remembered.
         again = replace(self, question=replace(self.question, models={}))
         return signed(
             lambda said, more: again(said, tuple(max(1, x + more) for x in limits)), signer
         )
-
-
-def _usual(optimizer: Any) -> Any:
-    """The optimizer; AdamW unless given."""
-    if optimizer is not None:
-        return optimizer
-    import optax
-
-    return optax.adamw(1e-3)
-
-
-def _shaped(question: Question, shapes: Shapes, planner: str, title: str) -> Forecast:
-    """Asks a planner that decides how many devices each stage has.
-
-    Args:
-        question: has the model.
-        shapes: those that there are.
-        planner: its name.
-        title: of a figure.
-    """
-    start_s = time.perf_counter()
-    try:
-        planned = ask_shapes(planner, shapes)
-    except Infeasible as infeasible:
-        refused = Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
-        return Forecast(shapes.model, (refused,), title, question, shapes)
-    best = _told(planner, planned, time.perf_counter() - start_s)
-    return Forecast(planned.problem, (best,), title, question, shapes)
-
-
-def _straight(
-    question: Question,
-    cluster: Cluster,
-    limit: int | tuple[int, ...] | None,
-    names: Sequence[str],
-    title: str,
-) -> Forecast:
-    """Asks planners about stages of one device each."""
-    forecast = asked(question.problem(cluster, limit), names, title, question)
-    splits = not any(find_planner(name).as_paper for name in names)
-    return with_splits(question, forecast) if splits else forecast
 
 
 def _with_state(forecast: Forecast) -> Forecast:
@@ -288,13 +259,13 @@ def _with_state(forecast: Forecast) -> Forecast:
         return forecast
     model = question.trace()
 
-    def told(given: Answer) -> Answer:
-        if given.plan is None:
-            return given
-        traced = split_as_planned(model.traced, given.splits)
-        return replace(given, plan=question.with_state_fates(traced, given.plan))
+    def placed(answer: Answer) -> Answer:
+        if answer.plan is None:
+            return answer
+        traced = split_as_planned(model.traced, answer.splits)
+        return replace(answer, plan=question.with_state_fates(traced, answer.plan))
 
-    return _with_seconds(replace(forecast, answers=tuple(map(told, forecast.answers))))
+    return _with_seconds(replace(forecast, answers=tuple(map(placed, forecast.answers))))
 
 
 def _with_seconds(forecast: Forecast) -> Forecast:
@@ -305,26 +276,27 @@ def _with_seconds(forecast: Forecast) -> Forecast:
     assert best is not None
     model = question.trace()
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
+    # Without a flush each micro-batch is an update.
     updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
     return replace(forecast, state_s=updates * away_s(best, sizes, cluster.host))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """The names of planners that there are: of all, of some with commas between, or as a list; an `option` gives them.
+    """Reads names of planners: all of them, some with commas between, or a list; an `option` gives them.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
     """
-    given = planner.split(",") if isinstance(planner, str) else several(planner)
-    if not given:
+    names = planner.split(",") if isinstance(planner, str) else several(planner)
+    if not names:
         raise ValueError(
             f"{option} must be a name, or several, such as ['even', 'jvpipe'], not {brief(planner)}"
         )
-    given = [checked_name(option, name, "jvpipe") for name in given]
-    names = [p.name for p in PLANNERS] if given == ["all"] else given
-    for name in names:
+    names = [checked_name(option, name, "jvpipe") for name in names]
+    chosen = [p.name for p in PLANNERS] if names == ["all"] else names
+    for name in chosen:
         find_planner(name)
-    return names
+    return chosen
 
 
 def asked(
@@ -336,7 +308,7 @@ def asked(
         problem: whose order of tasks may be open; the best answer's then takes its place.
         names: of the planners.
         title: of a figure.
-        question: that the problem comes of.
+        question: from which the problem was made.
 
     Raises:
         ValueError: the seconds or bytes of the problem are such that no sums can be made of them.
@@ -345,21 +317,25 @@ def asked(
     for name in names:
         check_chooser(problem.schedule, name)
     own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
-    given_by = {name: _answered(problem, name) for name in own_first}
-    answers = best_first(problem, [given for _, given in given_by.values()])
-    return Forecast(given_by[answers[0].planner][0], tuple(answers), title, question)
+    by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
+    answers = best_first(problem, [answer for _, answer in by_planner.values()])
+    return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
 
 
-def answer(problem: Problem, planner: str) -> Answer:
-    """Asks a planner, and looks at the clock."""
-    return _answered(problem, planner)[1]
+def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+    """Asks a planner, and looks at the clock.
 
+    Args:
+        planner: its name.
+        problem: what it is asked.
+        put: asks it.
 
-def _answered(problem: Problem, planner: str) -> tuple[Problem, Answer]:
-    """A planner's answer, and the problem with the order of tasks that it is an answer to."""
+    Returns:
+        The problem with the order of tasks that the answer is for, and the answer.
+    """
     start_s = time.perf_counter()
     try:
-        planned = ask(planner, problem)
+        planned = put()
     except Infeasible as infeasible:
         return problem, Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
     return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
@@ -381,31 +357,28 @@ def _told(
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:
-    """Cuts layers in two where that makes the plan faster. Nothing runs: that it keeps the bits is assumed.
+    """Cuts layers in two where that makes the plan faster; results are assumed to stay bitwise identical.
 
     Args:
         question: names the model, which is traced again.
         whole: the answer with whole layers.
     """
     first = whole.answers[0]
-    cluster, decision, given = whole.problem.cluster, first.decision, first.plan
-    if cluster is None or decision is None or given is None:
+    cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan
+    if cluster is None or decision is None or plan_of_whole is None:
         return whole
-    planned = Planned(given, whole.problem, decision)
+    planned = Planned(plan_of_whole, whole.problem, decision)
     if not uneven(planned):
         return whole
     start_s = time.perf_counter()
     model = question.trace()
 
-    def cut(traced: Traced) -> OptimizerCut:
-        return question.cut(model, traced)
-
     def plan(traced: Traced) -> CutCandidate:
-        optimizer = cut(traced)
+        optimizer = question.cut(model, traced)
         finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
-        return CutCandidate(traced, optimizer, ask(first.planner, finer))
+        return CutCandidate(traced, ask(first.planner, finer))
 
-    begin = CutCandidate(model.traced, cut(model.traced), planned)
+    begin = CutCandidate(model.traced, planned)
     best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
     planning_s = first.planning_s + time.perf_counter() - start_s
     finer = _told(first.planner, best.planned, planning_s, best.traced.splits)

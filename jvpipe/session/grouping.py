@@ -1,10 +1,13 @@
 """Groups compiled beside a run: layers that have moved run by programs of their own until those of groups are there."""
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.session.adapt import beside_training
 from jvpipe.session.compiled_plans import CompiledPlans
+
+_log = logging.getLogger("jvpipe")
 
 
 class Grouping:
@@ -29,14 +32,16 @@ class Grouping:
             self._apart = current
             self._grouped = self._pool.submit(_compiled, compiled_plans, current)
         elif self._grouped and self._grouped.done():
-            grouped, self._grouped = self._grouped.result(), None
-            if grouped is not current:  # else there is no room for groups
-                compiled_plans.adopt(grouped)
+            grouped, self._grouped = self._grouped, None
+            if error := grouped.exception():
+                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            elif grouped.result() is not current:  # else there is no room for groups
+                compiled_plans.adopt(grouped.result())
 
     def wait(self) -> None:
         """Waits until what is being compiled is there; the next step runs it."""
         if self._grouped:
-            self._grouped.result()
+            self._grouped.exception()
 
 
 def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:

@@ -1,17 +1,13 @@
-"""A plan is asked for: what planners want to know of a traced model and of the devices is measured."""
+"""What planners want to know of a traced model and of the devices, measured: seconds, bytes and links."""
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
-from jvpipe._jax import Device, is_own
+from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.cost.lending import measured_lending
 from jvpipe.cost.links import Links, links_between
@@ -23,83 +19,27 @@ from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
 from jvpipe.ir.plan import Plan
-from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.problem import Problem, single_groups
+from jvpipe.planners.model.problem import Group, Problem, single_groups
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
-from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.schedules.auto import AUTO, may_split
-from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.settings import Settings
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
-from jvpipe.util.brief import brief
-from jvpipe.util.given import is_whole, several
-from jvpipe.util.sizes import limits_of_each
+
+T = TypeVar("T")
+Slowness = tuple[float, ...]
+"""How many times longer a device takes for each layer than the first one; nothing if as long."""
 
 
-@dataclass(frozen=True)
-class LimitEffort:
-    """How long a plan is sought whose run keeps a memory limit.
-
-    Attributes:
-        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
-            the run of its answer would be over it.
-        counted_times: how many times what a run holds the planner may have counted, at most.
-        alike: devices that report at least this share of what the roomiest of them has are taken to
-            have the same.
-        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
-            for whose optimizer state leaves.
-    """
-
-    attempts: int = 5
-    counted_times: float = 1.2
-    alike: float = 0.98
-    noticed: float = 0.01
-
-
-LIMITS = LimitEffort()
-
-
-_SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"
-
-
-def checked_speeds(name: str, speeds: Any) -> tuple[float, ...]:
-    """How fast each device is beside the others; none if nobody says.
-
-    >>> checked_speeds("speeds", np.array([2, 1]))
-    (2.0, 1.0)
-    >>> checked_speeds("speeds", [2, 0])
-    Traceback (most recent call last):
-    ValueError: speeds [2, 0]: each must be a number above 0, such as [2.0, 1.0] for a device twice as fast as the other
-    """
-    given: list[Any] = (
-        [speeds] if isinstance(speeds, str | Mapping | Set) else several(speeds) or [speeds]
-    )
-    numbers = all(
-        (is_whole(x) or isinstance(x, float | np.floating)) and 0 < x < math.inf for x in given
-    )
-    if not numbers:
-        raise ValueError(f"{name} {brief(speeds)}: each must be a number above 0, {_SPEEDS}")
-    return tuple(float(x) for x in given)
-
-
-def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
-    """Raises ValueError unless there is a speed for each device, or none."""
-    if speeds and len(speeds) != devices:
-        raise ValueError(
-            f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
-        )
-
-
-def given_slowness(
-    speeds: Sequence[float], first: int, device: int, layers: int
-) -> tuple[float, ...]:
-    """How many times longer a device takes for each layer than the first one; nothing if as long.
+def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
+    """Tells how many times longer a device takes for each layer than the first one; nothing if as long.
 
     Args:
         speeds: of all devices; none: they are alike.
@@ -110,166 +50,139 @@ def given_slowness(
     >>> given_slowness([2.0, 1.0], 0, 1, 3), given_slowness([2.0, 1.0], 0, 0, 3)
     ((2.0, 2.0, 2.0), ())
     """
+    # No slowness, not one of 1.0: planners take devices without one as alike.
     alike = not speeds or speeds[first] == speeds[device]
     return () if alike else (speeds[first] / speeds[device],) * layers
 
 
 def measured_slowness(
     devices: Sequence[Device], measured_on: Callable[[Device], Costs], costs: Costs
-) -> list[tuple[float, ...]]:
-    """How many times longer each device takes for each layer than the first one: layers are timed once per kind.
+) -> list[Slowness]:
+    """Returns how many times longer each device takes for each layer than the first one.
 
     Args:
         devices: in question. What another process has is judged by its products per second.
         measured_on: times layers on a device.
         costs: as the first one takes.
     """
-    first_s = [layer.forward_s + layer.backward_s for layer in costs.layers]
-    known: dict[str, tuple[float, ...]] = {_kind(devices[0]): ()}
-    for device in devices:
-        if _kind(device) in known:
-            continue
+
+    def longer(device: Device) -> Slowness:
         if is_own(device):
-            other_s = (layer.forward_s + layer.backward_s for layer in measured_on(device).layers)
-            known[_kind(device)] = tuple(
-                b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True)
-            )
-        else:
-            rates = [
-                accelerator_like(_kind(x), x.platform).products_per_s("float32")
-                for x in (devices[0], device)
-            ]
-            known[_kind(device)] = (rates[0] / rates[1],) * len(first_s)
-    return [known[_kind(device)] for device in devices]
+            return times_longer(costs, measured_on(device))
+        # Layers cannot be timed there, so the ratio of their products has to do for all.
+        pair = (devices[0], device)
+        likes = (accelerator_like(_kind(x), x.platform) for x in pair)
+        first, other = (like.products_per_s("float32") for like in likes)
+        return (first / other,) * len(costs.layers)
+
+    return slowness_by_kind(devices, _kind, longer)
 
 
 def _kind(device: Device) -> str:
     return getattr(device, "device_kind", "")
 
 
-def device_limits(
-    given: int | tuple[int, ...] | None,
-    devices: Sequence[Device],
-    planned: int,
-    hosts: Hosts | None,
-) -> tuple[int, ...]:
-    """What each device may hold: as given, else as it reports; none if it does not (CPUs).
+def slowness_by_kind(
+    devices: Sequence[T], kind_of: Callable[[T], str], longer: Callable[[T], Slowness]
+) -> list[Slowness]:
+    """Returns the slowness of devices, asked for once per kind; nothing for those like the first one.
 
     Args:
-        given: one limit for all devices, or one for each that is planned for. Others may hold as much as the least.
-        devices: that there are.
-        planned: so many of them, the first ones.
-        hosts: the processes of the run, if there are several.
-
-    Raises:
-        ValueError: there are more or fewer limits than devices.
+        devices: in question.
+        kind_of: tells the kind of a device.
+        longer: tells how many times longer than the first one a device takes for each layer.
     """
-    if given is None or hosts is not None:  # all tell, for one of them may be given no limit
-        reported = reported_limits(devices, hosts)
-        if given is None:
-            return reported
-    if isinstance(given, int) or len(given) == len(devices):
-        return limits_of_each(given, len(devices))
-    each = limits_of_each(given, planned)
-    return (*each, *(min(each),) * (len(devices) - len(each)))
+    by_kind: dict[str, Slowness] = {kind_of(devices[0]): ()}
+    for device in devices:
+        # Timing all layers takes seconds, and devices of a kind take the same.
+        if (kind := kind_of(device)) not in by_kind:
+            by_kind[kind] = longer(device)
+    return [by_kind[kind_of(device)] for device in devices]
 
 
-def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
-    """The memory that each device of all processes reports, those that have nearly the same alike."""
-    told_by = {device.id: _reported(device) for device in devices if is_own(device)}
-    limits = {at: limit for at, limit in told_by.items() if limit is not None}
-    if hosts is not None:
-        told = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
-        limits = {at: limit for process in told for at, limit in json.loads(process)}
-    if not limits:
-        return ()
-    each = [limits.get(device.id, min(limits.values())) for device in devices]
-    return tuple(min(other for other in each if other >= LIMITS.alike * limit) for limit in each)
+def times_longer(costs: Costs, other: Costs) -> Slowness:
+    """Returns how many times longer each layer takes by the other costs."""
+    pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
+    return tuple(b / a if a else 1.0 for a, b in pairs)
 
 
-def _reported(device: Device) -> int | None:
-    return (device.memory_stats() or {}).get("bytes_limit")
+def work_s(layers: Iterable[LayerCost]) -> list[float]:
+    """Returns the seconds of each layer's forward and backward."""
+    return [layer.forward_s + layer.backward_s for layer in layers]
 
 
-# A plan is asked for: what planners want to know of a traced model and of the devices is measured.
+def groups_apart(
+    slowness: Sequence[Slowness], limits: Sequence[int], names: Sequence[str]
+) -> tuple[int | None, tuple[Group, ...]]:
+    """Returns the limit of the roomiest device, and how each differs from the others; nothing if they are alike.
+
+    Args:
+        slowness: of each device.
+        limits: of each; none: there is no limit.
+        names: of each.
+    """
+    limit, groups = single_groups(slowness, limits, names)
+    alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
+    return limit, () if alike else groups
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request for a plan; `places[s]` is the device of stage s, `groups[p]` all devices of place p if some have more.
-
-    `limits` are what each device may hold (none: there is no limit), `speeds` how fast each is beside the others (none:
-    what is measured tells). Unlike devices get stages in another order if that is better, unless they are `fixed`.
-    `state_fates` are the user's, by patterns of paths.
-    """
-
-    planner: str
-    stages: int
-    schedule: Schedule
-    microbatches: int
-    places: tuple[int, ...]
-    limits: tuple[int, ...] = ()
-    host_limit_bytes: int | None = None
-    speeds: tuple[float, ...] = ()
-    fixed: bool = False
-    groups: tuple[tuple[int, ...], ...] = ()
-    state_fates: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def chooses(self) -> bool:
-        """True if fates are to be chosen: by a planner that does, under a limit."""
-        return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
-
-    @property
-    def asks_fates(self) -> bool:
-        """True if it matters what layers take that do not keep everything: it is chosen, or all is computed again."""
-        return self.chooses or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
-
-    @property
-    def splits(self) -> bool:
-        """True if the schedule runs backwards in two halves, or may come to."""
-        return may_split(self.schedule, self.stages // self.schedule.chunks, self.microbatches)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What is measured for a request: bytes always; seconds and links between devices if the planner asks for them.
-
-    Fates and links to the host are, if it chooses fates.
+class Bench:
+    """How programs are timed, and what is known of their seconds.
 
     Args:
-        request: what is wanted of a plan.
-        traced: the model.
-        optimizer: in pieces.
         store: where programs are compiled.
-        devices: there are; layers are measured on that of the first stage.
         runs: what was measured of programs before and is not measured again; the others are added.
         room_bytes: that the device has for a program; what needs more is not run.
         archive: where seconds are found that earlier processes have measured, and others are kept.
         between_hosts: the link from the devices of one process to those of another, if there are several.
     """
 
-    request: Request
+    store: ProgramStore
+    runs: Runs
+    room_bytes: int | None
+    archive: Archive
+    between_hosts: Link | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured for a plan: bytes always; seconds and links between devices if the planner asks for them.
+
+    Fates and links to the host are, if it chooses fates.
+
+    Args:
+        settings: what the user asked for.
+        stages: how many the plan is to have.
+        places: the device of each stage; layers are measured on the first one's.
+        traced: the model.
+        optimizer: in pieces.
+        bench: times programs.
+    """
+
+    settings: Settings
+    stages: int
+    places: tuple[int, ...]
     traced: Traced
     optimizer: OptimizerCut
-    store: ProgramStore
-    devices: Sequence[Device]
-    runs: Runs | None = None
-    room_bytes: int | None = None
-    archive: Archive | None = None
-    between_hosts: Link | None = None
+    bench: Bench
+
+    @cached_property
+    def devices(self) -> list[Device]:
+        """The devices that there are; of one that is a mesh, the device that is timed, on whole arrays."""
+        return list(map(first_of, self.settings.devices))
 
     @property
     def asks_seconds(self) -> bool:
         """Whether the planner looks at seconds."""
-        return find_planner(self.request.planner).asks_seconds
+        return find_planner(self.settings.planner).asks_seconds
 
     @cached_property
     def used(self) -> list[int]:
         """The numbers of the devices that are planned for, that of the first stage first."""
-        if self.request.groups:
+        if self.settings.replicas:
             return list(range(len(self.devices)))
-        return list(dict.fromkeys(self.request.places))
+        return list(dict.fromkeys(self.places))
 
     @property
     def first(self) -> Device:
@@ -282,91 +195,91 @@ class Measurement:
         return self.costs_of(self.traced)
 
     def costs_of(self, traced: Traced) -> Costs:
-        """The costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
+        """Returns the costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
         costs = self._costs_of(traced)
-        if not self.request.state_fates:
+        if not self.settings.state_fates:
             return costs
         whole = Plan.from_cuts([len(traced.graph.layers)])
-        plan = with_state_fates(traced.graph, whole, self.request.state_fates)
+        # Where state lies does not depend on the cuts, so one stage tells it of all layers.
+        plan = with_state_fates(traced.graph, whole, self.settings.state_fates)
         return with_state_away(costs, self.optimizer, states_away(traced.graph, plan))
 
     def _costs_of(self, traced: Traced) -> Costs:
-        request = self.request
+        settings, store = self.settings, self.bench.store
+        schedule, microbatches = settings.schedule, settings.microbatches
         if not self.asks_seconds:
-            signatures = [programs.signature for programs in layer_programs(self.store, traced)]
+            signatures = [programs.signature for programs in layer_programs(store, traced)]
+            # Bytes follow from the shapes alone; nothing is compiled or run.
             works = [Work(0.0, 0.0)] * len(signatures)
-            counted = signatures, works, None, self.optimizer, request.microbatches
-            return costs_of(traced.graph, *counted)
+            return costs_of(traced.graph, signatures, works, None, self.optimizer, microbatches)
         return measured_costs(
             traced,
             self.first,
-            self.store,
+            store,
             self.optimizer,
-            request.microbatches,
-            fates=request.asks_fates,
-            split=request.splits,
-            known=self.runs,
+            microbatches,
+            fates=settings.chooses_fates,
+            split=may_split(schedule, self.stages // schedule.chunks, microbatches),
+            known=self.bench.runs,
             **self._timed,
         )
 
     @property
     def _timed(self) -> dict[str, Any]:
-        return {"room_bytes": self.room_bytes, "archive": self.archive}
+        return {"room_bytes": self.bench.room_bytes, "archive": self.bench.archive}
 
     @cached_property
     def links(self) -> Links | None:
         """The links of the first device to another one, and to its host; None if nobody asks for them."""
         others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
-        wanted = self.asks_seconds and (others or self.request.chooses)
-        return (
-            links_between(self.first, others[0] if others else None, self.archive)
-            if wanted
-            else None
-        )
+        if not self.asks_seconds or not (others or self.settings.chooses_fates):
+            return None
+        return links_between(self.first, others[0] if others else None, self.bench.archive)
 
     @cached_property
-    def slowness(self) -> list[tuple[float, ...]]:
+    def slowness(self) -> list[Slowness]:
         """How many times longer each device takes for each layer than the first one, in the order of `used`."""
-        request, layers = self.request, len(self.costs.layers)
-        if request.speeds or not self.asks_seconds:
+        speeds, layers = self.settings.speeds, len(self.costs.layers)
+        if speeds or not self.asks_seconds:
             first = self.used[0]
-            return [given_slowness(request.speeds, first, d, layers) for d in self.used]
-        costs_of = partial(
-            measured_costs, self.traced, store=self.store, fates=False, **self._timed
-        )
+            return [given_slowness(speeds, first, d, layers) for d in self.used]
+        store = self.bench.store
+        costs_of = partial(measured_costs, self.traced, store=store, fates=False, **self._timed)
         return measured_slowness([self.devices[d] for d in self.used], costs_of, self.costs)
 
     def problem(self) -> Problem:
-        """The problem that a planner is asked.
+        """Returns the problem that a planner is asked.
 
         Raises:
             CoupledError: stages have several devices, and the loss cannot be computed on slices.
         """
-        request = self.request
-        if request.groups and request.schedule.synchronous and self.asks_seconds:
+        settings, groups = self.settings, self.settings.replicas
+        if groups and settings.schedule.synchronous and self.asks_seconds:
             examples = self.traced.graph.examples
-            shares = {-(-examples // len(group)) for group in request.groups} - {examples}
-            return self.shapes(self._on_slices(shares)).problem(Shape(request.groups, examples))
-        plain = self._plain(request.stages)
-        numbers = request.places[: plain.devices]
+            # A stage of r devices works on slices of ceil(examples / r).
+            shares = {-(-examples // len(group)) for group in groups} - {examples}
+            return self.shapes(self._on_slices(shares)).problem(Shape(groups, examples))
+        plain = self._plain(self.stages)
+        numbers = self.places[: plain.devices]
         of = dict(zip(self.used, self.slowness, strict=True))
-        limits = [request.limits[d] for d in numbers if request.limits]
+        limits = [settings.limits[d] for d in numbers if settings.limits]
         names = [str(self.devices[d]) for d in numbers]
         return plain.told_apart([of.get(d, ()) for d in numbers], limits, names, numbers)
 
     def _plain(self, stages: int) -> Problem:
-        """The problem of devices that are alike."""
-        request, links = self.request, self.links
-        chooses = links is not None and request.chooses
+        """Returns the problem of devices that are alike."""
+        settings, links = self.settings, self.links
+        # Nothing goes to the host unless the planner may swap.
+        to_host = links if settings.chooses_fates else None
         return Problem(
             self.costs,
             stages,
-            request.schedule,
-            request.microbatches,
-            host_limit_bytes=request.host_limit_bytes,
-            host=links.host if links and chooses else INFINITE,
-            peer=self.between_hosts or (links.send if links else INFINITE),
-            peer_uses_host=bool(links and chooses and links.send_uses_host),
+            settings.schedule,
+            settings.microbatches,
+            host_limit_bytes=settings.host_limit_bytes,
+            host=to_host.host if to_host else INFINITE,
+            peer=self.bench.between_hosts or (links.send if links else INFINITE),
+            peer_uses_host=bool(to_host and to_host.send_uses_host),
             lent=self._lent(),
             overlaps=True,
         )
@@ -374,46 +287,48 @@ class Measurement:
     def _lent(self) -> float:
         """Measures by the longest forward what idle devices lend, where an order of tasks is to be found."""
         devices, layers = [self.devices[d] for d in self.used], self.costs.layers
-        if self.request.schedule != AUTO or not all(map(is_own, devices)):
+        if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
+        # A program that is long enough shows what an idle device lends; short ones are all dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
-        programs = layer_programs(self.store, self.traced)[longest]
+        programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
-        return measured_lending(self.store, program, devices, self.archive)
+        return measured_lending(self.bench.store, program, devices, self.bench.archive)
 
     def shapes(self, local: LocalCosts, pins: Pins | None = None) -> Shapes:
-        """The shapes of the model on all devices.
+        """Returns the shapes of the model on all devices.
 
         Args:
             local: what it takes on slices.
             pins: what is given of them.
         """
-        request, examples = self.request, self.traced.graph.examples
-        limit, apart = single_groups(self.slowness, request.limits, list(map(str, self.devices)))
-        alike = len({group.kind for group in apart}) == 1 and not apart[0].slowness
-        model = replace(self._plain(request.schedule.chunks), memory_limit_bytes=limit)
+        settings, examples = self.settings, self.traced.graph.examples
+        names = list(map(str, self.devices))
+        limit, apart = groups_apart(self.slowness, settings.limits, names)
+        model = replace(self._plain(settings.schedule.chunks), memory_limit_bytes=limit)
         return Shapes(
             model,
             local,
             self.cluster(),
             len(self.devices),
-            request.microbatches * examples,
+            settings.microbatches * examples,
             pins or Pins(size=examples),
-            () if alike else apart,
+            apart,
         )
 
     def cluster(self) -> Cluster:
-        """The devices of each process as a machine, with what is measured of the links in this one and between them."""
+        """Describes each process as a machine, with the measured links within this one and between them."""
         first, links = next(filter(is_own, self.devices)), self.links
-        device, peer = accelerator_of(first), links.send if links else INFINITE
-        if self.between_hosts is None:
-            return Cluster("here", device, len(self.devices), peer=peer)
-        each = per_machine([device.process_index for device in self.devices])
+        peer, network = links.send if links else INFINITE, self.bench.between_hosts or INFINITE
+        each = len(self.devices)
+        if self.bench.between_hosts is not None:
+            each = per_machine([device.process_index for device in self.devices])
+        # The last machine may have fewer devices than the others.
         machines = -(-len(self.devices) // each)
-        return Cluster("here", device, each, machines, peer=peer, network=self.between_hosts)
+        return Cluster("here", accelerator_of(first), each, machines, peer=peer, network=network)
 
     def slices(self) -> tuple[LocalCosts, int]:
-        """The costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
+        """Returns the costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
 
         Raises:
             CoupledError: the loss cannot be computed on slices.
@@ -423,7 +338,7 @@ class Measurement:
         return self._on_slices(slice_sizes(examples, len(self.devices), least)), least
 
     def _on_slices(self, sizes: Sequence[int] | set[int]) -> LocalCosts:
-        """The costs on a whole micro-batch, and on slices of so many examples."""
+        """Returns the costs on a whole micro-batch, and on slices of so many examples."""
         costs = {self.traced.graph.examples: self.costs}
         for b in sizes:
             apart = taken_apart(self.traced, [b])
@@ -431,7 +346,7 @@ class Measurement:
         return LocalCosts.of(costs.__getitem__, sorted(costs))
 
     def _least_slice(self, examples: int) -> int:
-        """The fewest examples that a slice has; CoupledError if there are none."""
+        """Returns the fewest examples that a slice has; CoupledError if there are none."""
         if examples < 2:
             raise CoupledError("a micro-batch has one example, use fewer micro-batches")
         try:
@@ -445,7 +360,7 @@ class Measurement:
 
 
 def per_machine(processes: Sequence[int]) -> int:
-    """The devices that each process but the last has, if they stand together; else 1, as if each were by itself.
+    """Counts the devices of each process but the last, if they stand together; else 1, each by itself.
 
     Args:
         processes: that of each device.
@@ -455,12 +370,13 @@ def per_machine(processes: Sequence[int]) -> int:
     """
     known = list(dict.fromkeys(processes))
     each = processes.count(known[0])
+    # Devices stand together if process p has the p-th block of them.
     together = [known.index(p) for p in processes] == [i // each for i in range(len(processes))]
     return each if together else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
-    """The sizes of slices that layers are measured on: the smallest there can be, and a half if that is far from it.
+    """Chooses the sizes of slices to measure: the smallest there can be, and a half if that is far from it.
 
     Args:
         examples: of a micro-batch.

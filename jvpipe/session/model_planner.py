@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from jvpipe._jax import first_of, is_own
-from jvpipe.cost.archive import Archive, surroundings
+from jvpipe.cost.archive import surroundings
 from jvpipe.cost.hardware import Link
-from jvpipe.cost.measure import Runs
 from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.layers import LayerGraph
@@ -23,11 +23,12 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
-from jvpipe.session.asking import ChosenShape, Planned, ShapeSearch
-from jvpipe.session.measuring import LIMITS, Measurement, Request
+from jvpipe.session.asking import ChosenShape, Planned, find_shape
+from jvpipe.session.devices import LIMITS, dealt
+from jvpipe.session.measuring import Bench, Measurement
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.planning import decide
-from jvpipe.session.settings import Settings, dealt
+from jvpipe.session.settings import Settings, option_parts
 from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
@@ -37,7 +38,7 @@ ALL_AWAY = {"*": Fate.SWAP.value}
 
 
 def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
-    """The bytes of the optimizer's state of each parameter that has some, by the parameter's path.
+    """Counts the bytes of the optimizer's state of each parameter that has some, by the parameter's path.
 
     Args:
         graph: the model's layers.
@@ -52,7 +53,7 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], host: Link) -> float:
-    """The seconds that the state of the fullest device is on its way to the host or back, once, both ways at a time.
+    """Counts the seconds that the fullest device's state is on its way to the host or back, both ways at a time.
 
     Args:
         plan: whose state fates count.
@@ -84,6 +85,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     left, stages = dict(room), []
     for stage in plan.stages:
         fates = dict(stage.state_fates)
+        # The largest first, and of equals by name: every process decides alike.
         for name in sorted(fates, key=lambda name: (-sizes.get(name, 0), name)):
             size = sizes.get(name, 0)
             if all(size <= left[device] for device in stage.devices):
@@ -94,7 +96,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
 
 
 def room_left(plan: Plan, held: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
-    """The bytes that each device of a plan has left.
+    """Counts the bytes that each device of a plan has left.
 
     Args:
         plan: whose devices they are.
@@ -104,6 +106,7 @@ def room_left(plan: Plan, held: Sequence[int], limits: Sequence[int]) -> dict[in
     room: dict[int, int] = {}
     for stage, size in zip(plan.stages, held, strict=True):
         for device in stage.devices:
+            # A device of several stages has what the fullest of them leaves.
             room[device] = min(room.get(device, limits[device]), limits[device] - size)
     return room
 
@@ -125,23 +128,15 @@ class ModelPlanner:
 
     Args:
         settings: what the user asked for.
-        store: where programs are compiled.
+        bench: times programs.
         cutter: cuts the optimizer for a model in these layers.
-        runs: seconds of programs that are known; what is measured is added.
-        room_bytes: what the device has for a program that is timed.
-        archive: where earlier processes kept what they measured.
         leaves: what puts or makes the parameters, which takes room too.
-        between_hosts: the link from one process to another, if there are several.
     """
 
     settings: Settings
-    store: ProgramStore
+    bench: Bench
     cutter: OptimizerCutter
-    runs: Runs
-    room_bytes: int | None
-    archive: Archive
     leaves: Mapping[Name, Leaf]
-    between_hosts: Link | None = None
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
@@ -158,6 +153,7 @@ class ModelPlanner:
             ValueError: there are more stages than layers, or the given plan does not fit.
             MemoryLimitExceeded: no plan keeps the limit.
         """
+        # Bytes that may leave the devices; none if the user decides, or nothing is limited.
         sizes = self._may_leave(traced)
         try:
             kept = self._planned(traced, finer=finer)
@@ -178,7 +174,7 @@ class ModelPlanner:
         return kept
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
-        """The bytes of state of each parameter, where the planner may say that it goes to the host; else nothing."""
+        """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
         settings = self.settings
         given = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
         chooses = find_planner(settings.planner).fate_rule is FateRule.CHOOSES
@@ -189,42 +185,39 @@ class ModelPlanner:
         return sizes if host is None or sum(sizes.values()) < host else {}
 
     def _state_away(self, traced: Traced, sizes: Mapping[str, int], *, finer: bool) -> Chosen:
-        """The plan with the optimizer's state on the host, but for what the devices then have room for."""
+        """Plans with the optimizer's state on the host, except what the devices then have room for."""
         host = self.settings.host_limit_bytes
+        # What all state takes there is not left for swapped values.
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
-        traced, optimizer, limits = (
-            chosen.compiled.traced,
-            chosen.compiled.optimizer,
-            settings.limits,
-        )
-        held = self._held_bytes(traced, optimizer, chosen.compiled.plan)
-        room = room_left(chosen.compiled.plan, held, limits)
-        plan = brought_back(chosen.compiled.plan, state_bytes(traced.graph, optimizer), room)
-        fits = room_left(plan, self._held_bytes(traced, optimizer, plan), limits)
-        if min(fits.values()) < 0:
+        compiled, limits = chosen.compiled, settings.limits
+        traced, plan = compiled.traced, compiled.plan
+        room = room_left(plan, self._held_bytes(traced, plan), limits)
+        plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
+        # State that came back may lie beside a peak that it was not counted with.
+        still_left = room_left(plan, self._held_bytes(traced, plan), limits)
+        if min(still_left.values()) < 0:
             return chosen
-        return chosen._replace(compiled=_to_run(self._check(traced, plan, optimizer)))
+        return chosen._replace(compiled=self._to_run(traced, plan))
 
     def _step_s(self, chosen: Chosen) -> float:
-        """The seconds of a step, with those of state that comes from the host and goes back, which nothing hides."""
+        """Counts the seconds of a step; state that comes from the host and goes back is not hidden by anything."""
         assert chosen.planned is not None
         settings, compiled = self.settings, chosen.compiled
         sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
+        # Without a flush each micro-batch is an update, and takes the state there and back.
         times = 1 if settings.schedule.synchronous else settings.microbatches
         once_s = away_s(compiled.plan, sizes, chosen.planned.problem.host)
         return chosen.planned.step_s + times * once_s
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
-        """The plan with the optimizer's state where the settings say."""
+        """Plans with the optimizer's state where the settings say."""
         settings = self.settings
         if isinstance(settings.stages, Plan):
             plan = settings.stages.under(settings.schedule.name)
             traced = split_as_planned(traced, plan.splits)
-            return Chosen(
-                self._compiled(traced, self._with_user_fates(traced, plan), self.cut(traced))
-            )
+            return Chosen(self._compiled(traced, self._with_user_fates(traced, plan)))
         if settings.shares:
             return self._shared(traced, finer=finer)
         assert settings.stages is not None
@@ -232,14 +225,13 @@ class ModelPlanner:
         splitter = self._splitter()
         stages = settings.schedule.stages_on(settings.stages)
         traced = splitter.finest(traced, stages) if chooses else traced
+        # Now it is known how fine the layers can be.
         settings.schedule.check_layers(settings.stages, len(traced.graph.layers))
-        limited = (
-            chooses and bool(settings.limits) and not settings.fates
-        )  # which name whole layers
-        finer = (
-            chooses and finer and settings.schedule != AUTO
-        )  # whose orders even out what whole layers leave uneven
-        question = self._question(traced) if finer and self.archive.folder else ()
+        # Fates that the user gives name whole layers.
+        limited = chooses and bool(settings.limits) and not settings.fates
+        # The orders of "auto" even out what whole layers leave uneven.
+        finer = chooses and finer and settings.schedule != AUTO
+        question = self._question(traced) if finer and self.bench.archive.folder else ()
         best = self._as_before(traced, question) if question else None
         if best is None:
             best, rounds = (
@@ -250,26 +242,21 @@ class ModelPlanner:
             if finer:
                 best = splitter.better(best, self._candidate, rounds)
             if question:
-                self.archive.keep(list(map(float, best.traced.splits)), *question)
-        checked = self._check(best.traced, best.planned.plan, best.optimizer)
-        return Chosen(_to_run(checked), best.planned)
+                self.bench.archive.keep(list(map(float, best.traced.splits)), *question)
+        return Chosen(self._to_run(best.traced, best.planned.plan), best.planned)
 
     def _shared(self, traced: Traced, *, finer: bool) -> Chosen:
         """Decides how many devices each stage has; where that is one, cuts and fates are planned for such stages."""
-        settings, optimizer = self.settings, self.cut(traced)
-        assert not isinstance(settings.stages, Plan)
+        settings, schedule = self.settings, self.settings.schedule
         everybody = tuple(range(len(settings.devices)))
         with phase("planning how stages share devices"):
-            request = self._request(settings.schedule.chunks, everybody)
-            search = ShapeSearch(self._measurement(traced, optimizer, request), settings.stages)
-            shape = search.find(lambda plan: self._held_bytes(traced, optimizer, plan))
+            measurement = self._measurement(traced, schedule.chunks, everybody)
+            shape = find_shape(measurement, partial(self._held_bytes, traced))
         if (planned := shape.planned) is not None:
-            checked = self._check(traced, planned.plan, optimizer)
-            return Chosen(_to_run(checked), planned, shape)
-        schedule, n, order = settings.schedule, shape.places, settings.devices
-        if n >= len(
-            {device.process_index for device in order}
-        ):  # else some processes have nothing to do
+            return Chosen(self._to_run(traced, planned.plan), planned, shape)
+        n, order = shape.places, settings.devices
+        # With fewer stages than processes some of these have nothing to do.
+        if n >= len({device.process_index for device in order}):
             order = dealt(n, order)
         schedule.check(n, settings.microbatches)
         places = (
@@ -280,38 +267,24 @@ class ModelPlanner:
         return replace(self, settings=alone)._planned(traced, finer=finer)._replace(shape=shape)
 
     def cut(self, traced: Traced) -> OptimizerCut:
-        """The optimizer in pieces for a model in these layers."""
+        """Cuts the optimizer for a model in these layers."""
         return self.cutter.cut(traced.graph, self.settings.schedule)
 
     def _question(self, traced: Traced) -> tuple[str, ...]:
-        """What the layers that are best cut in two depend on, beside measured seconds."""
+        """Says what the layers that are best cut in two depend on, beside measured seconds."""
         settings, kinds = self.settings, dict.fromkeys(body.structure for body in traced.bodies)
         numbers = {kind: number for number, kind in enumerate(kinds)}
-        asked = (
-            settings.stages,
-            settings.microbatches,
-            settings.places,
-            settings.replicas,
-            settings.schedule.name,
-        )
-        limits = settings.limits, settings.host_limit_bytes, settings.speeds, settings.state_fates
-        assert isinstance(settings.stages, int)
-        tasks = settings.schedule.tasks(settings.stages, settings.microbatches)
-        every = (
-            asked,
-            limits,
-            tasks,
-            traced.graph,
-            list(kinds),
-            [numbers[x.structure] for x in traced.bodies],
-        )
+        of_layers = [numbers[body.structure] for body in traced.bodies]
+        model = (traced.graph, list(kinds), of_layers)
+        # Whether layers are measured again does not change which cuts are best.
+        options = option_parts(replace(settings, remeasure=False))
         update = self.cutter.text(traced.graph, settings.schedule)
-        texts = map(without_addresses, (*map(repr, every), update))
+        texts = map(without_addresses, (*map(repr, (options, *model)), update))
         return "splits", surroundings(first_of(settings.devices[0])), *texts
 
     def _as_before(self, traced: Traced, question: Sequence[str]) -> CutCandidate | None:
-        """The plan for layers cut in two as an earlier process found best: then nothing else need be looked at."""
-        splits = self.archive.find(*question)
+        """Plans for layers that are cut in two as an earlier process found best, so that no other cuts are tried."""
+        splits = self.bench.archive.find(*question)
         if splits is None:
             return None
         try:
@@ -320,61 +293,35 @@ class ModelPlanner:
             return None
 
     def _candidate(self, traced: Traced) -> CutCandidate:
-        """The planner's plan for a model cut into these layers."""
-        settings, optimizer = self.settings, self.cut(traced)
-        assert isinstance(settings.stages, int)
-        request = self._request(settings.schedule.stages_on(settings.stages), settings.places)
-        with phase("measuring layers and links"):
-            problem = self._measurement(traced, optimizer, request).problem()
-        with phase("planning"):
-            decided = decide(
-                request, problem, lambda plan: self._held_bytes(traced, optimizer, plan)
-            )
-            return CutCandidate(traced, optimizer, decided)
-
-    def _request(self, stages: int, places: tuple[int, ...]) -> Request:
-        """What is asked for: so many stages, the first ones on these devices."""
+        """Plans a model cut into these layers."""
         settings = self.settings
-        return Request(
-            settings.planner,
-            stages,
-            settings.schedule,
-            settings.microbatches,
-            places,
-            settings.limits,
-            settings.host_limit_bytes,
-            settings.speeds,
-            fixed=settings.hosts is not None,
-            groups=settings.replicas,
-            state_fates=settings.state_fates,
-        )
+        assert isinstance(settings.stages, int)
+        stages, places = settings.schedule.stages_on(settings.stages), settings.places
+        with phase("measuring layers and links"):
+            problem = self._measurement(traced, stages, places).problem()
+        with phase("planning"):
+            planned = decide(settings, places, problem, partial(self._held_bytes, traced))
+        return CutCandidate(traced, planned)
 
-    def _measurement(
-        self, traced: Traced, optimizer: OptimizerCut, request: Request
-    ) -> Measurement:
-        """What measures a model for a request; of a device that is a mesh one is timed, on whole arrays."""
-        return Measurement(
-            request,
-            traced,
-            optimizer,
-            self.store,
-            list(map(first_of, self.settings.devices)),
-            self.runs,
-            self.room_bytes,
-            self.archive,
-            self.between_hosts,
-        )
+    def _measurement(self, traced: Traced, stages: int, places: tuple[int, ...]) -> Measurement:
+        return Measurement(self.settings, stages, places, traced, self.cut(traced), self.bench)
 
-    def _held_bytes(self, traced: Traced, optimizer: OptimizerCut, plan: Plan) -> list[int]:
-        """What the fullest device of each stage of a plan holds at most, while arrays are made or in a step."""
-        compiled, devices = self._check(traced, plan, optimizer), self.settings.devices
+    def _held_bytes(self, traced: Traced, plan: Plan) -> list[int]:
+        """Returns what the fullest device of each stage holds at most, while arrays are made or in a step."""
+        compiled, devices = self._checked_plan(traced, plan), self.settings.devices
         devices = (compiled.stand_in,) * len(devices) if compiled.stand_in else devices
+        # Programs of other processes cannot be compiled here: one device stands for all.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
-        most = [max(step.bytes, making.bytes) for step, making in both]
-        return [max(most[device] for device in stage.devices) for stage in compiled.plan.stages]
+        held = [max(step.bytes, making.bytes) for step, making in both]
+        return [max(held[device] for device in stage.devices) for stage in compiled.plan.stages]
 
-    def _check(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
+    def _to_run(self, traced: Traced, plan: Plan) -> CompiledPlan:
+        """Compiles a plan for all processes; what was checked in one process alone, if that is all there are."""
+        checked = self._checked_plan(traced, plan)
+        return checked if checked.stand_in is None else replace(checked, stand_in=None)
+
+    def _checked_plan(self, traced: Traced, plan: Plan) -> CompiledPlan:
         """Compiles a planner's plan, or finds it if it was compiled before: what is checked, runs."""
         plan = replace(self._with_user_fates(traced, plan), splits=traced.splits)
         if groups := self.settings.replicas:
@@ -382,24 +329,25 @@ class ModelPlanner:
                 self.settings.schedule.device_of(s, len(groups)) for s in range(len(plan.stages))
             )
             plan = plan.on([groups[place] for place in places])
+        # What was checked against the limits is what runs, not another one like it.
         compiled = next((x for x in self._checked if x.traced is traced and x.plan == plan), None)
         if compiled is None:
-            compiled = self._compiled(traced, plan, optimizer)
+            compiled = self._compiled(traced, plan)
             if self.settings.hosts is not None:
                 compiled = replace(compiled, stand_in=next(filter(is_own, self.settings.devices)))
             self._checked.append(compiled)
         return compiled
 
-    def _compiled(self, traced: Traced, plan: Plan, optimizer: OptimizerCut) -> CompiledPlan:
-        return compile_plan(self.settings, self.store, traced, plan, optimizer)
+    def _compiled(self, traced: Traced, plan: Plan) -> CompiledPlan:
+        return compile_plan(self.settings, self.bench.store, traced, plan, self.cut(traced))
 
     def _splitter(self) -> Splitter:
         device = first_of(self.settings.devices[0])
 
         def keeps_bits(whole: Traced, layer: int, halves: Traced) -> bool:
             updates = self.cut(whole), layer, self.cut(halves)
-            return same_bits(self.store, device, whole, layer, halves) and same_update(
-                self.store, device, *updates
+            return same_bits(self.bench.store, device, whole, layer, halves) and same_update(
+                self.bench.store, device, *updates
             )
 
         return Splitter(accelerator_of(device), keeps_bits)
@@ -415,13 +363,9 @@ def pays_for_room(planned: Planned | None) -> bool:
     """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
     if planned is None or not any(planned.decision.choices):
         return False
+    # The same cuts without any fate: what the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
     return planned.step_s > (1 + LIMITS.noticed) * kept.step_s
-
-
-def _to_run(checked: CompiledPlan) -> CompiledPlan:
-    """A plan that was compiled for one process alone, to be looked at, made ready for all of them."""
-    return checked if checked.stand_in is None else replace(checked, stand_in=None)
 
 
 def compile_plan(

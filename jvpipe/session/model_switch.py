@@ -5,11 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.runtime.state.model_change import plan_model_switch
 from jvpipe.session.session import Session
-from jvpipe.session.settings import agreed_rows
+from jvpipe.session.settings import agree_on_rows
 
 Tree = Any
 _log = logging.getLogger("jvpipe")
@@ -25,7 +28,7 @@ def switch_model(
         state: the newest; consumed.
         loss_fn: of the same kind as the present one.
         params: those of the new model; of what is kept or comes back shapes are enough.
-        model_state: likewise; by default the present one.
+        model_state: of the new model; by default the present one.
 
     Raises:
         ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
@@ -35,9 +38,13 @@ def switch_model(
     session.check_state(state)
     known, present = session.known_models, session.compiled_plans
     compiled_plans = known.compiled_for(present, loss_fn, params, model_state)
-    switch = known.plan_switch(present, compiled_plans, params, model_state, session.limits)
-    if (hosts := session.settings.hosts) is not None:  # nothing crosses before all are ready
-        hosts.agree("the rows of new models", agreed_rows(compiled_plans.current))
+    old, new = present.current, compiled_plans.current
+    values = {
+        "parameter": jax.tree.leaves(compiled_plans.trees.stacks.split(params)),
+        "state": jax.tree.leaves(model_state),
+    }
+    switch = plan_model_switch(old, new, values, known.parked, session.limits)
+    agree_on_rows(new, "the rows of new models")
     session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
     state = session.drain(state)
     state.check(len(session.compiled.persistent))

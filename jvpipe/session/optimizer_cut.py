@@ -11,9 +11,11 @@ from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.schedules import Schedule
+from jvpipe.session.settings import Training
 from jvpipe.trace.digests import closed_lines
 from jvpipe.trace.graph import Traced, freeze
 from jvpipe.trace.leaves import abstract
+from jvpipe.trace.model import Model
 from jvpipe.trace.modules import warn_of_statistics
 from jvpipe.trace.stacks import Stacks
 from jvpipe.trace.structure import structure
@@ -49,8 +51,35 @@ class OptimizerCutter:
         default_factory=dict, repr=False
     )
 
+    @staticmethod
+    def of(
+        settings: Training,
+        model: Model,
+        *,
+        grad_norm: bool = False,
+        sharding: Sharding | None = None,
+    ) -> "OptimizerCutter":
+        """Makes what cuts the optimizer of a model.
+
+        Args:
+            settings: has the optimizer, and what it sees.
+            model: has the parameters.
+            grad_norm: also compute the gradient's norm.
+            sharding: how parameters lie over the devices of a place.
+        """
+        stacks = model.stacks
+        return OptimizerCutter(
+            settings.optimizer,
+            model.params,
+            settings.microbatches,
+            grad_norm,
+            sharding,
+            None if settings.stacked else stacks,
+            stacks.slices_named(settings.frozen),
+        )
+
     def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
-        """Cuts the optimizer for the layers of a graph.
+        """Cuts the optimizer for the layers of a graph, to be run.
 
         Args:
             graph: the layers that own the parameters.
@@ -59,18 +88,7 @@ class OptimizerCutter:
         Raises:
             ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
         """
-        owners = tuple(p.owner for p in graph.parameters)
-        readers, microbatches = self._sums(graph, schedule)
-        key = owners, readers, microbatches
-        if key not in self._cuts:
-            with phase("tracing and cutting the optimizer"):
-                cut = self._cut(owners, readers, microbatches)
-                self._cuts[key] = (
-                    cut
-                    if self.sharding is None
-                    else laid_state(cut, graph.parameters, self.sharding)
-                )
-        cut = self._cuts[key]
+        cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
             name = " and ".join(cut.cross_layer) or "grad_norm=True"
             raise ValueError(
@@ -81,13 +99,39 @@ class OptimizerCutter:
             )
         return cut
 
+    def pieces(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
+        """Cuts the optimizer for the layers of a graph, to be looked at: the schedule may not be able to run it.
+
+        Args:
+            graph: the layers that own the parameters.
+            schedule: says how many micro-batches an update takes.
+        """
+        owners = tuple(p.owner for p in graph.parameters)
+        readers, microbatches = self._sums(graph, schedule)
+        key = owners, readers, microbatches
+        if key not in self._cuts:
+            with phase("tracing and cutting the optimizer"):
+                cut = cut_optimizer(
+                    self.optimizer,
+                    abstract(self.params),
+                    owners,
+                    readers,
+                    microbatches=microbatches,
+                    grad_norm=self.grad_norm,
+                    traced=self._trace(readers, microbatches),
+                )
+                if self.sharding is not None:
+                    cut = laid_state(cut, graph.parameters, self.sharding)
+                self._cuts[key] = cut
+        return self._cuts[key]
+
     def traced(self, graph: LayerGraph) -> TracedOptimizer:
-        """The optimizer, traced for an update of all micro-batches of a step."""
+        """Returns the optimizer, traced for an update of all micro-batches of a step."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return self._trace(readers, None if graph.weighted else self.microbatches)
 
     def freeze(self, traced: Traced) -> Traced:
-        """The same layers where what the user or the optimizer freezes has no gradient.
+        """Returns the same layers where what the user or the optimizer freezes has no gradient.
 
         Raises:
             ValueError: a parameter that is left can have no gradient, or none is left.
@@ -95,6 +139,7 @@ class OptimizerCutter:
         try:
             found = self.traced(traced.graph).frozen
         except Exception:
+            # Its message names the parameter, that of the optimizer would not.
             freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
             raise
         left = freeze(traced, found)
@@ -106,6 +151,7 @@ class OptimizerCutter:
 
     def text(self, graph: LayerGraph, schedule: Schedule) -> str:
         """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
+        # A structure has no names of variables, which differ between processes.
         update = self._trace(*self._sums(graph, schedule)).update.jaxpr
         return repr(structure(update.eqns, update.invars, update.outvars))
 
@@ -118,7 +164,7 @@ class OptimizerCutter:
         ]
 
     def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
-        """How many gradients each parameter has, and by what their sum is divided."""
+        """Tells how many gradients each parameter has, and by what their sum is divided."""
         readers = tuple(len(p.readers) for p in graph.parameters)
         return readers, None if graph.weighted else schedule.period(self.microbatches)
 
@@ -135,14 +181,3 @@ class OptimizerCutter:
                 frozen=self.frozen,
             )
         return self._traced[key]
-
-    def _cut(self, owners: _Readers, readers: _Readers, microbatches: int | None) -> OptimizerCut:
-        return cut_optimizer(
-            self.optimizer,
-            abstract(self.params),
-            owners,
-            readers,
-            microbatches=microbatches,
-            grad_norm=self.grad_norm,
-            traced=self._trace(readers, microbatches),
-        )

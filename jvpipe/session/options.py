@@ -19,14 +19,14 @@ from jvpipe.session.arguments import (
     checked_name,
     checked_replicas,
     checked_schedule,
+    checked_speeds,
     checked_stacked,
     checked_stages,
     one_of,
     whole_number,
     whole_numbers,
 )
-from jvpipe.session.inner_axes import checked_sharding
-from jvpipe.session.measuring import checked_speeds
+from jvpipe.session.devices import checked_sharding
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_flag, checked_frozen
 from jvpipe.util.sizes import parse_bytes, parse_limits
@@ -38,7 +38,7 @@ MOST_PLACES = 10**5
 
 
 class Taker(Flag):
-    """Who takes an option: a Python call, a command line and its files."""
+    """The takers of an option: a Python call, a command line and its files."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
@@ -53,13 +53,13 @@ EVERY = CALLS | COMMANDS
 Group = Literal["model", "pipeline", "memory", "data", "run", "processes"]
 """What an option is about, in the order of the help and of the page of options."""
 Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
-"""What a resumed run makes of an option: takes another value, refuses one, or plans anew for one; passes over that of
+"""What a resumed run does with an option: takes another value, refuses one, or plans again for one; passes over that of
 the run, which held for one start, one start of all processes, or one of these."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """All that is said of an option; its name, type and default are those of the field that it defines."""
+    """An option with all its properties; its name, type and default are those of the field that it defines."""
 
     check: Check
     help: str
@@ -85,7 +85,7 @@ class Option:
         return tuple(get_origin(part) or part for part in parts)
 
     def checked(self, said: str, value: Any) -> Any:
-        """What a value means; nothing is left out where that is the default.
+        """Returns what a value means; nothing is left out where that is the default.
 
         Args:
             said: how the user calls the option.
@@ -110,7 +110,7 @@ def option(
     """Defines the option of a dataclass's field.
 
     Args:
-        default: what holds unless it is given; None where that is decided or left out.
+        default: what holds unless it is given; None if that is decided or left out.
         check: of what is given.
         help: a sentence or some.
         group: what it is about.
@@ -119,33 +119,27 @@ def option(
         resumed: what a resumed run makes of it.
         was: the names that it had a release ago.
     """
-    told = Option(check, help, group, unit, takers, resumed, was)
-    return field(default=default, metadata={"option": told})
+    defined = Option(check, help, group, unit, takers, resumed, was)
+    return field(default=default, metadata={"option": defined})
 
 
 @cache
 def options_of(holder: type[Any]) -> Mapping[str, Option]:
-    """The options that a dataclass defines for who takes them, by name."""
-    told = {
-        each.name: replace(
-            each.metadata["option"], name=each.name, type=each.type, default=each.default
-        )
-        for each in fields(holder)
+    """Returns the options that a dataclass defines for who takes them, by name."""
+    every_option = {
+        one.name: replace(one.metadata["option"], name=one.name, type=one.type, default=one.default)
+        for one in fields(holder)
     }
-    return {name: each for name, each in told.items() if each.takers & holder.taker}
+    return {name: one for name, one in every_option.items() if one.takers & holder.taker}
 
 
 def resumed(holder: type[Any], *kinds: Resumed) -> tuple[str, ...]:
-    """The names of the options of which a resumed run makes the same."""
-    return tuple(name for name, each in options_of(holder).items() if each.resumed in kinds)
-
-
-def _cluster(said: str, value: Any) -> Cluster:
-    return value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
+    """Returns the names of the options of which a resumed run makes the same."""
+    return tuple(name for name, one in options_of(holder).items() if one.resumed in kinds)
 
 
 def checked_target(name: str, value: Any) -> Target | bool:
-    """Whether a compiler is asked, or for which device: a target's name."""
+    """Tells whether a compiler is asked, or for which device: a target's name."""
     if isinstance(value, str):
         return find_target(value)
     if not isinstance(value, bool):
@@ -153,10 +147,6 @@ def checked_target(name: str, value: Any) -> Target | bool:
             f"{name} must be True, or the name of a target such as 'h100', not {brief(value)}"
         )
     return value
-
-
-def _planner(said: str, value: Any) -> str:
-    return find_planner(checked_name(said, value, "jvpipe")).name
 
 
 _COUNT = partial(whole_number, most=MOST_PLACES)
@@ -167,7 +157,7 @@ class PipelineOptions:
     """The options of a pipeline, whoever makes or plans it: as files have them, Python calls take more types."""
 
     taker: ClassVar[Taker] = EVERY
-    """Who takes the options of this dataclass."""
+    """The takers of the options of this dataclass."""
 
     stages: int | None = option(
         None,
@@ -226,7 +216,7 @@ class PipelineOptions:
     )
     planner: str = option(
         "jvpipe",
-        _planner,
+        lambda said, value: find_planner(checked_name(said, value, "jvpipe")).name,
         "How layers are spread over stages.",
         "pipeline",
         "",
@@ -235,7 +225,9 @@ class PipelineOptions:
     )
     hardware: str | None = option(
         None,
-        _cluster,
+        lambda said, value: (
+            value if isinstance(value, Cluster) else find_cluster(checked_name(said, value, "h100"))
+        ),
         "A cluster by name or a TOML file; a100-40gb for a model, infinite links for a graph.",
         "pipeline",
         "",
@@ -308,7 +300,7 @@ class PipelineOptions:
     model_state_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=StateReduction),
-        "What leaves of the model state become over replicas, likewise.",
+        "What leaves of the model state become over replicas, by patterns of their paths.",
         "model",
         "",
         PIPELINE,
@@ -354,7 +346,7 @@ class PipelineOptions:
         partial(
             checked_fates, of="tensors, such as {'*/attention/*': 'swap'} or \"*/attention/*=swap\""
         ),
-        "What becomes of tensors between a forward and its backward, by patterns of their names.",
+        "What happens to tensors between a forward and its backward, by patterns of their names.",
         "memory",
         "",
         PIPELINE,
@@ -372,8 +364,8 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, with the bits of layers apart; if left out, on all devices "
-        "but CPUs.",
+        "Consecutive layers of a stage run as one program, bitwise identical to layers apart; if left out, on all "
+        "devices but CPUs.",
         "run",
         "",
         RUNS,
@@ -389,7 +381,7 @@ class PipelineOptions:
     remeasure: bool = option(
         False,
         checked_flag,
-        "Measures layers anew; else what an earlier run of the same model has measured on this machine is used.",
+        "Measures layers again; else what an earlier run of the same model has measured on this machine is used.",
         "run",
         "",
         RUNS,
@@ -397,25 +389,27 @@ class PipelineOptions:
     )
 
 
-def checked(taker: Taker, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the options of a Python call mean, by name.
+def checked(taker: Taker, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the options of a Python call mean, by name.
 
     Args:
         taker: the call.
-        given: its arguments, and perhaps more.
+        arguments: its arguments, and perhaps more.
 
     Raises:
         ValueError: one cannot be.
     """
-    every = options_of(PipelineOptions).items()
-    return {name: each.checked(name, given[name]) for name, each in every if taker in each.takers}
+    options = options_of(PipelineOptions).items()
+    return {
+        name: one.checked(name, arguments[name]) for name, one in options if taker in one.takers
+    }
 
 
 def passed(options: PipelineOptions, taker: Taker) -> dict[str, Any]:
-    """The options of a command line that a Python call takes too, by name."""
-    every = options_of(PipelineOptions).items()
+    """Returns the options of a command line that a Python call takes too, by name."""
+    every_option = options_of(PipelineOptions).items()
     return {
         name: getattr(options, name)
-        for name, each in every
-        if taker in each.takers and each.takers & COMMANDS
+        for name, one in every_option
+        if taker in one.takers and one.takers & COMMANDS
     }

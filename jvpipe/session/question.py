@@ -18,15 +18,22 @@ from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.problem import Problem, single_groups
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.user_fates import with_state_fates
-from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
+from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
+from jvpipe.session.measuring import (
+    Slowness,
+    groups_apart,
+    slowness_by_kind,
+    times_longer,
+    work_s,
+)
 from jvpipe.session.optimizer_cut import OptimizerCutter
 from jvpipe.session.settings import Training
 from jvpipe.session.trees import micro_batch_shapes
@@ -35,11 +42,9 @@ from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser
 from jvpipe.trace.model import Model, trace_model
 from jvpipe.trace.reshaped import OtherLayersError
-from jvpipe.util.sizes import MOST_BYTES, limits_of_each
+from jvpipe.util.sizes import MOST_BYTES, MOST_S, limits_of_each
 
 Tree = Any
-MOST_S = 1e12
-"""More than anything takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +73,11 @@ class Question(Training):
         self.schedule.warn_of_idle(self.stages, self.microbatches)
 
     def trace(self, examples: int | None = None, present: Traced | None = None) -> Model:
-        """The model at the shapes of a micro-batch.
+        """Traces the model at the shapes of a micro-batch.
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut anew.
+            present: the model with other examples, whose layers it is to have; None: it is cut by itself.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -81,6 +86,7 @@ class Question(Training):
         if examples is not None:
             resized = lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype)  # noqa: E731
             micro_batch = jax.tree.map(resized, micro_batch)
+        # Shapes do not depend on the key.
         key = jax.random.key(0)
         params = jax.eval_shape(self.params, key) if is_initialiser(self.params) else self.params
         model = trace_model(
@@ -99,36 +105,20 @@ class Question(Training):
         return model
 
     def _cutter(self, model: Model) -> OptimizerCutter:
-        """What has traced the optimizer of a model, and does so once."""
-        key, stacks = (self.microbatches, id(model.params)), model.stacks
+        """Finds what has traced the optimizer of a model, and does so once."""
+        key = self.microbatches, id(model.params)
         if key not in self._cutters:
-            self._cutters[key] = OptimizerCutter(
-                self.optimizer,
-                model.params,
-                self.microbatches,
-                grad_norm=False,
-                stacks=None if self.stacked else stacks,
-                frozen=stacks.slices_named(self.frozen),
-            )
+            self._cutters[key] = OptimizerCutter.of(self, model)
         return self._cutters[key]
 
     def cut(self, model: Model, traced: Traced) -> OptimizerCut:
-        """The optimizer of a model in pieces for the layers of a trace."""
-        graph = traced.graph
-        return cut_optimizer(
-            self.optimizer,
-            model.params,
-            [p.owner for p in graph.parameters],
-            [len(p.readers) for p in graph.parameters],
-            microbatches=None if graph.weighted else self.microbatches,
-            traced=self._cutter(model).traced(graph),
-            stacks=None if self.stacked else model.stacks,
-        )
+        """Cuts the optimizer of a model for the layers of a trace."""
+        return self._cutter(model).pieces(traced.graph, self.schedule)
 
     def costs(
         self, cluster: Cluster, traced: Traced | None = None, optimizer: OptimizerCut | None = None
     ) -> Costs:
-        """The estimated costs on the first device of a cluster.
+        """Estimates the costs on the first device of a cluster.
 
         Args:
             cluster: on whose first device.
@@ -148,13 +138,13 @@ class Question(Training):
         return with_state_away(costs, optimizer, states_away(traced.graph, plan))
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
-        """A plan of these layers with the optimizer's state where it is wanted."""
+        """Puts the optimizer's state where it is wanted."""
         return with_state_fates(traced.graph, plan, self.state_fates)
 
     def slowness(
         self, cluster: Cluster, traced: Traced, costs: Costs, devices: int
-    ) -> list[tuple[float, ...]]:
-        """How many times longer each device takes for each layer than these costs say; none for those like the first.
+    ) -> list[Slowness]:
+        """Tells how many times longer each device takes for each layer than the first; nothing if as long.
 
         Args:
             cluster: has the devices.
@@ -162,28 +152,20 @@ class Question(Training):
             costs: on the first of them.
             devices: so many of them are used.
         """
-        first_s = [layer.forward_s + layer.backward_s for layer in costs.layers]
-        known: dict[str, tuple[float, ...]] = {str(cluster.device): ()}
 
-        def of(kind: Accelerator) -> tuple[float, ...]:
-            if str(kind) not in known:
-                other = estimate(
-                    traced, replace(cluster, device=kind, unlike=()), fates=False
-                ).layers
-                other_s = [layer.forward_s + layer.backward_s for layer in other]
-                known[str(kind)] = tuple(
-                    b / a if a else 1.0 for a, b in zip(first_s, other_s, strict=True)
-                )
-            return known[str(kind)]
+        def longer(device: Accelerator) -> Slowness:
+            alike = replace(cluster, device=device, unlike=())
+            return times_longer(costs, estimate(traced, alike, fates=False))
 
-        return [of(kind) for kind in cluster.accelerators[:devices]]
+        used = cluster.accelerators[:devices]
+        return slowness_by_kind(used, str, longer)
 
     def held_bytes(self, plan: Plan) -> list[int]:
-        """The most that each device holds under a plan, as a run of it would: compiled for the device at hand."""
+        """Returns the most that each device would hold in a run of a plan, compiled for the device at hand."""
         return [peak.bytes for peak in self.compiled(plan, shared_store()).peaks[:-1]]
 
     def compiled(self, plan: Plan, store: ProgramStore) -> CompiledPlan:
-        """A plan of the model as a run of it would have it; the first device at hand stands for all.
+        """Compiles a plan as a run of it would; the first device at hand stands for all.
 
         Args:
             plan: one of this model, with as many micro-batches.
@@ -200,7 +182,7 @@ class Question(Training):
     def problem(
         self, cluster: Cluster, memory_limit: int | tuple[int, ...] | None = None
     ) -> Problem:
-        """What a planner is asked.
+        """Makes the problem that a planner is asked.
 
         Args:
             cluster: of whose devices the first ones are used.
@@ -214,7 +196,7 @@ class Question(Training):
     def problem_of(
         self, cluster: Cluster, limits: tuple[int, ...], traced: Traced, optimizer: OptimizerCut
     ) -> Problem:
-        """The same of a trace of the model.
+        """Makes the problem of a trace of the model.
 
         Args:
             cluster: has the devices.
@@ -238,7 +220,7 @@ class Question(Training):
         pins: Pins,
         memory_limit: int | tuple[int, ...] | None = None,
     ) -> tuple[Shapes, LayerGraph]:
-        """The shapes that a planner may choose of, and the layers of the model; its batch is a whole one.
+        """Describes the shapes that a planner may choose from; also returns the layers of the model.
 
         Args:
             cluster: whose first devices are used.
@@ -253,16 +235,17 @@ class Question(Training):
         whole = self.trace(most)
         optimizer = self.cut(whole, whole.traced)
         costs = {most: self.costs(cluster, whole.traced, optimizer)}
+        operations = [eqn.primitive for eqn in whole.traced.loss.eqns]
         for b in smaller(most, devices):
             if 1 in costs:
                 break
-            with suppress(OtherLayersError):  # then replicas cannot have so few examples
+            # A loss of other layers or operations at this size has no replicas with so few examples.
+            with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
-                if _operations(traced) == _operations(whole.traced):  # likewise
+                if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
         slowness = self.slowness(cluster, whole.traced, costs[most], devices)
-        limit, apart = single_groups(slowness, limits, [x.name for x in used])
-        alike = len({group.kind for group in apart}) == 1 and not apart[0].slowness
+        limit, apart = groups_apart(slowness, limits, [x.name for x in used])
         model = Problem(
             costs[most],
             self.schedule.chunks,
@@ -277,14 +260,16 @@ class Question(Training):
             overlaps=True,
         )
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
+        # A single example may be another program, without its batch axis.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
-        shapes = Shapes(model, local, cluster, devices, batch, pins, () if alike else apart)
+        shapes = Shapes(model, local, cluster, devices, batch, pins, apart)
         return shapes, whole.traced.graph
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
-    """A problem with the links of a cluster; where stages lie on several machines, the slower link joins them."""
+    """Gives a problem the links of a cluster; stages on several machines are joined by the slower link."""
     check_devices(problem.devices, cluster)
+    # Stages take devices machine by machine.
     within = problem.devices <= cluster.devices_per_machine
     peer: Link = cluster.peer if within else cluster.network
     return replace(
@@ -297,8 +282,8 @@ def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
     )
 
 
-def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[tuple[float, ...]]:
-    """How many times longer devices take than a profile says, which is taken for one of the cluster's first device.
+def profile_slowness(cluster: Cluster | None, devices: int, layers: int) -> list[Slowness]:
+    """Tells how many times longer devices take than a profile says, which is one of the cluster's first device.
 
     Args:
         cluster: of whose devices the products per second are compared; None: they are alike.
@@ -328,7 +313,7 @@ def given_pins(
         question: has the model and a whole batch.
         cluster: has the devices.
         devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
-        stages: as all that follows, None where it is to be decided.
+        stages: as all that follows, None if it is to be decided.
         replicas: devices of each stage; "auto" is None.
         cuts: layers of each stage.
         microbatches: in a step.
@@ -384,8 +369,9 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 
 
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
-    """The local batches at which layers are looked at beside the whole micro-batch: a replica's share, the least, and
-    what is the least where that is another program.
+    """Chooses the local batches at which layers are looked at beside the whole micro-batch.
+
+    They are a replica's share, the least, and what is the least where one example is another program.
 
     Args:
         examples: of a micro-batch.
@@ -396,11 +382,6 @@ def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """
     sizes = dict.fromkeys((max(2, examples // devices), 1, 2))
     return tuple(b for b in sizes if b < examples)
-
-
-def _operations(traced: Traced) -> list[str]:
-    """What must be alike for a loss to be made of the same layers at two sizes."""
-    return [eqn.primitive.name for eqn in traced.loss.eqns]
 
 
 def check_devices(stages: int, cluster: Cluster) -> None:
@@ -414,15 +395,13 @@ def check_devices(stages: int, cluster: Cluster) -> None:
 
 def check_sums(problem: Problem) -> None:
     """Raises ValueError for seconds and bytes of which the planners cannot make sums."""
-    layers, edges, m = problem.costs.layers, problem.costs.edges, problem.microbatches
+    layers, m, in_flight = problem.costs.layers, problem.microbatches, max(problem.in_flight)
+    crossing = [edge.bytes for edge in problem.costs.edges]
+    kept = [layer.options[0].kept_bytes for layer in layers]
     sums = {
-        "the layers compute": m * sum(layer.forward_s + layer.backward_s for layer in layers),
-        "links between stages are busy": 2
-        * m
-        * sum(problem.peer.seconds(edge.bytes) for edge in edges),
-        "links to the host are busy": 2
-        * m
-        * sum(problem.host.seconds(x.options[0].kept_bytes) for x in layers),
+        "the layers compute": m * sum(work_s(layers)),
+        "links between stages are busy": 2 * m * sum(map(problem.peer.seconds, crossing)),
+        "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
         if not seconds <= MOST_S:
@@ -430,16 +409,11 @@ def check_sums(problem: Problem) -> None:
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
                 "correct the times of the layers, or what the links carry and how fast"
             )
-    in_flight = max(problem.in_flight)
     versions = max(problem.schedule.versions(s, problem.stages) for s in range(problem.stages))
-    held = sum(
-        versions * layer.parameter_bytes
-        + layer.gradient_bytes
-        + layer.optimizer_bytes
-        + layer.temporary_bytes
-        + in_flight * (layer.input_bytes + layer.options[0].kept_bytes)
-        for layer in layers
-    ) + in_flight * sum(edge.bytes for edge in edges)
+    once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
+    weights = versions * sum(layer.parameter_bytes for layer in layers)
+    inputs = sum(layer.input_bytes for layer in layers)
+    held = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held > MOST_BYTES:
         raise ValueError(
             f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "

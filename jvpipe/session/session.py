@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +38,8 @@ from jvpipe.session.asking import Planned
 from jvpipe.session.changes import KnownModels, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.grouping import Grouping
-from jvpipe.session.settings import Settings, agreed_rows, option_parts, told_peaks
-from jvpipe.session.trees import Trees, check_fed, feeds_of
+from jvpipe.session.settings import Settings, agree_on_rows, option_parts, told_peaks
+from jvpipe.session.trees import Trees, feeds_of
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -68,6 +69,7 @@ class Session:
         self.store = shared_store()
         self.compiled_plans = CompiledPlans(settings, self.store)
         self.known_models = KnownModels(self.store)
+        # What no model needs now lies on the host, and counts there.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
         self.ledger = Ledger(settings.devices)
@@ -80,21 +82,15 @@ class Session:
             self.controller.hosts = settings.hosts
         self.loss_watch = LossWatch(self.controller, settings.microbatches)
         warmup_updates = settings.schedule.warmup_updates
-        self.migrations = Migrations(
-            self.compiled_plans, self.controller, self.limits, warmup_updates
-        )
-        self.adapter = Adapter(
-            self.compiled_plans, self.migrations.queue, self.limits, settings.hosts
-        )
+        plans, controller, limits = self.compiled_plans, self.controller, self.limits
+        self.migrations = Migrations(plans, controller, limits, warmup_updates)
+        self.adapter = Adapter(plans, self.migrations.queue, limits, settings.hosts)
         self.grouping = Grouping()
         self.model_history: list[ModelChange] = []
-        self.predictions: dict[
-            Hashable, CompiledPlan
-        ] = {}  # of functions, the last that was asked for
-        self._told_peaks: tuple[Plan | None, Sequence[Peak]] = (
-            None,
-            (),
-        )  # of a plan, as all processes told them
+        # The compiled function that was asked for last.
+        self.predictions: dict[Hashable, CompiledPlan] = {}
+        # The plan that a run began with, and its peaks as all processes tell them.
+        self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
 
     # Looking
 
@@ -120,12 +116,12 @@ class Session:
 
     @property
     def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step of the present plan; None where another process has not told them."""
-        compiled, (plan, told) = self.compiled, self._told_peaks
-        own = zip(self.settings.devices, compiled.peaks, strict=False)
+        """The most bytes on each device in a step of the present plan; None if another process has not told them."""
+        plan, peaks = self._begun_with
+        here, known = self.compiled.peaks, plan == self.compiled.plan
         return [
-            peak if _jax.is_own(device) else told[i] if plan == compiled.plan else None
-            for i, (device, peak) in enumerate(own)
+            here[i] if _jax.is_own(device) else peaks[i] if known else None
+            for i, device in enumerate(self.settings.devices)
         ]
 
     @property
@@ -147,34 +143,35 @@ class Session:
         )
 
     def pictures(self, steps: int = 1) -> list[Picture]:
-        """What there is to be seen of the last steps; waits for their end."""
-        monitor = self.controller.monitor
-        if monitor is None:
-            raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
+        """Draws up what each device did in the last steps; waits for their end."""
+        monitor = self._watching()
         labels = [self.graph.label(layer) for layer in self.graph.layers]
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
         """Tells what ran when in the last step, or the one `before`, and what was swapped; waits for its end."""
+        return self._watching().measured(before=before)
+
+    def _watching(self) -> Monitor:
         if self.controller.monitor is None:
             raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
-        return self.controller.monitor.measured(before=before)
+        return self.controller.monitor
 
     def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
-        """The newest arrays of a kind that a state has, as copies on the host, in the order of their leaves.
+        """Copies the newest arrays of a kind to the host, in the order of their leaves.
 
-        Of several processes all must ask, and the first one alone gets them.
+        All of several processes must ask, and the first one alone gets them.
         """
         self.check_whole(self.compiled, state)
-        hosts, spots = self.settings.hosts, names_of(self.compiled, state.stream_steps)
+        hosts, devices = self.settings.hosts, self.settings.devices
         newest = newest_of(self.compiled, state.stream_steps)
         names = sorted(name for name in newest if name[0] is kind)
         arrays = [state.arrays[newest[name]] for name in names]
         try:
             if hosts is None:
                 return list(map(to_host, arrays))
-            devices = self.settings.devices
-            (home, *_) = (place for place, device in enumerate(devices) if _jax.is_own(device))
+            spots = names_of(self.compiled, state.stream_steps)
+            home = next(place for place, device in enumerate(devices) if _jax.is_own(device))
             shapes = [self.compiled.lying(Value(kind, index), home) for _, index in names]
             processes = [devices[spots[newest[name]].place].process_index for name in names]
             return hosts.gather(processes, shapes, arrays)
@@ -182,24 +179,26 @@ class Session:
             raise self.controller.failure(error) from error
 
     def own_params(self, state: State) -> dict[str, Any]:
-        """The newest parameters of this process by their names, as numpy arrays."""
+        """Returns the newest parameters of this process by their names, as numpy arrays."""
         arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
-        parameters = self.graph.parameters
-        own = ((i, arrays.get((ValueKind.PARAMETER, i))) for i in range(len(parameters)))
-        return {parameters[i].array.name: to_host(array) for i, array in own if array is not None}
+        return {
+            parameter.array.name: to_host(array)
+            for i, parameter in enumerate(self.graph.parameters)
+            if (array := arrays.get((ValueKind.PARAMETER, i))) is not None
+        }
 
     def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """The newest of everything that outlives a step; ValueError if the state is not whole or not this model's."""
+        """Returns the newest of all that outlives a step; ValueError if the state is not whole, or another model's."""
         self.check_whole(compiled, state)
         return plain_arrays(compiled, state)
 
     def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or was consumed."""
+        """Raises ValueError for anything but a state of this pipeline's present model, or was consumed."""
         self.check_state(state)
         state.check(len(names_of(compiled, state.stream_steps)))
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for what is no state of this pipeline's present model, or in a forked process."""
+        """Raises ValueError for anything but a state of this pipeline's present model, or in a forked process."""
         check_not_forked()
         self.compiled_plans.check_traced()
         if not isinstance(state, State):
@@ -266,7 +265,7 @@ class Session:
         Args:
             compiled_plans: those of the model.
             compiled: of these, or one that will take their place.
-            leaves: put or make the arrays by name; optimizer state without leaves is made anew.
+            leaves: put or make the arrays by name; optimizer state without leaves is made.
             words: those of the run's key.
             step: the steps that are done.
             updates: how often parameters were updated.
@@ -279,8 +278,7 @@ class Session:
         self.follow(compiled_plans)
         with phase("making and placing the parameters"):
             arrays = placing.place(self.ledger, leaves, self.store)
-        if self.settings.hosts is not None:  # nothing crosses before all are ready
-            self.settings.hosts.agree("the rows that processes run", agreed_rows(compiled))
+        agree_on_rows(compiled)
         return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
 
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
@@ -293,6 +291,7 @@ class Session:
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
         """
+        # A new run begins with nothing parked, but forgets what is only once it is sure to begin.
         limits, hosts = replace(self.limits, parked={}), self.settings.hosts
 
         def check() -> None:
@@ -300,21 +299,14 @@ class Session:
             limits.check(making, self.settings.devices, "while its arrays are made")
 
         together(hosts, "limits", check)
-        self._told_peaks = (
-            compiled.plan,
-            told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks,
-        )
+        peaks = told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
+        self._begun_with = compiled.plan, peaks
         self.known_models.parked.clear()
         self.migrations.begin_run()
         self.model_history = []
         self.loss_watch.begin()
         self.controller.marks.clear()
         self.ledger.begin()
-
-    def _check_limits(self, compiled: CompiledPlan) -> None:
-        """Raises MemoryLimitExceeded, in all processes, if steps at the shapes of another batch keep none."""
-        devices = self.settings.devices
-        together(self.settings.hosts, "limits", lambda: self.limits.check(compiled.peaks, devices))
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""
@@ -328,7 +320,7 @@ class Session:
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        What went wrong before is told first; the state is whole then. Of a stream the losses are waited for while
+        What went wrong before is told first; the state is whole then. In a stream the losses are waited for while
         another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
         is not done before the one before it. What is in flight has the shapes of the first batch: it is finished before
         a batch of other shapes, and this one within its step.
@@ -342,66 +334,65 @@ class Session:
         fitting = self.compiled_plans.for_batch(batch)
         if fitting is not self.compiled:
             plan = self.migrations.plan_between(state.step)
-            self._check_limits(
-                fitting if plan == fitting.plan else self.compiled_plans.with_plan(plan, fitting)
-            )
+            alike = plan == fitting.plan
+            to_run = fitting if alike else self.compiled_plans.with_plan(plan, fitting)
+            check = partial(self.limits.check, to_run.peaks, self.settings.devices)
+            together(self.settings.hosts, "limits", check)
             state = self.drain(state)
-            fitting = self.compiled_plans.for_batch(
-                batch
-            )  # adopted anew if something was in flight
+            # It was adopted again if something was in flight.
+            fitting = self.compiled_plans.for_batch(batch)
         state = self.migrations.run_due(state, self.drain, fitting)
         run = self._step_run(state, batch)
         state.check(run.bound.lowered.persistent)
-        earlier, feeds = (
-            len(self.controller.marks),
-            self.feeds(batch, state.words, state.step, run.bound),
-        )
+        # Where code on the host can fail, a step waits for the one before it.
+        earlier_marks = len(self.controller.marks)
+        feeds = self.feeds(batch, state.words, state.step, run.bound)
         moment = Moment(state.step, flows=bool(run.stream_steps))
         arrays, values = self.controller.run(run.bound, state.arrays, feeds, moment)
         if run.migration:
             self.migrations.commit(run.migration)
         else:
-            self.adapter.observe(
-                self.controller.monitor, run.compiled, state.step, run.stream_steps
-            )
+            monitor = self.controller.monitor
+            self.adapter.observe(monitor, run.compiled, state.step, run.stream_steps)
         compiled, stream_steps = run.compiled.without_previous(run.stream_steps)
         if compiled is not run.compiled:
             self.compiled_plans.adopt(compiled)
         if run.uses:
-            self.ledger.versions.record(
-                run.uses, state.step * self.settings.microbatches, state.updates
-            )
+            self._record(run.uses, state)
         metrics = self._metrics(run, state.step, values)
-        self.controller.settle(earlier)
+        self.controller.settle(earlier_marks)
         updates = state.updates + run.updates
         after = replace(
             state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
         )
         return after if compiled is self.compiled else self._finish(after, compiled), metrics
 
+    def _record(self, uses: Sequence[Use], state: State) -> None:
+        """Records the weights that the tasks of a step read, for whoever replays the run."""
+        first = state.step * self.settings.microbatches
+        self.ledger.versions.record(uses, first, state.updates)
+
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever comes of it."""
-        compiled, migration = (
-            self.compiled_at(batch, state.updates),
-            self.migrations.pop_due_inside(state.step),
-        )
+        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever follows."""
+        compiled = self.compiled_at(batch, state.updates)
+        migration = self.migrations.pop_due_inside(state.step)
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
+            # Only the synchronous steps that warm up an asynchronous run are replayed from a record.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
-            return _StepRun(
-                compiled, migration.bound if migration else compiled.step, uses, 1, 0, migration
-            )
-        before, compiled = (
-            (migration.steps, migration.new) if migration else (state.stream_steps, compiled)
-        )
+            bound = migration.bound if migration else compiled.step
+            return _StepRun(compiled, bound, uses, 1, 0, migration)
+        before = migration.steps if migration else state.stream_steps
+        compiled = migration.new if migration else compiled
         step, bound = compiled.stream_step(before)
         updates = microbatches // schedule.period(microbatches)
         return _StepRun(compiled, bound, step.uses, updates, before + 1, migration)
 
     def _metrics(self, run: _StepRun, step: int, values: Sequence[jax.Array]) -> Metrics:
-        """The metrics of a step by name; its losses are looked at later."""
+        """Returns the metrics of a step by name; its losses are looked at later."""
         values = self.readable(values)
+        # In a stream each micro-batch may have read other weights, so each loss is watched.
         apart = run.stream_steps > 0  # then the losses of the micro-batches follow
         losses = values[-self.settings.microbatches :] if apart else []
         metrics = self.metrics_of(run.compiled, values[: len(values) - len(losses)])
@@ -417,7 +408,7 @@ class Session:
         return [Awaited(value, self.controller.arrive) for value in values]
 
     def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
-        """Names what a step or an evaluation yielded."""
+        """Returns names what a step or an evaluation yielded."""
         groups = len(compiled.traced.graph.aux_groups)
         metrics: Metrics = {"loss": values[0]}
         if self.settings.has_aux:
@@ -430,9 +421,8 @@ class Session:
 
     def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
         """Finds what runs a batch after so many updates: an asynchronous schedule may begin with synchronous steps."""
-        compiled = self.compiled_plans.for_batch(batch)
         warms_up = updates < self.settings.schedule.warmup_updates
-        return self.compiled_plans.warmup_for(batch) if warms_up else compiled
+        return self.compiled_plans.for_batch(batch, warms_up=warms_up)
 
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
         """Finds what a micro-batch of this run was computed with.
@@ -442,15 +432,19 @@ class Session:
             microbatch: its number, from the start of the run.
             updates: those of the weights that it read.
         """
-        compiled, moment = (
-            self.compiled_at(batch, updates),
-            divmod(microbatch, self.settings.microbatches),
-        )
+        compiled = self.compiled_at(batch, updates)
+        moment = divmod(microbatch, self.settings.microbatches)
+        # The plan of then is the one that the next change has replaced.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
 
     def feeds(
-        self, batch: Tree, words: np.ndarray | None, step: int, bound: Bound | None = None
+        self,
+        batch: Tree,
+        words: np.ndarray | None,
+        step: int,
+        rows: Bound | None = None,
+        compiled: CompiledPlan | None = None,
     ) -> Feeds:
         """Slices what the micro-batches of a step read from the host; see `feeds_of`.
 
@@ -458,29 +452,34 @@ class Session:
             batch: a whole one.
             words: those of the run's key, if it has one.
             step: the number of the step.
-            bound: the rows that read it, if they are to find all of it.
+            rows: that read it, if they are to find all of it.
+            compiled: the plan that they are of; the one in use unless given.
 
         Raises:
             ValueError: a leaf that they read is a shape alone.
         """
-        feeds = feeds_of(batch, words, step, self.settings.microbatches)
-        check_fed(feeds, bound.feeds if bound else (), [leaf.name for leaf in self.graph.batch])
+        compiled = compiled or self.compiled
+        feeds = feeds_of(batch, words, step, compiled.microbatches)
+        if rows and (missing := sorted(set(rows.feeds) - set(feeds))):
+            leaf = compiled.traced.graph.batch[missing[0][1]]
+            raise ValueError(
+                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads it: give an array; "
+                "pipe.needs() names all that it reads"
+            )
         return feeds
 
     def needs(self) -> list[str]:
-        """The leaves of the batch that layers of this process read."""
+        """Returns the leaves of the batch that layers of this process read."""
         graph, devices = self.graph, self.settings.devices
         stages = self.compiled.plan.stages
-        own = (
-            stage.layers for stage in stages if any(_jax.is_own(devices[d]) for d in stage.devices)
-        )
-        read = {
-            i
-            for layers in own
-            for layer in layers
-            for i in graph.layers[layer].reading(ValueKind.BATCH)
-        }
-        return [graph.batch[i].name for i in sorted(read)]
+        here = [
+            layer
+            for stage in stages
+            if any(_jax.is_own(devices[d]) for d in stage.devices)
+            for layer in stage.layers
+        ]
+        leaves = {i for layer in here for i in graph.layers[layer].reading(ValueKind.BATCH)}
+        return [graph.batch[i].name for i in sorted(leaves)]
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""
@@ -497,9 +496,7 @@ class Session:
         step, bound = compiled.drain(state.stream_steps)
         state.check(bound.lowered.persistent)
         arrays, _ = self.controller.run(bound, state.arrays, {}, Moment(state.step, flows=True))
-        self.ledger.versions.record(
-            step.uses, state.step * self.settings.microbatches, state.updates
-        )
+        self._record(step.uses, state)
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, stream_steps=0)
 

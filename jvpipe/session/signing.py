@@ -32,11 +32,11 @@ from jvpipe.programs.model import (
 )
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
+from jvpipe.session.devices import LIMITS
 from jvpipe.session.forecast import Forecast
 from jvpipe.session.question import Question
 from jvpipe.trace.layer_split import split_as_planned
 
-_ROUNDS = 8
 _log = logging.getLogger("jvpipe")
 
 
@@ -53,7 +53,7 @@ class Signer:
 
     @staticmethod
     def of(cluster: Cluster, target: Target | None = None) -> "Signer":
-        """The compilers for the devices of a cluster.
+        """Returns the compilers for the devices of a cluster.
 
         Args:
             cluster: the hardware.
@@ -64,23 +64,23 @@ class Signer:
         """
         targets = [target or target_of(device) for device in cluster.accelerators]
         folder, stores = Archive.beside_the_cache().folder, dict[Target, TargetStore]()
-        for each in targets:
-            each.check()
-            stores.setdefault(each, TargetStore(compiler_of(each, folder), shared_store()))
-        return Signer(cluster, tuple(stores[each] for each in targets))
+        for one in targets:
+            one.check()
+            stores.setdefault(one, TargetStore(compiler_of(one, folder), shared_store()))
+        return Signer(cluster, tuple(stores[one] for one in targets))
 
     @property
     def said(self) -> Said:
         """What the compilers have said of programs: of each the most."""
-        most: dict[Hashable, Sizes] = {}
+        largest: dict[Hashable, Sizes] = {}
         for store in dict.fromkeys(self.stores):
             for key, sizes in store.sizes.items():
-                if key not in most or sizes.temporary > most[key].temporary:
-                    most[key] = sizes
-        return most
+                if key not in largest or sizes.temporary > largest[key].temporary:
+                    largest[key] = sizes
+        return largest
 
     def stages(self, question: Question, problem: Problem, answer: Answer) -> list[CompiledStage]:
-        """What each stage of a plan takes, as planned and as compiled.
+        """Returns what each stage of a plan takes, as planned and as compiled.
 
         Args:
             question: has the model.
@@ -97,14 +97,16 @@ class Signer:
         runs = {
             store: self._compiled(question, plan, store) for store in dict.fromkeys(self.stores)
         }
-        found = {store: _laid_peaks(run) for store, run in runs.items()}
+        by_store = {store: _laid_peaks(run) for store, run in runs.items()}
         evaluation, stages = evaluate(self._unsaid(question, problem, answer), decision), []
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
-            fullest = max(stage.devices, key=lambda d: found[self.stores[d]][d][0].bytes)
-            peak, padding, host = found[self.stores[fullest]][fullest]
+            # Replicas hold alike, but devices of a stage may be compiled by different compilers.
+            fullest = max(stage.devices, key=lambda d: by_store[self.stores[d]][d][0].bytes)
+            peak, padding, host = by_store[self.stores[fullest]][fullest]
             layers = problem.layers_on(s)[first:last]
             working = [x.working for x in layers_bytes(layers, decision.choices[first:last])]
+            # The row of the peak says in which layer the temporaries were.
             at = peak.row.layer - first if peak.row else -1
             place = problem.schedule.device_of(s, problem.devices)
             stages.append(
@@ -122,7 +124,7 @@ class Signer:
         return stages
 
     def _unsaid(self, question: Question, problem: Problem, answer: Answer) -> Problem:
-        """The problem as it is where no compiler has said anything; that of replicas stays as it is."""
+        """Returns the problem as it is where no compiler has said anything; that of replicas stays as it is."""
         if not question.said or problem.replicated:
             return problem
         model = question.trace()
@@ -149,7 +151,7 @@ class Signer:
 
 
 def signed(ask: Ask, signer: Signer) -> Forecast:
-    """The first plan that keeps the limits as compiled, with what the compiler says of its stages.
+    """Returns the first plan that keeps the limits as compiled, with what the compiler says of its stages.
 
     Args:
         ask: asks a planner.
@@ -158,19 +160,20 @@ def signed(ask: Ask, signer: Signer) -> Forecast:
     Returns:
         Where no plan keeps the limits an answer that says which would do.
     """
-    found, more = _search(ask, signer, 0)
-    if found is not None:
-        return found
+    forecast, more = _search(ask, signer, 0)
+    if forecast is not None:
+        return forecast
+    # It ends: at some limit even the padded plan fits.
     while (would_do := _search(ask, signer, more)[0]) is None:
         more += max(1, more // 16)
     (answer,), raised = would_do.answers, would_do.problem
     assert raised.memory_limit_bytes is not None
     smallest, target = raised.memory_limit_bytes, signer.stores[0].compiler.target.name
-    told = (
+    reason = (
         f"no plan of {answer.planner} keeps the limit of {smallest - more:,} bytes per device as the compiler "
         f"for {target} makes it: {smallest:,} bytes would do. So may more stages or more micro-batches"
     )
-    infeasible = Infeasible(told, 0, more, smallest)
+    infeasible = Infeasible(reason, 0, more, smallest)
     refused = Answer(answer.planner, answer.planning_s, infeasible=infeasible)
     problem = replace(raised, memory_limit_bytes=smallest - more)
     return replace(would_do, problem=problem, answers=(refused,))
@@ -183,30 +186,34 @@ def _search(ask: Ask, signer: Signer, more: int) -> tuple[Forecast | None, int]:
         The plan, and by how much larger limits have to be at least if there is none.
     """
     less, nearest, before = 0, math.inf, None
-    for _ in range(_ROUNDS):
-        found = ask(signer.said, more - less)
-        limit, question = found.problem.memory_limit_bytes, found.question
+    for _ in range(LIMITS.signings):
+        forecast = ask(signer.said, more - less)
+        limit, question = forecast.problem.memory_limit_bytes, forecast.question
         assert limit is not None
         assert question is not None
-        if not found.fits:
-            needed = more + smallest_limit_bytes(found.answers) - limit
+        if not forecast.fits:
+            needed = more + smallest_limit_bytes(forecast.answers) - limit
             return None, int(min(nearest, needed))
-        (answer,), raised = found.answers, replace(found.problem, memory_limit_bytes=limit + less)
-        question = replace(question, microbatches=found.microbatches)
-        stages = signer.stages(question, found.problem, answer)
+        (answer,), raised = (
+            forecast.answers,
+            replace(forecast.problem, memory_limit_bytes=limit + less),
+        )
+        question = replace(question, microbatches=forecast.microbatches)
+        stages = signer.stages(question, forecast.problem, answer)
         limits = [raised.limit_of(place) or 0 for place in raised.places]
         over = max(x.compiled_bytes - size for x, size in zip(stages, limits, strict=True))
         if over <= 0:
             compiled = replace(answer, compiled=tuple(stages))
-            return replace(found, problem=raised, answers=(compiled,)), more
+            return replace(forecast, problem=raised, answers=(compiled,)), more
         _log.info("compiled, the plan is %d bytes over the limit: planning goes on", over)
         nearest = min(nearest, more + over)
-        less, before = less + (over if found.plan == before else 0), found.plan
+        # The same plan again: what the compiler said of programs does not explain it.
+        less, before = less + (over if forecast.plan == before else 0), forecast.plan
     return None, int(nearest)
 
 
 def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
-    """The peak of each device of a plan, how much of it is padding, and what the host holds for all of them."""
+    """Returns each device's peak, how much of it is padding, and what the host holds for all of them."""
     elements = [
         [x.bytes for x in peaks(bound.lowered, len(run.devices), bound.temporary_bytes)]
         for bound in run.bounds
@@ -220,12 +227,12 @@ def _laid_peaks(run: CompiledPlan) -> list[tuple[Peak, int, int]]:
 
 
 def _name_of(run: CompiledPlan, program: Program) -> str:
-    """Names the layer that a program is of."""
+    """Returns names the layer that a program is of."""
     for programs in run.programs:
-        for layer, made in zip(run.traced.graph.layers, programs, strict=True):
-            own = [forward_program(made).key, backward_program(made).key]
-            if made.halves is not None:
-                own += [input_program(made).key, weight_program(made).key]
-            if program.key in own:
+        for layer, layer_programs in zip(run.traced.graph.layers, programs, strict=True):
+            keys = [forward_program(layer_programs).key, backward_program(layer_programs).key]
+            if layer_programs.halves is not None:
+                keys += [input_program(layer_programs).key, weight_program(layer_programs).key]
+            if program.key in keys:
                 return f"layer {layer.id} ({layer.name})"
     return "the optimizer"

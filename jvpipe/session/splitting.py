@@ -20,12 +20,11 @@ from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.cost import roofline
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
-from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.session.asking import Planned
+from jvpipe.session.measuring import work_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (
     Place,
@@ -66,7 +65,7 @@ class SplitEffort:
 SPLITTING = SplitEffort()
 
 BitCheck = Callable[[Traced, int, Traced], bool]
-"""Whether a layer of a model has the bits of the two that it is in another."""
+"""Whether a layer of a model is bitwise identical to the two that it is in another."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,7 @@ class CutCandidate:
     """A model cut into layers, and its plan."""
 
     traced: Traced
-    optimizer: OptimizerCut
     planned: Planned
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, simulated."""
-        problem = self.planned.problem
-        return simulated_step_s(problem, evaluate(problem, self.planned.decision).stages)
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Splitter:
     keeps_bits: BitCheck
 
     def finest(self, traced: Traced, stages: int) -> Traced:
-        """A model with at least so many layers, if it can be cut so fine."""
+        """Cuts a model into at least so many layers, if it can be cut so fine."""
         while len(traced.graph.layers) < stages:
             finer = self.finer(traced, range(len(traced.graph.layers)))
             if finer is None:
@@ -103,7 +95,7 @@ class Splitter:
     def within_limit(
         self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
     ) -> tuple[CutCandidate, int]:
-        """The plan of whole layers, or of halves where those keep no limit; and how often layers may be cut further.
+        """Plans whole layers, or halves where those keep no limit; also says how often layers may be cut further.
 
         Args:
             traced: the model in whole layers.
@@ -130,7 +122,7 @@ class Splitter:
         plan: Callable[[Traced], CutCandidate],
         rounds: int = SPLITTING.rounds,
     ) -> CutCandidate:
-        """A plan with finer layers, if it is faster by more than `SPLITTING.gain`; else the one that is there.
+        """Finds a plan with finer layers that is faster by more than `SPLITTING.gain`; else returns the first.
 
         Args:
             begin: the plan that is there.
@@ -146,7 +138,7 @@ class Splitter:
                 candidate = plan(finer)
             except (Infeasible, MemoryLimitExceeded):
                 return best
-            if candidate.step_s > best.step_s * (1 - SPLITTING.gain):
+            if candidate.planned.step_s > best.planned.step_s * (1 - SPLITTING.gain):
                 return best
             best = candidate
         return best
@@ -158,18 +150,15 @@ class Splitter:
             traced: the model.
             planned: its plan so far.
         """
-        layers = planned.problem.costs.layers
+        seconds = work_s(planned.problem.costs.layers)
         together = {
             layer
             for group in planned.problem.costs.together
             for layer in range(min(group), max(group) + 1)
         }
-        worth = [
-            i
-            for i, layer in enumerate(layers)
-            if i not in together and layer.forward_s + layer.backward_s >= SPLITTING.worth_s
-        ]
-        inside = places_inside(traced, worth, self._seconds)
+        apart = (i for i in range(len(seconds)) if i not in together)
+        worth = [i for i in apart if seconds[i] >= SPLITTING.worth_s]
+        inside = places_inside(traced, worth, self._equation_s)
         for _ in range(SPLITTING.places):
             where = even_places(planned, inside)
             wrong = self._first_wrong(traced, where)
@@ -201,7 +190,7 @@ class Splitter:
         return None
 
     def halved(self, traced: Traced, stages: int) -> Traced | None:
-        """The model with all layers cut in two that can be; None if there are none, or many layers already."""
+        """Cuts all layers in two that can be; None if there are none, or many layers already."""
         layers = range(len(traced.graph.layers))
         return (
             self.finer(traced, layers)
@@ -210,7 +199,8 @@ class Splitter:
         )
 
     def finer(self, traced: Traced, layers: Collection[int]) -> Traced | None:
-        """The model with these layers, and all that are like them, cut in two; None if none of them can be."""
+        """Cuts these layers, and all that are like them, in two; None if none of them can be."""
+        # Layers that are alike share a program, so all of a kind are cut at one place.
         kinds = [layer_signature(body) for body in traced.bodies] if layers else []
         where: dict[Hashable, int | None] = {}
         for layer in layers:
@@ -220,11 +210,11 @@ class Splitter:
         return split_layers(traced, cuts) if cuts else None
 
     def _place(self, traced: Traced, layer: int) -> int | None:
-        points = split_points(traced, layer, self._seconds)
+        points = split_points(traced, layer, self._equation_s)
         halves = ((p, split_layers(traced, {layer: p})) for p in points[: SPLITTING.places])
         return next((p for p, split in halves if self.keeps_bits(traced, layer, split)), None)
 
-    def _seconds(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
+    def _equation_s(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> list[float]:
         return roofline.equation_seconds(eqns, outputs, self.device)
 
 
@@ -273,7 +263,7 @@ def even_places(planned: Planned, inside: Mapping[int, Sequence[Place]]) -> list
         inside: the places that there are, by layer.
     """
     problem, bounds = planned.problem, planned.decision.bounds
-    layer_s = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
+    layer_s = work_s(problem.costs.layers)
     stages = evaluate(problem, planned.decision).stages
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
@@ -331,7 +321,7 @@ def _cuts(
 
 
 def _apart(cuts: Sequence[_Cut], least_s: float) -> list[_Cut]:
-    """Leaves out places inside layers that hardly differ from the one before, but for those that send less."""
+    """Leaves out places inside layers that hardly differ from the one before, except those that send less."""
     kept = [cuts[0]]
     for cut in cuts[1:]:
         near = cut.at_s - kept[-1].at_s < least_s

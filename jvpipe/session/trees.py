@@ -1,7 +1,7 @@
 """The caller's pytrees: parameters in the leaves that layers own, batches in the slices that micro-batches read."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ Tree = Any
 
 
 def shapes_of(tree: Tree) -> Any:
-    """The key of a tree that was traced: its containers, and the shapes and types of its leaves on a device."""
+    """Returns what tells traced trees apart: containers, and the shapes and types of leaves on a device."""
     leaves, containers = jax.tree.flatten(tree)
     return containers, tuple(
         (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
@@ -29,13 +29,13 @@ def shapes_of(tree: Tree) -> Any:
 
 
 _UNEVEN = (
-    ". Of an odd last batch leave out the rest (drop_remainder=True in most loaders), or pad it with examples that "
+    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
     "count with weight 0, and return jvpipe.Weighted(total, weight)"
 )
 
 
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
-    """The shapes of one micro-batch."""
+    """Returns the shapes of one micro-batch."""
 
     def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         shape = np.shape(leaf)
@@ -83,6 +83,7 @@ def feeds_of(
             continue
         if isinstance(leaf, Tracer):
             abstract(batch, "batch leaf")  # raises, and names the leaf that is being traced
+        # In the type of the device, so that no copy converts it there.
         leaf = _feedable(leaf)
         size = leaf.shape[0] // microbatches
         feeds["batch", i] = [leaf[m * size : (m + 1) * size] for m in range(microbatches)]
@@ -93,25 +94,8 @@ def feeds_of(
     return feeds
 
 
-def check_fed(
-    feeds: Collection[tuple[str, int]], needed: Collection[tuple[str, int]], names: Sequence[str]
-) -> None:
-    """Raises ValueError if a leaf of the batch that is read is a shape alone.
-
-    Args:
-        feeds: what there is, by (kind, index).
-        needed: what the rows of a step read.
-        names: of the batch's leaves.
-    """
-    if lacking := sorted(set(needed) - set(feeds)):
-        raise ValueError(
-            f"batch leaf '{names[lacking[0][1]]}' is a shape, and a stage of this process reads it: give an array; "
-            "pipe.needs() names all that it reads"
-        )
-
-
 def _feedable(leaf: Any) -> Any:
-    """A leaf of the batch as an array of the type that it has on a device.
+    """Returns a leaf of the batch as an array of the type that it has on a device.
 
     The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
     """
@@ -123,6 +107,7 @@ def _feedable(leaf: Any) -> Any:
 
 
 def _nearest_divisors(size: int, wanted: int) -> str:
+    # Divisors come in pairs, n and size / n.
     small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})
     below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
@@ -179,7 +164,7 @@ class Trees:
 
 
 def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
-    """The leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
+    """Returns the leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
 
     Args:
         given: arrays.
@@ -199,6 +184,7 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
     ...
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
+    # Compared as the caller knows the tree: with stacks whole, not in slices.
     wanted = stacks.join(
         split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
     )
@@ -221,6 +207,6 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
 
 
 def _types(tree: Tree) -> dict[str, str]:
-    """The shape and type of each leaf, by path."""
+    """Returns the shape and type of each leaf, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}

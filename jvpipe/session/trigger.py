@@ -51,6 +51,7 @@ def cuts_at_speeds(
     run_s = np.where(bound > bound[:, None], total - total[:, None], np.inf)
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
+    # Two passes: the sum alone would trade a slower stage for less work in all.
     slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
@@ -197,7 +198,7 @@ class Trigger:
         self._refused.add(cuts)
 
     def expect(self, cuts: tuple[int, ...]) -> None:
-        """Says which cuts the plan has that comes in place of those asked for: it is no new home."""
+        """Says which cuts the plan has that comes in place of those asked for: it is not a new home."""
         self._asked = cuts
 
     def _follow(self, plan: Plan) -> None:
@@ -269,12 +270,12 @@ class Trigger:
         return [slow[stage.devices[0]] for stage in plan.stages]
 
     def _why(self, plan: Plan, seen: Seen, at_home: bool) -> str:
-        """Names the stage that is furthest from what was planned."""
+        """Returns names the stage that is furthest from what was planned."""
         assert self._expected is not None
         starts = np.cumsum([0, *plan.cuts[:-1]])
         took_s = np.add.reduceat(np.array(seen.layer_s), starts) + np.array(seen.exposed_s)
         ratio = took_s / np.add.reduceat(self._expected, starts)
-        # Of three stages or more the odd one out is told, even if all are slower than planned.
+        # Among three stages or more the odd one out is named, even if all are slower than planned.
         relative = ratio / np.median(ratio) if len(ratio) > 2 else ratio
         stage = int(np.abs(np.log(relative)).argmax())
         if at_home and np.all(ratio < self.rule.layer):

@@ -11,6 +11,8 @@ GIB = 1024**3
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
 MOST_BYTES = 2**52
 """More bytes than any device holds. Floats still tell whole numbers of this size apart."""
+MOST_S = 1e12
+"""More seconds than anything takes: some 30,000 years."""
 
 
 def parse_bytes(size: int | str | None) -> int | None:

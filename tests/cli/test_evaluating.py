@@ -31,7 +31,7 @@ def test_the_first_of_the_least_is_the_best(
     seen = after(*losses)
     assert (seen.best_step, seen.since) == (best_step, since)
     assert seen.best_loss == (losses[best_step - 1] if best_step else None)
-    assert Evaluations.from_json(json.loads(json.dumps(seen.to_json(), allow_nan=False))) == seen
+    assert Evaluations(**json.loads(json.dumps(seen.to_json(), allow_nan=False))) == seen
 
 
 def test_a_run_is_over_after_so_many_that_were_no_better() -> None:

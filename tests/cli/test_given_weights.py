@@ -115,7 +115,7 @@ def test_options_of_weights_that_do_not_go_together(tmp_path: Path) -> None:
         (["--lora-on", "*"], r"--lora-on \* needs --lora, the rank"),
         (["--lora", "0"], "--lora must be a whole number of at least 1, not 0"),
         (["--export-weights", str(tmp_path / "new")], "needs --init-from, the folder that it is"),
-        (["--init-from", there, "--export-weights", there], "is there already: name a new folder"),
+        (["--init-from", there, "--export-weights", there], "exists already: name a new folder"),
         (
             ["--init-from", there, "--export-weights", str(tmp_path / "no" / "new")],
             "there is no folder",

@@ -48,7 +48,7 @@ def without(name: str, **members: Any) -> Any:
     [
         (
             without("loss_fn"),
-            r"is no model \(Mine\): it has no loss_fn, which should be a function of \(params, batch",
+            r"is not a model \(Mine\): it has no loss_fn, which should be a function of \(params, batch",
         ),
         (without("init"), "it has no init, which should be a function of a key"),
         (
@@ -80,7 +80,7 @@ def without(name: str, **members: Any) -> Any:
             without("", __init__=lambda self, blocks: None),
             "the class Mine is not made without arguments",
         ),
-        (lambda: None, r"is no model \(function\): it has no loss_fn"),
+        (lambda: None, r"is not a model \(function\): it has no loss_fn"),
     ],
 )
 def test_what_is_no_model_is_told_why(found: Any, told: str) -> None:

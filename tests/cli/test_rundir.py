@@ -41,7 +41,7 @@ def test_the_last_two_checkpoints_are_kept_and_leftovers_go(tmp_path: Path) -> N
     steps = (f"{step:08d}" for step in (10, 20, 30, 40))
     run = with_checkpoints(tmp_path, *steps, "00000005.deleted")
     (tmp_path / "checkpoints" / "00000035" / "generation-000001.draft").mkdir(parents=True)
-    run.prune()
+    run.prune(2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["00000030", "00000040"]
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    run.prune()
+    run.prune(2)
     assert all(path.is_file() for path in mine)
     assert run.checkpoints() == [run.checkpoint(20), run.checkpoint(30)]
 

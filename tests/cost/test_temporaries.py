@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jvpipe.cost import presets
-from jvpipe.cost.split_products import Product
+from jvpipe.cost.products import Product
+from jvpipe.cost.split_products import parts_of, split_bytes
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.trace.flatten import flatten
 
@@ -82,11 +83,11 @@ def test_parts_of_a_product_are_there_beside_what_was_copied_for_them() -> None:
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 30522), (30522, 128)))
     closed = flatten(lambda x, w: x @ w, x, w)
     assert temporary_bytes(closed, GPU) == 0
-    product = Product(1, 64, 128, 30522, (4, 4, 4))
-    assert product.parts(132) == 16
+    product = Product(1, 64, 128, 30522)
+    assert parts_of(product, 132) == 16
     filled = 16 * 1908
     expected = 4 * filled * (64 + 128) + 16 * 4 * 64 * 128
-    assert temporary_bytes(closed, presets.H100) == product.split_bytes(132) == expected
+    assert temporary_bytes(closed, presets.H100) == split_bytes(product, 132) == expected
 
 
 def test_the_backward_of_a_pool_has_numbers_of_places() -> None:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jvpipe.cost.tiling import Product, Tiling, product_of, product_s
+from jvpipe.cost.products import Product, product_of
+from jvpipe.cost.tiling import Tiling, product_s
 
 CORES, RATE = 10, 1e12
 FULL = 2 * 128 * 128 * 100 / (RATE / CORES)

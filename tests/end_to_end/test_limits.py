@@ -39,10 +39,10 @@ def _measured_once() -> Any:
 
     def problem(self: Measurement) -> Problem:
         if not known:
-            found = problem_of(replace(self, request=replace(self.request, limits=(1, 1))))
+            found = problem_of(replace(self, settings=replace(self.settings, limits=(1, 1))))
             costs = replace(found.costs, layers=tuple(map(timed, found.costs.layers)))
             known.append(replace(found, costs=costs))
-        return replace(known[0], memory_limit_bytes=max(self.request.limits, default=None))
+        return replace(known[0], memory_limit_bytes=max(self.settings.limits, default=None))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Measurement, "problem", problem)

@@ -4,18 +4,21 @@ import json
 import math
 import re
 
+import numpy as np
 import optax
 import pytest
 
 from experiments.predicts import torchgpipe
 from experiments.predicts.cases import AMOEBANET, PROFILES, TABLES, UNET, VPIPE, Case, halves
 from experiments.predicts.layers import layers_of, run_by, update_s
-from experiments.predicts.pipeline import Stage, step_s
+from experiments.predicts.pipeline import Order, Stage, step_s
 from experiments.predicts.torchgpipe import Setting, amoebanet_shares, stages, unet_shares
 from jvpipe.cost.families import PYTORCH, TENSORFLOW
 from jvpipe.cost.frameworks import XLA, Framework
 from jvpipe.cost.presets import P40, V100
 from jvpipe.models import load
+from jvpipe.schedules import find_schedule
+from jvpipe.simulate.stages import Features, StageLoad, stage_work
 from tests.real_profiles import profile
 
 FITTED = [
@@ -60,6 +63,20 @@ def test_recomputation_runs_while_cotangents_are_awaited() -> None:
     # the last micro-batch is not computed again: everything but R0 is one earlier
     assert step_s("gpipe", [first, last], 2, all_again=False) == 10.0
     assert step_s("1f1b", [first, last], 2) == 11.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_a_step_takes_as_long_as_the_simulator_says(order: Order, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, microbatches = int(rng.integers(1, 6)), int(rng.integers(1, 9))
+    stages = [Stage(*map(float, rng.uniform(1, 3, 3))) for _ in range(count)]
+    loads = [StageLoad(s.forward_s, s.backward_s, s.again_s).parts_s for s in stages]
+    lists = find_schedule(order).tasks(count, microbatches)
+    work = stage_work(lists, Features.of(loads, shared=False))
+    seconds = work.seconds(loads)
+    expected = max(np.add(work.work.starts_s(seconds), seconds))
+    assert step_s(order, stages, microbatches) == pytest.approx(expected)
 
 
 def test_sends_are_waited_for_in_both_directions() -> None:

@@ -292,7 +292,7 @@ def test_the_command_exports_alone_to_stdout_and_simulates_what_it_imports(
         (["--import", f"megatron:{HERE}"], "exports: this cannot be read (Is a directory)"),
         (
             ["--import", f"torch-csv:{HERE.parents[1] / 'docs' / 'plan.png'}"],
-            "plan.png: this is no file of text",
+            "plan.png: this is not a file of text",
         ),
         (
             ["--import", f"jaxpp:{HERE / 'golden' / 'vee.jaxpp'}"],

@@ -36,7 +36,7 @@ from tests.lowering.toy import GRAPH, layout, optimizer
 ENUMS = {"Kind", "ValueKind", "SlotKind", "Runs", "Link", "Copy", "Owner", "Fate"}
 PICKED = {
     "exports": {"F", "B", "I", "W"},  # what others have words for
-    "lowering": {"F", "I", "U", "MOVE", "FREE", "W"},
+    "lowering": {"F", "I", "U", "MOVE", "FREE"},
     "runtime": {
         "F",
         "B",

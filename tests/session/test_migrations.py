@@ -16,7 +16,7 @@ def test_a_moment_that_is_over_or_none_is_refused_with_those_to_come() -> None:
     for at in ((0, 0), (1, MICRO), (1, -1)):
         with pytest.raises(
             ValueError,
-            match="is no moment to come: the next step is 1, its micro-batches are 0 to 1",
+            match="is not a moment to come: the next step is 1, its micro-batches are 0 to 1",
         ):
             pipe.session.migrations.request(state, THERE, at, "")
     assert not pipe.session.migrations.queue

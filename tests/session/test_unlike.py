@@ -6,8 +6,12 @@ import jax
 import pytest
 
 from jvpipe.cost.costs import Costs, LayerCost, Option
+from jvpipe.session import devices as session_devices
 from jvpipe.session import measuring
-from jvpipe.session.measuring import check_speeds, checked_speeds, device_limits, measured_slowness
+from jvpipe.session.arguments import check_speeds, checked_speeds
+from jvpipe.session.devices import device_limits, host_limit
+from jvpipe.session.measuring import measured_slowness
+from jvpipe.util.sizes import GIB
 
 Patch = pytest.MonkeyPatch
 
@@ -15,7 +19,7 @@ Patch = pytest.MonkeyPatch
 def devices(patch: Patch, *limits: int | None) -> list[Any]:
     """Devices that report so much memory."""
     found = jax.devices()[: len(limits)]
-    patch.setattr(measuring, "_reported", lambda device: limits[found.index(device)])
+    patch.setattr(session_devices, "_reported", lambda device: limits[found.index(device)])
     return found
 
 
@@ -33,6 +37,30 @@ def test_those_that_report_nearly_the_same_are_alike(monkeypatch: Patch) -> None
         500,
         990,
     )
+
+
+class Gpu:
+    """What limits are read from of a GPU."""
+
+    platform = "gpu"
+
+    def __init__(self, process: int) -> None:
+        self.process_index = process
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 1000}
+
+
+def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypatch: Patch) -> None:
+    gpus: list[Any] = [Gpu(0), Gpu(0), Gpu(1)]
+    assert device_limits(None, gpus[:2], 2, None) == (920, 920)
+    assert device_limits(1000, gpus[:2], 2, None) == (1000, 1000)
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    assert host_limit(None, gpus) == 2 * 64 * GIB
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "100")
+    assert host_limit(None, gpus[:2]) == 100 * GIB
+    assert host_limit(7, gpus) == 7
+    assert host_limit(None, jax.devices()) is None
 
 
 def test_a_plan_for_some_devices_needs_limits_for_these(monkeypatch: Patch) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jvpipe
 from jvpipe._jax import devices_in
-from jvpipe.session.inner_axes import inner_axes
+from jvpipe.session.devices import inner_axes
 from tests.sharded import ROWS, loss_fn, meshes, parameters, shapes
 
 UP = PartitionSpec(None, "model")
@@ -38,7 +38,7 @@ def overlapping() -> list[Mesh]:
             {".*/up": UP},
             r"device \S+:1 is in the mesh of \S+ and in that of \S+: give each",
         ),
-        (meshes(), {"(": UP}, r"sharding rule '\(' is no regular expression"),
+        (meshes(), {"(": UP}, r"sharding rule '\(' is not a regular expression"),
         (meshes(), {".*/up": "model"}, r"needs a jax.sharding.PartitionSpec, not 'model'"),
         (meshes(), {".*/up": PartitionSpec("tensor")}, r"says P\('tensor'\): .* they have 'model'"),
         (meshes(), {".*/up": PartitionSpec("model", "model")}, r"each axis once"),
@@ -85,7 +85,10 @@ def test_a_rule_that_fits_no_parameter_is_refused_with_its_path(
     ("options", "message"),
     [
         ({"sharding": {".*/up": UP}, "replicas": "auto"}, r"counts devices, not meshes"),
-        ({"batch_axis": "data"}, r"batch_axis='data' is no axis of the meshes: they have 'model'"),
+        (
+            {"batch_axis": "data"},
+            r"batch_axis='data' is not an axis of the meshes: they have 'model'",
+        ),
         (
             {"batch_axis": "model", "replicas": (2, 1)},
             r"batch_axis='model' and replicas=\(2, 1\) both share out",

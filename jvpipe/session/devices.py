@@ -1,0 +1,376 @@
+"""The devices of a pipeline: which one each stage takes, what it may hold, and how parameters lie over meshes."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+
+from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in, is_own
+from jvpipe.ir.layers import Spec
+from jvpipe.ir.plan import Plan
+from jvpipe.ir.sharding import Sharding, named_axes, words
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.schedules import Schedule
+from jvpipe.session.arguments import checked_devices
+from jvpipe.trace.jaxprs import every
+from jvpipe.util.brief import brief
+from jvpipe.util.sizes import GIB, limits_of_each
+
+
+@dataclass(frozen=True)
+class LimitEffort:
+    """How long a plan is sought whose run keeps a memory limit.
+
+    Attributes:
+        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
+            the run of its answer would be over it.
+        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps it.
+        counted_times: how many times what a run holds the planner may have counted, at most.
+        alike: devices that report at least this share of what the roomiest of them has are taken to
+            have the same.
+        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
+            for whose optimizer state leaves.
+        whole: the part of what a GPU reports that plans may fill: its allocator gives memory out in
+            pieces, and what lies between them is lost.
+    """
+
+    attempts: int = 5
+    signings: int = 8
+    counted_times: float = 1.2
+    alike: float = 0.98
+    noticed: float = 0.01
+    whole: float = 0.92
+
+
+LIMITS = LimitEffort()
+
+
+def place(
+    stages: int | Plan | None,
+    devices: Any,
+    schedule: Schedule,
+    replicas: Sequence[int] | None,
+    *,
+    shares: bool,
+) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """Finds the distinct devices, and the index of each stage's first one among them.
+
+    Devices that are given stay, used or not: a later plan may have more stages. Replicas take devices in their
+    order, stage by stage.
+
+    Args:
+        stages: the devices that the pipeline passes, or a plan; None: it is to be decided.
+        devices: given for these.
+        schedule: says which stages share a device.
+        replicas: how many devices each stage takes, if some take several.
+        shares: that is to be decided.
+
+    Returns:
+        No indices where a plan or a search decides them.
+
+    Raises:
+        ValueError: there are too few devices, or a replica has none of its own.
+    """
+    offered = checked_devices(devices)
+    # Where one device is named twice, stages share it: replicas cannot.
+    if shares or replicas:
+        _check_different(offered)
+    elif devices is None and stages:
+        count = stages.device_count if isinstance(stages, Plan) else stages
+        offered = [*dealt(count, offered), *offered]
+    # The order stays: stages take devices as they were named.
+    distinct = tuple(dict.fromkeys(offered))
+    available = len(distinct if devices is None else offered)
+    if isinstance(stages, Plan) or stages is None:
+        return distinct, ()
+    counts = replicas or (1,) * stages
+    if sum(counts) > available:
+        raise ValueError(_too_few(stages, available, replicas, shares=shares))
+    if shares:
+        return distinct, ()
+    used = distinct if devices is not None else tuple(dict.fromkeys(offered[: sum(counts)]))
+    firsts = [first for first, *_ in replicas_at(counts)]
+    places = [schedule.device_of(stage, stages) for stage in range(schedule.stages_on(stages))]
+    return used, tuple(used.index(offered[firsts[place]]) for place in places)
+
+
+def _too_few(stages: int, count: int, replicas: Sequence[int] | None, *, shares: bool) -> str:
+    """Says what devices are missing, and what would do."""
+    if replicas:
+        return (
+            f"replicas={tuple(replicas)} need {sum(replicas)} devices, there are {count}: use fewer replicas or "
+            "stages"
+        )
+    shared = ", or share devices by naming them more than once in devices="
+    return (
+        f"{stages} stages need {stages} devices, there are {count}: use at most {count} stages"
+        f"{'' if shares else shared}"
+    )
+
+
+def _check_different(devices: Sequence[Device]) -> None:
+    """Raises ValueError if a device is named twice."""
+    if twice := next((device for i, device in enumerate(devices) if device in devices[:i]), None):
+        raise ValueError(
+            f"device {twice} is named twice: where stages are replicated each replica needs one of its own"
+        )
+
+
+def replicas_at(replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Numbers the devices of each stage.
+
+    >>> replicas_at((2, 1))
+    ((0, 1), (2,))
+    """
+    return tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(replicas)]))
+
+
+def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Orders the devices of all processes as stages take them: a block of stages for each process.
+
+    Raises:
+        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
+    """
+    processes = list(dict.fromkeys(device.process_index for device in devices))
+    if len(processes) == 1:
+        return tuple(devices)
+    if stages < len(processes):
+        raise ValueError(
+            f"{stages} stages are too few for {len(processes)} processes: use at least as many stages, or fewer "
+            "processes"
+        )
+    left = {process: [d for d in devices if d.process_index == process] for process in processes}
+    order = []
+    for s in range(stages):
+        # Blocks of stages: then few edges cross between processes.
+        process = processes[s * len(processes) // stages]
+        if not left[process]:
+            block = sum(
+                i * len(processes) // stages == processes.index(process) for i in range(stages)
+            )
+            raise ValueError(
+                f"{stages} stages in blocks over {len(processes)} processes need {block} devices of process {process}: "
+                "use fewer stages, or more processes"
+            )
+        order.append(left[process].pop(0))
+    return tuple(order)
+
+
+def device_limits(
+    limits: int | tuple[int, ...] | None,
+    devices: Sequence[Device],
+    planned: int,
+    hosts: Hosts | None,
+) -> tuple[int, ...]:
+    """Returns what each device may hold: as given, else as it reports; none if it does not (CPUs).
+
+    Args:
+        limits: one limit for all devices, or one for each that is planned for. Others may hold as much as the least.
+        devices: that there are.
+        planned: so many of them, the first ones.
+        hosts: the processes of the run, if there are several.
+
+    Raises:
+        ValueError: there are more or fewer limits than devices.
+    """
+    if limits is None or hosts is not None:  # all tell, for one of them may be given no limit
+        reported = reported_limits(devices, hosts)
+        if limits is None:
+            return reported
+    if isinstance(limits, int) or len(limits) == len(devices):
+        return limits_of_each(limits, len(devices))
+    of_planned = limits_of_each(limits, planned)
+    return (*of_planned, *(min(of_planned),) * (len(devices) - len(of_planned)))
+
+
+def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tuple[int, ...]:
+    """Returns the memory that each device of all processes reports, those that have nearly the same alike."""
+    reported = {device.id: _reported(device) for device in devices if is_own(device)}
+    limits = {at: limit for at, limit in reported.items() if limit is not None}
+    if hosts is not None:
+        words = hosts.exchange("devices' memory", json.dumps(list(limits.items())).encode())
+        limits = {at: limit for word in words for at, limit in json.loads(word)}
+    if not limits:
+        return ()
+    # A process that says nothing is taken to have the least that others say.
+    by_device = [limits.get(device.id, min(limits.values())) for device in devices]
+    least = LIMITS.alike
+    return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
+
+
+def _reported(device: Device) -> int | None:
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(LIMITS.whole * limit) if limit and device.platform == "gpu" else limit
+
+
+def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
+    """Returns what the host may hold for all devices: as asked, else what JAX lets GPUs pin; None if it sets no bound.
+
+    Args:
+        asked: by the user.
+        devices: of all processes; each process with GPUs pins as much.
+    """
+    processes = {device.process_index for device in devices if device.platform == "gpu"}
+    if asked is not None or not processes:
+        return asked
+    return len(processes) * int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * GIB
+
+
+# Places of several devices, and the rules by which parameters lie over their axes.
+
+_USUAL = "sharding={'.*/kernel': P(None, 'model')}"
+
+
+def inner_axes(
+    devices: Any, sharding: Any, batch_axis: Any, replicas: Any
+) -> tuple[Any, Sharding | None]:
+    """Makes a group of each mesh, and says how parameters and batches lie over it; None without meshes.
+
+    Args:
+        devices: as the user gave them.
+        sharding: as the user gave it.
+        batch_axis: as the user gave it.
+        replicas: as the user gave them.
+
+    Raises:
+        ValueError: the meshes differ, overlap or go over processes, or the rules are none for them.
+    """
+    listed = list(devices) if isinstance(devices, Sequence) else []
+    meshes = [one for one in listed if isinstance(one, Mesh)]
+    if not meshes and sharding is None and batch_axis is None:
+        return devices, None
+    if not meshes:
+        raise ValueError(
+            "sharding and batch_axis name axes of meshes, and devices has none: give a jax.sharding.Mesh for each "
+            "stage, devices=[Mesh(jax.devices()[:2], ('model',)), ...]"
+        )
+    if len(meshes) < len(listed):
+        raise ValueError(
+            f"devices has {len(meshes)} meshes and {len(listed) - len(meshes)} others: give a mesh for each stage"
+        )
+    if replicas == "auto":
+        raise ValueError(
+            "replicas='auto' counts devices, not meshes: say how many each stage has, replicas=(2, 1)"
+        )
+    if replicas is not None and batch_axis is not None:
+        raise ValueError(
+            f"batch_axis={brief(batch_axis)} and replicas={brief(replicas)} both share out the examples of a "
+            "micro-batch: leave one of them out"
+        )
+    common = _common_axes(meshes)
+    if batch_axis is not None and batch_axis not in tuple(common):
+        raise ValueError(
+            f"batch_axis={brief(batch_axis)} is not an axis of the meshes: they have {_listed(common)}"
+        )
+    groups = [
+        DeviceGroup(Mesh(mesh.devices, mesh.axis_names)) for mesh in meshes
+    ]  # whose axes the compiler handles
+    _check_apart(groups)
+    if not sharding and batch_axis is not None:
+        return groups, Sharding({}, common, batch_axis)
+    return groups, Sharding(_checked_rules(sharding, common), common, batch_axis)
+
+
+def _listed(axes: Mapping[str, int]) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def _common_axes(meshes: Sequence[Mesh]) -> dict[str, int]:
+    """Returns the axes of all meshes, with their sizes."""
+    axes = [dict(zip(mesh.axis_names, mesh.devices.shape, strict=True)) for mesh in meshes]
+    if other := next(
+        (i for i, one in enumerate(axes) if list(one.items()) != list(axes[0].items())), None
+    ):
+        raise ValueError(
+            f"the mesh of stage 0 has axes {axes[0]}, that of stage {other} {axes[other]}: give all the same axes"
+        )
+    return axes[0]
+
+
+def _check_apart(groups: Sequence[DeviceGroup]) -> None:
+    """Raises ValueError if a device is in two meshes, or a mesh in several processes."""
+    holder: dict[Device, DeviceGroup] = {}
+    for group in groups:
+        members = devices_in(group)
+        processes = sorted({device.process_index for device in members})
+        if len(processes) > 1:
+            raise ValueError(
+                f"the mesh of {group} has devices of processes {processes}: the inner axes of a place cannot go over "
+                "several, give each mesh devices of one"
+            )
+        if shared := [device for device in members if holder.setdefault(device, group) != group]:
+            raise ValueError(
+                f"device {shared[0]} is in the mesh of {holder[shared[0]]} and in that of {group}: give each a device "
+                "of its own, or name the same mesh twice for stages that share it"
+            )
+
+
+def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
+    """Raises ValueError for a `jax.shard_map` over another mesh than that of a stage.
+
+    Args:
+        eqns: of the loss.
+        axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
+    """
+    for eqn in every(eqns):
+        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
+            axes
+        ):
+            stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
+            raise ValueError(
+                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
+                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
+            )
+
+
+def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
+    """Checks that there are rules by which parameters lie over axes; these are looked at once the meshes are known."""
+    if not isinstance(sharding, Mapping) or not sharding:
+        raise ValueError(
+            f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
+        )
+    return sharding
+
+
+def _checked_rules(sharding: Any, axes: Mapping[str, int]) -> dict[str, Spec]:
+    """Checks the rules against the axes of the meshes."""
+    if not isinstance(sharding, Mapping) or not sharding:
+        raise ValueError(
+            f"devices has meshes, so sharding must say what lies over their axes, such as {_USUAL}, not "
+            f"{brief(sharding)}; or batch_axis, which of them has the examples"
+        )
+    return {_checked_rule(rule): _checked_spec(rule, spec, axes) for rule, spec in sharding.items()}
+
+
+def _checked_rule(rule: Any) -> str:
+    try:
+        re.compile(rule)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            f"sharding rule {brief(rule)} is not a regular expression ({error}): write {_USUAL}"
+        ) from error
+    return rule
+
+
+def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"sharding rule {brief(rule)} needs a jax.sharding.PartitionSpec, not {brief(spec)}: write {_USUAL}"
+        )
+    entries = tuple(spec)
+    plain = all(axis is None or isinstance(axis, str | tuple) for axis in entries)
+    named = named_axes(entries) if plain else ()
+    if not plain or any(axis not in axes for axis in named) or len(set(named)) < len(named):
+        raise ValueError(
+            f"sharding rule {brief(rule)} says {words(entries)}: each entry is None or an axis of the meshes, each "
+            f"axis once; they have {_listed(axes)}"
+        )
+    # A spec without its last None says the same, and equal ones compare equal.
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return entries
