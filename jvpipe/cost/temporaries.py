@@ -1,21 +1,23 @@
 """The bytes that a program holds beside its inputs and results, from its equations alone.
 
 What compilers do with them, seen in what they compile for H100s and TPUs (`experiments/absent_hardware`), stands in
-these rules. Of CPUs, whose compiler makes one result per kernel, the first one alone holds.
+these rules. On CPUs, whose compiler makes one result per kernel, only the first one holds.
 
     kernels    a value that the roofline has in memory gets a buffer, from its kernel to the last kernel that reads it
-    siblings   elementwise kernels over arrays of one shape that read the same array become one, where the last of
-               them stands: what they make is there at once
     results    what one elementwise kernel makes a result of lies where that will be; a product that is added to a sum
                is added up where the sum lies
+
+On a GPU:
+
+    siblings   elementwise kernels over arrays of one shape that read the same array become one, where the last of
+               them stands: what they make is there at once
     parts      products whose sums are cut need more while they run: see `split_products`
     pools      the backward of a maximum over windows finds where each was, in whole numbers: one for each dimension
 
-and on a TPU in these besides, with the bytes that arrays take in tiles.
+On a TPU, with the bytes that arrays take in tiles:
 
     halves     what is made for products alone is bfloat16, for so it multiplies float32; not in batches of products,
                where copies take what this spares
-    epilogues  a product that one elementwise kernel reads is made inside it
     relaid     an input that elementwise kernels read beside a batch of products is copied, to lie as these do; a
                product of more than 128 rows each with a transposed table is copied where it is a result that kernels
                read, too
@@ -36,14 +38,14 @@ from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
 """What these make is added to a sum as they make it."""
 _LANES = 128
 _SMALL = 4
-"""Of the memory beside the cores a buffer takes no more than this part."""
+"""A small buffer takes less than this part of the memory beside the cores."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -59,16 +61,17 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     >>> temporary_bytes(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(square, square), H100) / 2**20
     0.5
     """
-    jaxpr = merged(closed).jaxpr
+    jaxpr = merged_equations(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
         elsewhere |= _inside_results(jaxpr, kernels)
+    if device.platform == "cuda":
         steps = _with_siblings(steps)
     if device.platform == "tpu":
-        elsewhere = elsewhere - _laid_twice(jaxpr, kernels) | _inside_kernels(jaxpr, kernels)
+        elsewhere -= _laid_twice(jaxpr, kernels)
         steps = _with_relaid(steps, _relaid(jaxpr))
         size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
@@ -76,7 +79,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     ending: dict[int, Counter[bool]] = {}
     for i, step in enumerate(steps):
         for v in step.writes - elsewhere:
-            made = Counter({size(v) <= device.scratch_bytes // _SMALL: size(v)})
+            made = Counter({size(v) < device.scratch_bytes // _SMALL: size(v)})
             alive += made
             ending[last.get(v, i)] = ending.get(last.get(v, i), Counter()) + made
         beside = max(0, alive[True] - device.scratch_bytes)
@@ -144,28 +147,23 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     return inside
 
 
-def _inside_kernels(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """The products that are made inside the one elementwise kernel that reads them."""
-    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
-    products = {v for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" for v in eqn.outvars}
-    fusing = {i for i in kernels.of if _loop(jaxpr.eqns[i]) is not None}
-    read = {v for i in fusing for v in kernels.of[i].reads}
-    return {v for v in products & read if readers[v] == 1}
-
-
 def _batched(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
 def _halves(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """The values of float32 that elementwise kernels make for products alone, none of which is one of a batch."""
+    """The values of float32 that elementwise kernels make for products alone, none of which is one of a batch.
+
+    Reductions of them run where they are made.
+    """
     made = {
         v for i in kernels.of if _loop(jaxpr.eqns[i]) is not None for v in jaxpr.eqns[i].outvars
     }
     others = {
         v
         for i, kernel in kernels.of.items()
-        if jaxpr.eqns[i].primitive.name != "dot_general" or _batched(jaxpr.eqns[i])
+        if jaxpr.eqns[i].primitive.name not in ("dot_general", *REDUCTIONS)
+        or _batched(jaxpr.eqns[i])
         for v in kernel.reads
     }
     return {v for v in made - others if _jax.aval(v).dtype == "float32"}
@@ -214,58 +212,53 @@ def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
     for i, step in enumerate(steps):
         for j in {maker[v] for v in step.reads if v in maker}:
             behind[i] |= behind[j] | 1 << j
-    groups: list[int] = []  # bits, too
+    alike: dict[tuple[int, ...] | None, list[list[int]]] = {}  # groups, by what they loop over
     for i, step in enumerate(steps):
-        for g, group in enumerate(groups):
-            members = [j for j in range(i) if group >> j & 1]
-            waits = behind[i] & group or any(behind[j] >> i & 1 for j in members)
-            if not waits and any(_are_siblings(step, steps[j]) for j in members):
-                groups[g] = _join(behind, group | 1 << i)
+        groups = alike.setdefault(step.loop, [])
+        for group in groups if step.loop is not None else ():
+            bits = sum(1 << j for j in group)
+            waits = behind[i] & bits or behind[group[0]] >> i & 1
+            if not waits and any(_share(step, steps[j]) for j in group):
+                group.append(i)
+                _join(behind, bits | 1 << i)
                 break
         else:
-            groups.append(1 << i)
-    return [_joined(steps, group) for group in _in_order(groups, behind)]
+            groups.append([i])
+    every = [group for groups in alike.values() for group in groups]
+    return [_joined([steps[j] for j in group]) for group in _in_order(every, behind)]
 
 
-def _are_siblings(a: _Step, b: _Step) -> bool:
-    """Tells whether two steps loop over arrays of one shape, and read the same one of them."""
-    if a.loop is None or a.loop != b.loop:
-        return False
-    return any(_jax.aval(v).size >= math.prod(a.loop) for v in a.reads & b.reads)
+def _share(a: _Step, b: _Step) -> bool:
+    """Tells whether two steps over arrays of one shape read the same one of them."""
+    return any(_jax.aval(v).size >= math.prod(a.loop or ()) for v in a.reads & b.reads)
 
 
-def _join(behind: list[int], group: int) -> int:
+def _join(behind: list[int], group: int) -> None:
     """Makes of steps (bits) one: who waits for one of them waits for all, and they for what any waits for."""
     needs = 0
-    for j in _members(group):
-        needs |= behind[j]
+    for k, waits in enumerate(behind):
+        needs |= waits if group >> k & 1 else 0
     for k, waits in enumerate(behind):
         if group >> k & 1:
             behind[k] = needs
         elif waits & group:
             behind[k] |= needs | group
-    return group
 
 
-def _in_order(groups: Sequence[int], behind: Sequence[int]) -> Iterator[int]:
-    """Yields groups of steps (bits) by where the last of each stands, none before what it needs."""
-    todo, done = sorted(groups), 0
+def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
+    """Yields groups of steps by where the last of each stands, none before what it needs."""
+    todo, done = sorted(groups, key=max), 0
     while todo:
-        ready = next(g for g in todo if not behind[g.bit_length() - 1] & ~done)
+        ready = next(group for group in todo if not behind[group[0]] & ~done)
         todo.remove(ready)
-        done |= ready
+        done |= sum(1 << j for j in ready)
         yield ready
 
 
-def _joined(steps: Sequence[_Step], group: int) -> _Step:
-    several = [steps[j] for j in _members(group)]
+def _joined(several: Sequence[_Step]) -> _Step:
     return _Step(
         frozenset(v for step in several for v in step.reads),
         frozenset(v for step in several for v in step.writes),
         several[0].loop,
         sum(step.own_bytes for step in several),
     )
-
-
-def _members(group: int) -> list[int]:
-    return [j for j in range(group.bit_length()) if group >> j & 1]

@@ -19,7 +19,7 @@ from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
 from jvpipe.ir.plan import Plan
-from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Group, Problem, single_groups
 from jvpipe.planners.model.shapes import Shape, Shapes
@@ -212,16 +212,13 @@ class Measurement:
             # Bytes follow from the shapes alone; nothing is compiled or run.
             works = [Work(0.0, 0.0)] * len(signatures)
             return costs_of(traced.graph, signatures, works, None, self.optimizer, microbatches)
-        # It matters what layers take that do not keep everything if that is chosen, or all is computed again.
-        rule = find_planner(settings.planner).fate_rule
-        fates = settings.chooses_fates or rule is FateRule.RECOMPUTES
         return measured_costs(
             traced,
             self.first,
             store,
             self.optimizer,
             microbatches,
-            fates=fates,
+            fates=settings.asks_fates,
             split=may_split(schedule, self.stages // schedule.chunks, microbatches),
             known=self.bench.runs,
             **self._timed,

@@ -115,6 +115,11 @@ class Settings(Training):
         """Whether the planner chooses fates: one that does, under a limit."""
         return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
 
+    @property
+    def asks_fates(self) -> bool:
+        """Whether it matters what layers take that do not keep everything: it is chosen, or all is computed again."""
+        return self.chooses_fates or find_planner(self.planner).fate_rule is FateRule.RECOMPUTES
+
     def __str__(self) -> str:
         loss = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
         how = f"{self.microbatches} micro-batches, {self.schedule.name}, planner {self.planner}"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jvpipe.cost.cluster_file import find_cluster
@@ -125,3 +126,20 @@ def test_an_update_takes_what_it_reads_and_writes() -> None:
     for layer in layers[:-1]:  # the last one has the global program
         moved = 7 * layer.parameter_bytes + layer.gradient_bytes
         assert layer.update_s * 1e6 == pytest.approx(moved, rel=0.25, abs=64)
+
+
+def test_arrays_of_a_tpu_fill_tiles() -> None:
+    """Weights of 100 x 100 are laid as 104 x 128."""
+
+    def loss_fn(params: list[jax.Array], x: jax.Array, rng: None) -> jax.Array:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    weights = [jax.ShapeDtypeStruct((100, 100), jnp.float32)] * 2
+    x = jax.ShapeDtypeStruct((32, 100), jnp.float32)
+    model = build_graph(trace_loss(loss_fn, weights, x, None))
+    gpu, tpu = (estimate(model, find_cluster(name), fates=False) for name in ("h100", "v5e"))
+    for each, filled in zip(gpu.layers, tpu.layers, strict=True):
+        assert (each.parameter_bytes, filled.parameter_bytes) == (40_000, 104 * 128 * 4)
+    assert (gpu.layers[1].input_bytes, tpu.layers[1].input_bytes) == (32 * 400, 32 * 512)

@@ -74,7 +74,9 @@ def test_the_loss_has_cotangents_twice_on_a_gpu() -> None:
         return jax.grad(loss)(x) @ w
 
     assert 2 * BYTES <= counted(cotangent, 2) < 2.2 * BYTES
-    assert counted(cotangent, 2, presets.TPU_V5E) < 2.2 * BYTES
+    large = replace(presets.TPU_V5E, scratch_bytes=0)
+    once = 2 * N * 128  # in tiles of 128, as bfloat16
+    assert once <= counted(cotangent, 2, large) < 1.5 * once
 
 
 def test_parts_of_a_product_are_there_beside_what_was_copied_for_them() -> None:

@@ -13,8 +13,8 @@ micro-batches of each are in flight (`Lot`). A state is a column of numbers:
     LEFT              by how much more layers leave than they hand over to second halves
     the last rows     bytes held for all micro-batches in flight, one row for each moment
 
-Outside a run RUN and what is OPEN are infinite. Of two states, one that is nowhere larger dominates, whatever comes
-after.
+Outside a run RUN and what is OPEN are infinite. A state that is nowhere larger than another one dominates it, whatever
+layers follow.
 """
 
 from collections.abc import Sequence
@@ -144,7 +144,7 @@ class Growth:
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
-        run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
+        run = np.full(grown.shape[1:], np.inf)  # the bytes of a run while this layer works
         run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]
         # The last run of a stage ends.
         grown[RUN] = np.inf if at in self.lasts else run + table.residual_bytes[layer]

@@ -2,8 +2,8 @@
 
 Only a change of what the longest path goes through makes a step shorter: a task of a block moves before its first one,
 or behind its last one; or a backward of the block is split, and its second half moves behind, or its halves become one
-again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Of the moves
-that are drawn the one is made of which the longest path through what moved is shortest, be it longer than before; what
+again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Among the
+moves that are drawn, the one with the shortest longest path through what moved is made, be it longer than before; what
 has moved rests then.
 """
 
