@@ -38,7 +38,7 @@ from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
@@ -61,7 +61,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     >>> temporary_bytes(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(square, square), H100) / 2**20
     0.5
     """
-    jaxpr = merged(closed).jaxpr
+    jaxpr = merged_equations(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     size = nbytes

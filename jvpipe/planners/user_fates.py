@@ -62,7 +62,7 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
                     f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}"
                 )
             taken = ", ".join(name for names in matches for name in names)
-            _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
+            _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
         for fates, matched in zip(stages, matches, strict=True):
             fates.update(dict.fromkeys(matched, Fate(fate)))
     return replace(

@@ -33,8 +33,8 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env |= zip(jaxpr.invars, values, strict=True)
-        jaxprs.run(jaxpr.eqns, env, _applied)
-        return jaxprs.read(jaxpr.outvars, env)
+        jaxprs.run_jaxpr(jaxpr.eqns, env, _applied)
+        return jaxprs.read_by(jaxpr.outvars, env)
 
     return jax.make_jaxpr(run)(*closed.in_avals)
 

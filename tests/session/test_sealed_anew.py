@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jvpipe
-from jvpipe.runtime.state.checkpoints.generations import digest_of, newest
+from jvpipe.runtime.state.checkpoints.generations import file_digest, newest
 from tests.session.tiny import BATCH, PARAMS, pipeline
 
 Meta = dict[str, Any]
@@ -55,7 +55,7 @@ def seal(folder: Path) -> None:
     generation = newest(folder)
     assert generation is not None
     files = [path for path in generation.iterdir() if path.name != "digests.json"]
-    told = {path.name: digest_of(path) for path in files}
+    told = {path.name: file_digest(path) for path in files}
     (generation / "digests.json").write_text(json.dumps(told))
 
 

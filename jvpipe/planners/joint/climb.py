@@ -29,7 +29,8 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""Of plans that fit the simulated seconds, bytes on the fullest device, bytes on the host, fates that keep not all."""
+"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
+that keep not all."""
 OVER = float("inf")
 
 
@@ -64,7 +65,7 @@ class Climb:
     def top(self, begin: Iterable[Decision]) -> Decision | None:
         """Finds the best of what the best plans' better neighbours lead to; None if none of them fits.
 
-        Of plans with the same bounds the best is climbed from.
+        Among plans with the same bounds, the best is climbed from.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:  # a step has too many tasks
@@ -133,7 +134,7 @@ class Climb:
         return best
 
     def rank(self, decision: Decision) -> Rank:
-        """Says what orders plans: the first is the best. Of what is over a limit, seconds are infinite."""
+        """Says what orders plans: the first is the best. Plans over a limit take infinite seconds."""
         if decision not in self.ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:

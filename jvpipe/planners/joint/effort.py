@@ -52,7 +52,7 @@ class FateEffort:
         states: of a device whose layers are looked at all at once.
         few_states: of the search for the fewest bytes, at first.
         many_states: of that search where it is to be exact.
-        overrun_price: how many times dearer than its price a byte is that a state will probably be over the limit.
+        overrun_price: by how many times its price a byte is charged if a state will probably exceed the limit by it.
         near_best: how near a choice must be to the best to be expected too, as a share of an even part of a layer.
     """
 

@@ -9,9 +9,9 @@ that a device runs without a pause, and only a task at either end of a block is 
     split, behind  a b I d e W    c is a backward: its second half moves behind the block
 
 Two halves beside each other may become one again. A task never passes one of its own stage and kind, so that values
-stay the same, and what its device holds must fit. Of the moves that are drawn the one is made of which the longest
-path through what moved is shortest, be it longer than before; what has moved rests for some moves, so that the search
-does not go back to where it came from. It ends after so many moves, or so many without a gain.
+stay the same, and what its device holds must fit. Among the moves that are drawn, the one with the shortest
+longest path through what moved is made, be it longer than before; what has moved rests for some moves, so that the
+search does not go back to where it came from. It ends after so many moves, or so many without a gain.
 """
 
 from collections.abc import Iterator, Sequence

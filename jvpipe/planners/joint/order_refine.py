@@ -14,7 +14,7 @@ from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads, lists_of
 from jvpipe.planners.joint.rule_search import Candidate, fitting
-from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.auto import given_lists, lines_of
 
 CLIMBED = ", climbed"
 
@@ -30,12 +30,12 @@ class RefineEffort:
         near: how many times longer than the fastest order others may take to be climbed from.
         moved_near: the same to have their bounds moved.
         moved: families whose bounds are moved after they were climbed from; twice as many where there are few layers.
-        rules_moved: rules whose bounds are moved as they are; likewise.
+        rules_moved: rules whose bounds are moved as they are; twice as many too.
         kept: plans that are climbed from then.
         left: plans whose bounds are moved again.
         climbed_tasks: tasks that are clocked in each round.
         moves: moves from one order in a round.
-        attempts: climbs from an order, with less room each time, until what comes of it fits.
+        attempts: climbs from an order, with less room each time, until the result fits.
     """
 
     near: float = 1.15
@@ -90,7 +90,7 @@ def _step_s(one: Candidate) -> float:
 
 
 def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
-    """Those that take not much longer than the fastest."""
+    """Returns the candidates that take little longer than the fastest."""
     fastest_s = min(map(_step_s, candidates), default=0.0)
     return [one for one in candidates if one.step_s <= near * fastest_s]
 
@@ -101,7 +101,7 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
-    own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
     ways = [] if many else [one.fates]
     decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)
@@ -111,7 +111,7 @@ def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
 
 
 def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Of each plan the fastest order, the fastest first."""
+    """Returns the fastest order of each plan, the fastest first."""
     best: dict[object, Candidate] = {}
     for one in sorted(candidates, key=_step_s):
         best.setdefault((one.decision, one.problem.schedule.vee), one)

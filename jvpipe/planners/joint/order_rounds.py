@@ -57,7 +57,7 @@ class _Device:
 
 
 class Rounds:
-    """One run of the heuristic; `order` is None where it finds no room.
+    """One run of the heuristic; `order` is None if it finds no room.
 
     Args:
         loads: the plan's stages, one on each device.

@@ -37,15 +37,15 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
-from jvpipe.schedules.auto import GivenLists, given, lines_of
+from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
 DOUBT = 0.1
-"""Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
-where devices share workers is more than any order saves there."""
+"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds of programs
+are off by where devices share workers is more than any order saves there."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -194,7 +194,7 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
     """Makes a plan with an order for all placements, cuts, rules and ways to make room.
 
-    Of few cuts all are begun with that may be faster than what was found before.
+    If there are few cuts, it begins with all that may be faster than what was found before.
     """
     cuts, every = Segments(problem).cuts, list[Candidate]()
     for rules, fates in placements:
@@ -339,7 +339,7 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
-    schedule = given(lines_of(lists_of(one.order)))
+    schedule = given_lists(lines_of(lists_of(one.order)))
     problem = replace(one.problem, schedule=schedule)
     evaluation = evaluate(problem, one.decision)
     limit = problem.memory_limit_bytes
@@ -379,7 +379,7 @@ def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
     """Yields the plans that hold the least, which decide whether there is any.
 
-    Of many layers one stage per device holds as little as several do, or nearly so.
+    With many layers, one stage per device holds as little as several do, or nearly so.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]
@@ -414,8 +414,8 @@ def _from_rival(
 
 
 def _swapping(one: Candidate) -> Iterator[Candidate]:
-    """Yields the order of a candidate with fates that may swap, which the clock knows nothing of."""
-    problem = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    """Yields the order of a candidate with fates that may swap, which the clock does not know."""
+    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)
@@ -434,7 +434,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedP
         schedule.tasks(problem.devices, problem.microbatches),
     )
     return _ordered(
-        replace(other, schedule=given(lines_of(lists))),
+        replace(other, schedule=given_lists(lines_of(lists))),
         decision,
         evaluation.stages,
         schedule.name,

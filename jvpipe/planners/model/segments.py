@@ -21,7 +21,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
-"""Of models of so many layers at most, a row is counted together with all others of its stage."""
+"""Up to this many layers, a row is counted together with all others of its stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +359,7 @@ def surely_spared_bytes(
     """Counts for all segments of layers what is spared at least; never more than there is, and rarely much less.
 
     The largest is packed first, each to where least is: one of size s that ends up where most is found there no more
-    than all larger ones and its equals, but for itself, divided by the replicas.
+    than all larger ones and its equals, without itself, divided by the replicas.
 
     Args:
         layers: all.

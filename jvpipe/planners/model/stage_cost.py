@@ -215,7 +215,7 @@ def stage_bytes(
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # The layers behind hold what W will read: the most is over what there is before or after all of I.
+        # The layers behind hold what W will read: the most is over the bytes before or after all of I.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=2 * max(layer.reduced_bytes for layer in layers) if replicas > 1 else 0,
