@@ -163,7 +163,7 @@ class Growth:
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
         # Both ways to compute again are the last columns of every layer, as they are its last choices.
-        run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
+        run = np.full(grown.shape[1:], np.inf)  # the bytes of a run while this layer works
         run[:, RECOMPUTE] = 0.0
         run[:, RECOMPUTE_CHAIN] = states[RUN] + table.input_bytes[layer]
         ends_stage = at in self.lasts  # and with it the last run
@@ -187,7 +187,7 @@ class Growth:
         Args:
             states: of the layers before.
             grown: those with the layer, whose `RUN` is counted already.
-            run: what there is of a run while the layer works, for each state and choice.
+            run: the bytes of a run while the layer works, for each state and choice.
             at: the place of the layer among those of the lot.
         """
         table, layer, columns = self.table, self.at[at], self.columns[at]

@@ -53,7 +53,7 @@ EFFORT = RefineEffort()
 
 
 def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Finds the best that comes of candidates, the fastest first; each fits, as they do.
+    """Returns the best results of candidates, the fastest first; each fits, as they do.
 
     Args:
         candidates: to begin with.
