@@ -132,13 +132,6 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, Fate]:
-    """Recomputes everything that some layers leave from each layer's own input, which is kept."""
-    every = (graph.layers[i] for i in layers)
-    names = (f"{graph.label(layer)}/{c.name}" for layer in every for c in layer.candidates)
-    return dict.fromkeys(names, Fate.RECOMPUTE)
-
-
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
     """Everything computed again from the stage's input: its layers run once more, as soon as it is the stage's turn.
 

@@ -52,21 +52,20 @@ class RefineEffort:
 EFFORT = RefineEffort()
 
 
-def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
-    """Returns the best results of candidates, the fastest first; each fits.
+def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the best results of candidates, the fastest first; each fits, as they do.
 
     Args:
-        candidates: to begin with; they fit.
-        seed: of the climbing.
+        candidates: to begin with.
     """
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
-    some = _climbed(_near(list(distinct.values()), EFFORT.near), seed)
+    some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
     own = [one for one in candidates if one.family == one.problem.schedule.name]
     best += [one for one in _of_families(own, EFFORT.rules_moved) if one not in best]
     some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
-    some = _best_of([*some, *_climbed(some, seed)])
-    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]), seed)])
+    some = _best_of([*some, *_climbed(some)])
+    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
 
 
 def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
@@ -119,18 +118,18 @@ def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def _climbed(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+def _climbed(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Climbs from each candidate."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
     moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
-    return [_fitting_climb(one, moves, seed) for one in candidates]
+    return [_fitting_climb(one, moves) for one in candidates]
 
 
-def _fitting_climb(one: Candidate, moves: int, seed: int) -> Candidate:
+def _fitting_climb(one: Candidate, moves: int) -> Candidate:
     """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
     for _ in range(EFFORT.attempts):
-        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves, seed)
+        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:
             return one
         over = one.loads.over_bytes(order)
