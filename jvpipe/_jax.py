@@ -244,7 +244,7 @@ def _outlined() -> Any:
 
 
 def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr such that its results have the bits that they have where it is all of a program.
+    """Calls a jaxpr such that its results are bitwise identical with those of a program of it alone.
 
     On CPUs it is not merged into its caller; elsewhere what it takes and yields is behind barriers.
     """

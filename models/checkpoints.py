@@ -65,7 +65,7 @@ def first_params(folder: Folder, workload: Workload, key: jax.Array) -> Tree:
     shapes = lora.without_adapters(jax.eval_shape(workload.init, key))
     base = read_params(folder, format_of(workload.name), workload.config, shapes)
     adapters = jax.jit(lambda key: lora.adapters_alone(workload.init(key)))(key)
-    return lora.joined(base, adapters)
+    return lora.joined_params(base, adapters)
 
 
 def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Path) -> None:
@@ -84,4 +84,6 @@ def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Pa
         OSError: nothing can be written.
     """
     folder = open_folder(model_folder(like))
-    write_params(folder, format_of(workload.name), workload.config, lora.merged(params), Path(into))
+    write_params(
+        folder, format_of(workload.name), workload.config, lora.merged_params(params), Path(into)
+    )

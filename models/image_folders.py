@@ -47,7 +47,7 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
     labels = np.repeat(np.arange(classes, dtype=np.int32), [len(some) for some in files])
     flat = [file for some in files for file in some]
     sizes_of(flat)
-    return Images(labels, lambda i: decoded(flat[i], side), digest_of(flat, path))
+    return Images(labels, lambda i: decoded(flat[i], side), listing_digest(flat, path))
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -104,7 +104,7 @@ def _opened(file: Path, *, whole: bool) -> Any:
         ) from problem
 
 
-def digest_of(files: Iterable[Path], root: Path) -> str:
+def listing_digest(files: Iterable[Path], root: Path) -> str:
     """What tells these files from others: their names and sizes."""
     listing = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
     return hashlib.sha256(listing.encode()).hexdigest()

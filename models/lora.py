@@ -143,22 +143,22 @@ def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in alone.items() if part}
 
 
-def joined(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+def joined_params(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
     """Joins what `without_adapters` and `adapters_alone` took apart."""
     both = {name: base[name] for name in base.keys() - adapters.keys()}
     for name, part in adapters.items():
-        both[name] = joined(base[name], part) if name in base else part
+        both[name] = joined_params(base[name], part) if name in base else part
     return both
 
 
-def merged(params: Mapping[str, Any]) -> dict[str, Any]:
+def merged_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Adds each adapter to its kernel, on the host: the parameters of a plain model that computes the same.
 
     Args:
         params: nested dicts of arrays; of stacked layers W, A and B have an axis in front.
     """
     plain = {
-        name: merged(part) if isinstance(part, Mapping) else part
+        name: merged_params(part) if isinstance(part, Mapping) else part
         for name, part in params.items()
         if name != _ADAPTER
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
-from jvpipe.models.image_folders import decoded, digest_of, image_files, sizes_of
+from jvpipe.models.image_folders import decoded, image_files, listing_digest, sizes_of
 from jvpipe.models.images import digits, drawn_images
 
 
@@ -93,5 +93,5 @@ def mask_folders(path: Path, side: int) -> Masked:
         len(pairs),
         lambda i: decoded(pairs[i][0], side),
         lambda i: decoded(pairs[i][1], side, mask=True)[..., 0],
-        digest_of((file for pair in pairs for file in pair), path),
+        listing_digest((file for pair in pairs for file in pair), path),
     )

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jvpipe.cost.costs import Costs, LayerCost, Shared
-from jvpipe.papers.dawnpiper import attempt as dawnpiper
+from jvpipe.papers.dawnpiper import try_dawnpiper as dawnpiper
 from jvpipe.papers.gpipe import gpipe
 from jvpipe.papers.pipedream import pipedream
-from jvpipe.papers.vpipe import attempt as vpipe
+from jvpipe.papers.vpipe import try_vpipe as vpipe
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.infeasible import Infeasible

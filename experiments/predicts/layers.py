@@ -16,7 +16,7 @@ from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace.flatten import flatten
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import flops
 
 
@@ -75,7 +75,7 @@ def _seconds(programs: LayerPrograms, device: Accelerator) -> tuple[float, float
     )
     if device.framework.fuses:
         return forward_s, backward_s
-    forward = merged(programs.forward).jaxpr
+    forward = merged_equations(programs.forward).jaxpr
     each_s = roofline.equation_seconds(forward.eqns, forward.outvars, device)
     kept_s = sum(s for eqn, s in zip(forward.eqns, each_s, strict=True) if not flops(eqn))
     return forward_s, max(backward_s - kept_s, 0.0)

@@ -26,7 +26,7 @@ from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.auto import given_lists, lines_of
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.vee import VSchedule
 
@@ -213,7 +213,7 @@ def clocked(own: Problem, order: Order, chunks: int) -> tuple[float, int]:
         chunks: of each device.
     """
     stages = own.devices * chunks
-    schedule = given(lines_of(lists_of(order)))
+    schedule = given_lists(lines_of(lists_of(order)))
     placed = replace(own, stages=stages, schedule=schedule)
     bounds = (0, *range(2, stages + 2))
     evaluation = evaluate(placed, Decision.keeping_all(bounds))

@@ -16,9 +16,13 @@ from jvpipe.runtime.engine.losses import nan_leaves
 from jvpipe.runtime.state.checkpoints.background import Writer
 from jvpipe.runtime.state.checkpoints.generations import damage_of
 from jvpipe.session.checkpoints import Snapshot, snapshot
-from jvpipe.util.pattern import compare, maybe, number, whole
+from jvpipe.util.pattern import compare, maybe, number, whole_in
 
-_KEPT = {"best_loss": maybe(number), "best_step": whole(0, 2**31 - 1), "since": whole(0, 2**31 - 1)}
+_KEPT = {
+    "best_loss": maybe(number),
+    "best_step": whole_in(0, 2**31 - 1),
+    "since": whole_in(0, 2**31 - 1),
+}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import digest
-from jvpipe.util.pattern import compare, whole
+from jvpipe.util.pattern import compare, whole_in
 
 VARIABLE = "JVPIPE_SECRET_FILE"
 """Names the file where `--secret-file` does not."""
@@ -494,7 +494,7 @@ async def _reached(
 
 def _introduced(words: Mapping[str, Any]) -> tuple[int, Parts]:
     """Returns a process's number and what it was given; raises ValueError for what is neither."""
-    pattern = {"process": whole(1, 2**31 - 1), "parts": {str: (str, str)}}
+    pattern = {"process": whole_in(1, 2**31 - 1), "parts": {str: (str, str)}}
     compare("who comes", words, pattern)
     return words["process"], words["parts"]
 

@@ -27,7 +27,7 @@ from jvpipe.runtime.state.checkpoints.checkpoint import (
     is_checkpoint,
     open_checkpoint,
 )
-from jvpipe.runtime.state.checkpoints.generations import DamageError, digest_of, telling
+from jvpipe.runtime.state.checkpoints.generations import DamageError, adding_path, file_digest
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.util.brief import brief
@@ -148,7 +148,7 @@ class RunDir:
             if path not in kept:
                 delete_checkpoint(path)
         for path in self._folders(r"\d{8,}\.deleted"):
-            with telling(path):
+            with adding_path(path):
                 shutil.rmtree(path)
 
     def _folders(self, pattern: str) -> list[Path]:
@@ -185,7 +185,7 @@ class RunDir:
         """Writes files that belong to the run, each whole or not at all; returns their digests."""
         for name, content in files.items():
             replace_bytes(self.path / name, content)
-        return {name: digest_of(self.path / name) for name in files}
+        return {name: file_digest(self.path / name) for name in files}
 
     def check_files(self, digests: Mapping[str, str]) -> None:
         """Compares what belongs to the run with the digests that `adopt` gave; what is gone is not missed.
@@ -195,7 +195,7 @@ class RunDir:
         """
         for name, digest in digests.items():
             path = self.path / name
-            if path.exists() and digest_of(path) != digest:
+            if path.exists() and file_digest(path) != digest:
                 raise DamageError(
                     f"{path} is not what the run began with: put it back, or delete it and it is made again of the data"
                 )

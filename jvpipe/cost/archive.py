@@ -25,21 +25,21 @@ FOLDER = "jvpipe-measured"
 class Archive:
     """Numbers by what they are of; without a folder nothing is kept.
 
-    Where all is to be measured anew, only what was kept since is looked at. What is measured while others work is not
+    Where all is to be measured again, only what was kept since is looked at. What is measured while others work is not
     kept.
     """
 
     folder: Path | None = None
-    anew: bool = False
+    again: bool = False
     busy: bool = False
     since: set[Path] = field(default_factory=set)
 
     @staticmethod
-    def beside_the_cache(*, anew: bool = False, busy: bool = False) -> "Archive":
+    def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
         """In the compilation cache's folder, if JAX was given one on this machine's disk."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
-        return Archive(Path(cache) / FOLDER if local else None, anew, busy)
+        return Archive(Path(cache) / FOLDER if local else None, again, busy)
 
     def numbers(
         self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]
@@ -64,7 +64,7 @@ class Archive:
 
         Args:
             what: says what the numbers of one of them are of; asked only if there is a folder.
-            things: how many they are; those of which the same is said are one.
+            things: how many they are; those with equal descriptions are one.
             count: how many numbers each has; others were not kept by this version.
             measure: measures together those of which none are kept.
         """
@@ -83,7 +83,7 @@ class Archive:
 
     def find(self, *what: str) -> list[float] | None:
         """The numbers that were kept; None if there are none that can be read."""
-        if self.folder is None or (self.anew and self._path(what) not in self.since):
+        if self.folder is None or (self.again and self._path(what) not in self.since):
             return None
         try:
             kept = json.loads(self._path(what).read_text())
@@ -97,7 +97,7 @@ class Archive:
             return None
 
     def keep(self, numbers: Sequence[float], *what: str) -> None:
-        """Keeps numbers, whole or not at all; a disk that does not take them is no reason to stop."""
+        """Keeps numbers, whole or not at all; a full or broken disk does not stop the run."""
         if self.folder is None or self.busy:
             return
         try:

@@ -175,14 +175,14 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
 
 
 def _elementwise_per_s(device: "_Table", like: Accelerator | None) -> float:
-    """How many elementwise operations a device makes; what is left out is no limit."""
+    """How many elementwise operations a device makes; what is left out is unlimited."""
     if "elementwise_per_s" in device.entries:
         return device.number("elementwise_per_s")
     return like.elementwise_per_s if like else math.inf
 
 
 def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, Tiling | None]:
-    """The cores of a device, and how products are dealt out to them: all of it is said, or nothing."""
+    """The cores of a device, and how products are dealt out to them: all of it is stated, or nothing."""
     if "tiling" not in device.entries:
         return (like.cores, like.tiling) if like else (0, None)
     tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")

@@ -36,7 +36,7 @@ _BETWEEN_S = 10.0
 class Sizes:
     """The bytes of a compiled program: its arguments and results as they lie on the device, `aliased` both at once.
 
-    `each_argument` and `each_result` are those of one array each, where the compiler tells of them.
+    `each_argument` and `each_result` are those of one array each, if the compiler reports them.
     """
 
     arguments: int

@@ -65,7 +65,7 @@ class LayerCost:
     `input_bytes` are inputs that this layer's backward reads and no other's; they are held per micro-batch in flight.
     `parameter_bytes` are those of one version, `optimizer_bytes` of all that lasts and has one alone: the optimizer's
     state, model state, captured arrays, frozen parameters. `temporary_bytes` is what the forward or the backward needs
-    for itself while it runs, gradients of inputs and outputs included. Where there is no `split` the backward runs
+    for itself while it runs, gradients of inputs and outputs included. Without a `split` the backward runs
     whole.
     `state_bytes` of `optimizer_bytes` are the state that one replica of several keeps alone. `update_s` is what the
     optimizer takes for it each time that it has its gradients.

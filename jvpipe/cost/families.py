@@ -1,7 +1,7 @@
 """What devices of a kind reach of their data sheets, and who measured it.
 
 Few constants, none of which belongs to a device alone: so what is known of a device at hand holds for one that is not.
-`experiments/predicts` has found those of which it is said here, from what others printed, and judges them by what was
+`experiments/predicts` has found those that are marked so here, from what others printed, and judges them by what was
 kept from it.
 """
 

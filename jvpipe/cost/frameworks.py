@@ -10,7 +10,7 @@ class Framework:
     Attributes:
         name: of it.
         fuses: whether elementwise operations are part of the kernels that read them; else each is a kernel.
-        passes: how often the bytes of kernels that are no products pass, beside those of fused kernels.
+        passes: how often the bytes of kernels that are not products pass, beside those of fused kernels.
         host_s: seconds of the host per kernel; where kernels take less the device waits.
     """
 

@@ -1,7 +1,7 @@
 """The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
 
-A candidate is kept, swapped to the host and back, or recomputed in the backward. Of all choices those remain that
-no other one beats in every respect, the non-convex ones included; where they are many, those that some prices of
+A candidate is kept, swapped to the host and back, or recomputed in the backward. Only choices remain that no other
+one beats in every respect, the non-convex ones included; where they are many, those that some prices of
 bytes and link time pick, and the ones farthest from them. Elementwise values are always recomputed.
 """
 

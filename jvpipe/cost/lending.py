@@ -31,7 +31,7 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 def measured_lending(
     store: ProgramStore, program: Program, devices: Sequence[Device], archive: Archive | None = None
 ) -> float:
-    """Runs a program on one device, and on all at once: see `lent_share`; 0 for devices that are no CPUs.
+    """Runs a program on one device, and on all at once: see `lent_share`; 0 for devices that are not CPUs.
 
     Args:
         store: where it is compiled.

@@ -60,7 +60,7 @@ class Links:
 
 @cache
 def known_links() -> dict[tuple[str, str], Links]:
-    """Those that this process has measured, by the kinds of their devices."""
+    """The links that this process has measured, by the kinds of their devices."""
     return {}
 
 
@@ -71,7 +71,7 @@ def links_between(
 
     Args:
         device: whose links.
-        other: to which it sends; None: to nobody.
+        other: to which it sends; None: no other device.
         archive: where they may be found, and are kept.
     """
     known, archive, kinds = (
@@ -95,7 +95,7 @@ def measure_links(
 ) -> Links:
     """Times a device's links; without another device, sending takes no time.
 
-    Each copy is of its own array, so that nothing is answered from what is there already.
+    Each copy is of its own array, so that no copy is answered from an earlier one.
 
     Args:
         device: whose links.

@@ -2,7 +2,7 @@
 
 Legend: b examples. At sizes that are known costs are as they are. Between two of them each number
 lies on a line; beyond them, on that of the nearest two; so small shares are as inefficient as they
-were seen to be. Of one known size all is in proportion. What a layer's options take is in
+were seen to be. If only one size is known, all is in proportion. What a layer's options take is in
 proportion to what the layer takes: they are those of the larger size.
 """
 

@@ -233,7 +233,7 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[f
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """The median of a few runs after one to warm up; what the program overwrites is put there anew for each."""
+    """The median of a few runs after one to warm up; what the program overwrites is put there again for each."""
     examples = [example_of(a) for a in program.inputs]
     kept = {
         i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated

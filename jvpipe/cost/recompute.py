@@ -1,8 +1,9 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
 Read off the backward that keeps nothing: there every candidate still bears its name. An equation that depends on no
-cotangent repeats the forward. Those that the cotangents' equations need although every candidate is kept are always
-repeated (elementwise values); the others lie behind a candidate and are repeated only if it is dropped and needed.
+cotangent repeats the forward. Equations that the cotangents' equations need although every candidate is kept are
+always repeated (elementwise values); the others lie behind a candidate and are repeated only if it is dropped
+and needed.
 
 Legend: a candidate is needed if a repeated equation, or one of the cotangents', reads it; kept candidates that
 nobody needs cost no bytes.
@@ -18,7 +19,7 @@ from jvpipe._jax import Atom, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.effort import OPTIONS
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 
 EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 
@@ -166,7 +167,7 @@ def recompute_of(
         results: candidates that the layer yields: they are kept whether chosen or not.
         seconds: how long each of some equations takes, given them and their outputs.
     """
-    backward = merged(nothing.backward).jaxpr
+    backward = merged_equations(nothing.backward).jaxpr
     repeated, wanted = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
     named = {

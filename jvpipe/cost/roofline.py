@@ -20,7 +20,7 @@ from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.products import product_of
 from jvpipe.cost.tiling import product_s
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import flops, is_heavy, is_random
 
 
@@ -39,7 +39,7 @@ _MADE_ON_READING = _words("broadcast_in_dim iota")
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# Of their operand these read, or write, no more than a part: that of their result, of the update.
+# These read, or write, only a part of their operand: as much as their result, or the update, has.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(
@@ -66,7 +66,7 @@ def nbytes(atom: Atom) -> int:
 
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
-    jaxpr = merged(closed).jaxpr
+    jaxpr = merged_equations(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform, fuses=device.framework.fuses)
     busy_s = sum(_kernel_seconds(jaxpr.eqns[i], kernel, device) for i, kernel in kernels.of.items())
     return float(max(busy_s, len(kernels.of) * device.framework.host_s))
@@ -75,7 +75,7 @@ def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
 def equation_seconds(
     eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator
 ) -> list[float]:
-    """Estimates the seconds of each equation's kernel; none where an equation is part of another's kernel.
+    """Estimates the seconds of each equation's kernel; 0 if an equation is part of another's kernel.
 
     Args:
         eqns: of a program.

@@ -121,7 +121,7 @@ def _most(said: Said, programs: LayerPrograms, work: Work) -> int | None:
 
 
 def _with_extra(option: Option, said: int | None, known: Mapping[int, int]) -> Option:
-    """An option with what was said of it, or of those that compute about as much again."""
+    """Returns an option with the compiler's bytes for it, or for options that compute about as much again."""
     if said is not None:
         return replace(option, extra_bytes=max(option.extra_bytes, said))
     modelled = np.array(sorted(known))

@@ -17,7 +17,7 @@ class AbsentProgram:
     sizes: Sizes
 
     def memory_analysis(self) -> "AbsentProgram":
-        """The bytes that it takes, as an executable tells of them."""
+        """Returns the bytes that it takes, as an executable reports them."""
         return self
 
     @property

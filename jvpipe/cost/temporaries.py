@@ -1,7 +1,7 @@
 """The bytes that a program holds beside its inputs and results, from its equations alone.
 
 What compilers do with them, seen in what they compile for H100s and TPUs (`experiments/absent_hardware`), stands in
-these rules. Of CPUs, whose compiler makes one result per kernel, the first one alone holds.
+these rules. On CPUs, whose compiler makes one result per kernel, only the first one holds.
 
     kernels    a value that the roofline has in memory gets a buffer, from its kernel to the last kernel that reads it
     results    what one elementwise kernel makes a result of lies where that will be; a product that is added to a sum
@@ -38,14 +38,14 @@ from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
 """What these make is added to a sum as they make it."""
 _LANES = 128
 _SMALL = 4
-"""Of the memory beside the cores a buffer takes less than this part."""
+"""A small buffer takes less than this part of the memory beside the cores."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -61,7 +61,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     >>> temporary_bytes(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(square, square), H100) / 2**20
     0.5
     """
-    jaxpr = merged(closed).jaxpr
+    jaxpr = merged_equations(closed).jaxpr
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     size = nbytes

@@ -26,7 +26,7 @@ def laid_bytes(shape: str) -> int:
     (512, 512)
     """
     found = _SHAPE.match(shape)
-    assert found, f"{shape} is no shape of an array"
+    assert found, f"{shape} is not a shape of an array"
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
@@ -119,5 +119,5 @@ def _bits(kind: str) -> int:
     if kind in _BITS:
         return _BITS[kind]
     digits = re.search(r"\d+", kind)
-    assert digits, f"{kind} is no type of elements"
+    assert digits, f"{kind} is not a type of elements"
     return int(digits.group())

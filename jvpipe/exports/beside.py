@@ -9,7 +9,7 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import device_bytes, evaluate
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given
+from jvpipe.schedules.auto import given_lists
 from jvpipe.util.sizes import GIB
 
 
@@ -31,7 +31,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     Raises:
         ValueError: the layers have no choice with the fates of the plan.
     """
-    schedule = given(plan.tasks) if plan.tasks else find_schedule(plan.schedule or "1f1b")
+    schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(plan.schedule or "1f1b")
     plan_problem = replace(problem, stages=len(plan.stages), schedule=schedule)
     decision = decision_of(problem.costs, plan)
     stages = evaluate(plan_problem, decision).stages

@@ -54,7 +54,7 @@ class Link(Enum):
 
 
 class Grouped(Enum):
-    """What becomes of a row where consecutive layers of a task run as one program; any other ends a group."""
+    """What a row is where consecutive layers of a task run as one program; any other ends a group."""
 
     PART = "a part of a group of its kind"
     WITH_NEXT = "a part of the group of what follows"

@@ -4,10 +4,10 @@
     1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          ->  1B2[layers 4 to 3]
     1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          ->  FEED  1F2[layers 3 to 4]  1SEND2
 
-What only a group writes, reads and ends is no buffer any more: it is temporary to its program. What is fed to it, and
+What only a group writes, reads and ends stops being a buffer: it is temporary to its program. What is fed to it, and
 fresh accumulators, come before the group; copies of what it makes for other places come after it; all else ends it.
 
-This is the last pass, over rows that are whole, so the others know nothing of it: layers stay what is planned, moved,
+This is the last pass, over rows that are whole, so the others do not know it: layers stay what is planned, moved,
 saved and measured, and what rows do stays in its order.
 """
 

@@ -9,8 +9,8 @@ list. It is the order in which tasks would start if every stage were equally fas
     0F0 1F0 0F1 1B0 1F1 0B0 1B1 0F2 1F2 ...
 
 A heap holds the next task of each stage whose needs are met, with the time from which it may start;
-stages that still wait are asked again after each task. Of tasks that could start at the same time
-the one of the latest stage goes first. Every turn either starts the earliest task or puts it off to
+stages that still wait are asked again after each task. If several tasks could start at the same
+time, the one of the latest stage goes first. Every turn either starts the earliest task or puts it off to
 when its device is free, so it ends.
 """
 

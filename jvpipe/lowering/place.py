@@ -331,7 +331,7 @@ class Placer(BufferTable):
         """Forgets what belongs to layers, except for these spots.
 
         Args:
-            spots: what there is, counted from a later micro-batch and version.
+            spots: all values, counted from a later micro-batch and version.
             microbatches: the micro-batch from which they count.
             versions: the version from which they count.
         """

@@ -3,8 +3,8 @@
 `i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it
 wrote back to the host (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each
 update with its copies around it. This pass spreads them out, so that both directions of the link
-are used while a place holds at most twice the largest state of an update. As much as that is
-fetched before the last forward or backward of the place; later, what leaves makes room.
+are used while a place holds at most twice the largest state of an update. That much is fetched
+before the last forward or backward of the place; later, what leaves makes room.
 
     placed       ... B7 i0 U0 o0 i1 U1 o1 i2 U2 o2 i3 U3 o3
     prefetched   i0 i1 B7 U0 o0 U1 o1 f0 i2 U2 o2 f1 i3 U3 o3 f2 f3

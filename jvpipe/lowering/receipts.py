@@ -149,7 +149,7 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds, by the row of each crossing, the row before which what it offers must have arrived.
 
     That row overwrites the buffer, or deletes it. Where the buffer is deleted by the very row that
-    offers it, the deadline is the end of the step. Only what there was before the step is deleted;
+    offers it, the deadline is the end of the step. Only arrays that existed before the step are deleted;
     of other buffers no more than a reference is dropped, which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it

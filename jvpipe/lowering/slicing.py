@@ -3,7 +3,7 @@
     F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
     F(layer 4) reads tensor 7           ->  CONCAT(0:2, 2:4)  F(layer 4)           where the one before had more
-    F(layer 4) reads a sum or a mean    ->  REDUCE(0:2, 2:4)  F(layer 4)           likewise, by their weights
+    F(layer 4) reads a sum or a mean    ->  REDUCE(0:2, 2:4)  F(layer 4) as above, by their weights
     U(layer 3)                          ->  REDUCE  U(layer 3)                     at one replica, for all
     F(layer 3) makes model state        ->  F(layer 3, 0:2)  F(layer 3, 2:4)  REDUCE    at the first, for all
 
@@ -268,7 +268,7 @@ class Slicing(ReplicaParts):
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
         """Returns how much of what each of the others has goes into what a replica of another stage gets.
 
-        Of a sum each replica gets its share, so that theirs add up to the whole again; each gets
+        Each replica gets its share of a sum, so that theirs add up to the whole again; each gets
         the whole of a mean. Cotangents go the other way, by the transposed weights:
 
                         a sum                       a mean

@@ -187,7 +187,7 @@ def divided(move: Lowered) -> tuple[Lowered, Lowered]:
     Args:
         move: from place to place.
     """
-    rows = [replace(row, frees=()) for row in move.rows]  # ends are found anew
+    rows = [replace(row, frees=()) for row in move.rows]  # ends are found again
     copies = [row for row in rows if KINDS[row.kind].link]
     drops = [row for row in rows if KINDS[row.kind].runs is Runs.NOTHING]
     everything = range(len(move.buffers))

@@ -35,7 +35,7 @@ def adapipe(problem: Problem) -> Decision:
     >>> adapipe(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=12))
     Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0))
     """
-    return plan_or_raise(problem, "adapipe", attempt)
+    return plan_or_raise(problem, "adapipe", try_adapipe)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Suffix:
         return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
 
 
-def attempt(problem: Problem) -> Decision | None:
+def try_adapipe(problem: Problem) -> Decision | None:
     """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jvpipe.papers.kept_stages import KeptStages
-from jvpipe.papers.limits import nothing_fits
+from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.papers.pipedream import least_peaks
 from jvpipe.planners.model.problem import Decision, Problem
 
@@ -71,7 +71,7 @@ def dapple(problem: Problem) -> Decision:
         there = fits[begin, places]
         begins.append(begin)
     if not there[-1]:
-        raise nothing_fits("dapple", problem.memory_limit_bytes, least_peaks(kept))
+        raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
         ends.append(int(begin[ends[-1]]))

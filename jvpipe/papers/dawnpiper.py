@@ -35,7 +35,7 @@ def dawnpiper(problem: Problem) -> Decision:
     >>> dawnpiper(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=16))
     Decision(bounds=(0, 3, 6), choices=(1, 0, 0, 0, 0, 0))
     """
-    return plan_or_raise(problem, "dawnpiper", attempt)
+    return plan_or_raise(problem, "dawnpiper", try_dawnpiper)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class BinaryPartition:
         return best
 
 
-def attempt(problem: Problem) -> Decision | None:
+def try_dawnpiper(problem: Problem) -> Decision | None:
     """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     for least in (False, True):

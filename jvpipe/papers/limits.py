@@ -62,7 +62,7 @@ def plan_or_raise(
     )
 
 
-def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
+def no_cuts_fit(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
     """Makes the error for a limit that no cuts keep, given the bytes of the stages of those that need least.
 
     Args:
@@ -70,7 +70,7 @@ def nothing_fits(planner: str, limit: int | None, peaks: Sequence[float]) -> Inf
         limit: bytes per device.
         peaks: bytes of the stages of those cuts.
 
-    >>> nothing_fits("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
+    >>> no_cuts_fit("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
     124
     """
     assert limit is not None, "without a limit everything fits"

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.papers.kept_stages import KeptStages
-from jvpipe.papers.limits import nothing_fits
+from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import Decision, Problem
 
@@ -34,7 +34,7 @@ def pipedream(problem: Problem) -> Decision:
     stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
     _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
     if places is None:
-        raise nothing_fits("pipedream", problem.memory_limit_bytes, least_peaks(kept))
+        raise no_cuts_fit("pipedream", problem.memory_limit_bytes, least_peaks(kept))
     return kept.decision(places)
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.kept_stages import KeptStages
-from jvpipe.papers.limits import nothing_fits
+from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Grid, between, seconds
 from jvpipe.schedules.pipedream import PipeDream
@@ -58,7 +58,7 @@ def replicated(problem: Problem) -> Replicated:
         least = _Smallest(kept).pipeline()
         assert least is not None, "without a limit there is a pipeline"
         peaks = [float(kept.peak_bytes(stage.s)[stage.a, stage.b]) for stage in least]
-        raise nothing_fits("pipedream", problem.memory_limit_bytes, peaks)
+        raise no_cuts_fit("pipedream", problem.memory_limit_bytes, peaks)
     ends = [int(kept.cuts[stage.b]) for stage in pipeline]
     return Replicated((0, *ends), tuple(stage.replicas for stage in pipeline))
 

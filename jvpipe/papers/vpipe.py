@@ -30,7 +30,7 @@ def vpipe(problem: Problem) -> Decision:
     >>> vpipe(Problem(costs, 2, find_schedule("1f1b"), microbatches=4, memory_limit_bytes=12))
     Decision(bounds=(0, 3, 6), choices=(1, 1, 0, 0, 0, 0))
     """
-    return plan_or_raise(problem, "vpipe", attempt)
+    return plan_or_raise(problem, "vpipe", try_vpipe)
 
 
 def swap_recompute(stage: Selection) -> None:
@@ -44,7 +44,7 @@ def swap_recompute(stage: Selection) -> None:
     stage.spend(stage.changes.after, lambda change: change.saved_bytes, stage.host_has_room)
 
 
-def attempt(problem: Problem) -> Decision | None:
+def try_vpipe(problem: Problem) -> Decision | None:
     """Decides, without looking for a limit that would do; None if nothing is found."""
     segments = Segments(problem)
     changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}

@@ -42,7 +42,7 @@ class Answer:
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
 
-    Of equals, give or take a rounding, the one that is given first comes first.
+    Among equals, up to rounding, the one that is given first comes first.
     """
 
     def rank(answer: Answer) -> tuple[bool, float]:

@@ -62,7 +62,7 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
                     f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}"
                 )
             taken = ", ".join(name for names in matches for name in names)
-            _log.warning("'%s' is no candidate: the nearest are taken: %s", pattern, taken)
+            _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
         for fates, matched in zip(stages, matches, strict=True):
             fates.update(dict.fromkeys(matched, Fate(fate)))
     return replace(
@@ -130,13 +130,6 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
             )
         )
     return replace(plan, stages=tuple(stages))
-
-
-def layers_again(graph: LayerGraph, layers: Sequence[int]) -> dict[str, Fate]:
-    """Everything that some layers leave computed again from each one's own input, which is kept."""
-    every = (graph.layers[i] for i in layers)
-    names = (f"{graph.label(layer)}/{c.name}" for layer in every for c in layer.candidates)
-    return dict.fromkeys(names, Fate.RECOMPUTE)
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:

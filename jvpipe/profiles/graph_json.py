@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from jvpipe.cost.hardware import Link
 from jvpipe.profiles.graph_parts import GraphFile, topological_order
-from jvpipe.profiles.located_json import Located, parse
-from jvpipe.profiles.operator_graph import Operator, costs_of
+from jvpipe.profiles.located_json import Located, parse_located
+from jvpipe.profiles.operator_graph import Operator, operator_costs
 from jvpipe.util.sizes import MOST_BYTES
 
 _BYTES_PER_S = 16e9  # of PCIe 3, for files whose edges have a cost but no size
@@ -48,7 +48,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     >>> layer.forward_s, layer.backward_s, layer.parameter_bytes, layer.gradient_bytes
     (0.001, 0.002, 100, 60)
     """
-    whole = parse(text, file)
+    whole = parse_located(text, file)
     limit, devices = whole.amount("maxSizePerFPGA"), whole.count("maxFPGAs")
     if devices < 1:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
@@ -64,7 +64,7 @@ def read_graph_json(text: str, file: str) -> GraphFile:
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
     return GraphFile(
-        costs_of([nodes[node] for node in order], seconds, link), int(limit), devices, link
+        operator_costs([nodes[node] for node in order], seconds, link), int(limit), devices, link
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jvpipe.profiles.graph_parts import topological_order
 
 
-def pieces(
+def pieces_of(
     nodes: Sequence[int], edges: Iterable[tuple[int, int]], classes: Iterable[Sequence[int]]
 ) -> list[tuple[int, ...]]:
     """The nodes in pieces such that classes stay whole and every edge runs within a piece or to a later one.
@@ -20,9 +20,9 @@ def pieces(
         edges: source and target; they may run in cycles.
         classes: nodes that share a device.
 
-    >>> pieces([1, 2, 3, 4, 5], [(1, 2), (2, 4), (3, 5)], [(1, 3), (2, 5)])
+    >>> pieces_of([1, 2, 3, 4, 5], [(1, 2), (2, 4), (3, 5)], [(1, 3), (2, 5)])
     [(1, 3), (2, 5), (4,)]
-    >>> pieces([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
+    >>> pieces_of([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
     [(1, 2, 3), (4,)]
     """
     from scipy.sparse import csr_array  # late: few need it

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jvpipe.profiles.graph_parts import GraphFile
-from jvpipe.profiles.located_json import parse
+from jvpipe.profiles.located_json import parse_located
 
 
 def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
     """Returns the node ids on each accelerator; raises ValueError with file, line and field if the file is wrong."""
-    whole = parse(Path(path).read_text(), str(path))
+    whole = parse_located(Path(path).read_text(), str(path))
     if "cpus" in whole and any(device.items_of("nodes") for device in whole.objects("cpus")):
         raise whole.wrong("the field cpus holds nodes: only splits over accelerators can be used")
     parts: list[tuple[int, ...]] = []

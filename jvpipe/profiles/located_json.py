@@ -13,7 +13,7 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 class Located(dict[str, Any]):
     r"""A JSON object from `line` of `file`; each reading of a field is a ValueError if it is not what it must be.
 
-    >>> whole = parse('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
+    >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line
     (8.0, 2)
     >>> whole.objects("nodes")[0].count("id")
@@ -72,7 +72,7 @@ class Located(dict[str, Any]):
         return items
 
 
-def parse(text: str, file: str) -> Located:
+def parse_located(text: str, file: str) -> Located:
     """The object that a text holds, and in it objects side by side, all with their lines."""
     newlines = [i for i, letter in enumerate(text) if letter == "\n"]
     openings = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
-from jvpipe.profiles.graph_pieces import pieces
+from jvpipe.profiles.graph_pieces import pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Sent:
     seconds: float
 
 
-def costs_of(
+def operator_costs(
     operators: Sequence[Operator], edges: Mapping[tuple[int, int], float], link: Link
 ) -> Costs:
     """The costs of operators that stand in a topological order.
@@ -50,7 +50,7 @@ def costs_of(
         link: what joins the devices.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
-    >>> costs = costs_of([a, b, Operator(3, "da", 2.0, 4, True, "red")], {(1, 2): 0.5, (1, 3): 0.5}, Link(100.0))
+    >>> costs = operator_costs([a, b, Operator(3, "da", 2.0, 4, True, "red")], {(1, 2): 0.5, (1, 3): 0.5}, Link(100.0))
     >>> [(layer.name, layer.forward_s, layer.backward_s, layer.gradient_bytes) for layer in costs.layers]
     [('a', 1.0, 2.0, 4), ('b', 1.0, 0.0, 0)]
     >>> costs.edges
@@ -70,7 +70,7 @@ def costs_of(
         if node[source].is_backward or node[target].is_backward == node[home[target]].is_backward
     ]
     layers = [operator.id for operator in operators if home[operator.id] == operator.id]
-    groups = pieces(layers, _order(sent, node), colors.values())
+    groups = pieces_of(layers, _order(sent, node), colors.values())
     place = {layer: i for i, layer in enumerate(layer for group in groups for layer in group)}
     return Costs(
         tuple(_layer(node[layer], backward.get(layer, ())) for layer in place),

@@ -1,7 +1,7 @@
 """Convolutions with their axes in the order in which a library takes them.
 
 At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library. In a function that
-is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and has other bits.
+is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and sums in another order.
 
     batch, features, rows  ->  batch, rows, features       the operand, and back again the result
     out, in, rows          ->  rows, in, out               the filter
@@ -33,8 +33,8 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env |= zip(jaxpr.invars, values, strict=True)
-        jaxprs.run(jaxpr.eqns, env, _applied)
-        return jaxprs.read(jaxpr.outvars, env)
+        jaxprs.run_jaxpr(jaxpr.eqns, env, _applied)
+        return jaxprs.read_by(jaxpr.outvars, env)
 
     return jax.make_jaxpr(run)(*closed.in_avals)
 

@@ -3,7 +3,7 @@
     alone      F0: x -> t0, r0        F1: t0 -> t1, r1
     a group    x -> r0, t1, r1        t0 is temporary to it, unless something else reads it
 
-Nothing is optimised across the calls, so every layer yields the bits that it yields alone.
+Nothing is optimised across the calls, so every layer yields bitwise what it yields alone.
 """
 
 from collections.abc import Hashable, Sequence

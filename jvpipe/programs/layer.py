@@ -24,7 +24,7 @@ from jvpipe.ir.layers import Ref, Signature, Source
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.outline import outline
 from jvpipe.programs.products import upright
-from jvpipe.programs.split_backward import Halves, halve, settle
+from jvpipe.programs.split_backward import Halves, halve, settle_halves
 from jvpipe.trace import jaxprs
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.graph import Body, array_of
@@ -139,7 +139,7 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
     calls = outline(body)
     for position, eqn in enumerate(body.eqns):
-        jaxprs.run([eqn], env)
+        jaxprs.run_jaxpr([eqn], env)
         if eqn.effects:  # such an equation runs once: the calls read what it has yielded here
             fixed |= {v: jax.lax.stop_gradient(env[v]) for v in eqn.outvars}
         elif position in calls:
@@ -151,7 +151,7 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     last = calls.get(len(body.eqns))
     if last:
         fixed |= last(fixed)
-    results = zip(body.outputs, jaxprs.read(body.outputs, env), strict=True)
+    results = zip(body.outputs, jaxprs.read_by(body.outputs, env), strict=True)
     return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
 
 
@@ -306,7 +306,7 @@ def _trace_backward(
         [_shape(body.inputs[i]) for i in gradients],
     )
     # First what decides how the compiler rounds, then what only leaves results out.
-    closed = settle(upright(jaxprs.silent(flat, printed)), len(gradients))
+    closed = settle_halves(upright(jaxprs.silent(flat, printed)), len(gradients))
     closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
     closed, sources = _without_unread(closed, body, list(shapes), gradients)
     signature = Signature(

@@ -23,12 +23,19 @@ from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import (
     TracedOptimizer,
-    evaluate,
+    evaluate_update,
     paths_of,
-    scope,
+    scope_of,
     transformation,
 )
-from jvpipe.programs.ownership import Input, Output, Placement, check_outputs, destinations, place
+from jvpipe.programs.ownership import (
+    Input,
+    Output,
+    Placement,
+    check_owned,
+    destinations,
+    place_operands,
+)
 from jvpipe.programs.pieces import Piece, Slot, SlotKind
 from jvpipe.programs.stacked_trace import trace_stacked
 from jvpipe.trace import jaxprs
@@ -249,16 +256,16 @@ class _Program:
         It ends: the parts of a split scan work on one layer each, so they are not split again.
         """
         eqns = self.closed.jaxpr.eqns
-        placement = place(eqns, self.origins(homes), self.outputs(homes))
+        placement = place_operands(eqns, self.origins(homes), self.outputs(homes))
         if not placement.splits:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
 
         def run(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-            with jax.named_scope(scope(eqn)):
+            with jax.named_scope(scope_of(eqn)):
                 return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
 
-        closed = flatten(lambda *xs: evaluate(self.closed, xs, run), *self.closed.in_avals)
+        closed = flatten(lambda *xs: evaluate_update(self.closed, xs, run), *self.closed.in_avals)
         return replace(self, closed=closed).placed(homes)
 
     def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
@@ -348,7 +355,7 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
 
 def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
     inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in flow.inputs.items()}
-    check_outputs(flow.eqns, inputs, flow.outputs, flow.placement)
+    check_owned(flow.eqns, inputs, flow.outputs, flow.placement)
 
 
 def _read_globally(flow: Flow) -> frozenset[Slot]:

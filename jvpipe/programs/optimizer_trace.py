@@ -202,15 +202,17 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def transformation(eqn: JaxprEqn) -> str:
     """Returns the transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
-    return scope(eqn).rpartition("/")[2]
+    return scope_of(eqn).rpartition("/")[2]
 
 
-def scope(eqn: JaxprEqn) -> str:
+def scope_of(eqn: JaxprEqn) -> str:
     """Returns the name scope of an equation, which ends with its transformation."""
     return "/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))
 
 
-def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind) -> list[Any]:
+def evaluate_update(
+    closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind
+) -> list[Any]:
     """Runs a jaxpr on values, each equation through `apply`.
 
     Args:
@@ -220,29 +222,29 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind)
     """
     inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
     env = dict(zip(inputs, [*closed.consts, *args], strict=True))
-    jaxprs.run(closed.jaxpr.eqns, env, apply)
-    return jaxprs.read(closed.jaxpr.outvars, env)
+    jaxprs.run_jaxpr(closed.jaxpr.eqns, env, apply)
+    return jaxprs.read_by(closed.jaxpr.outvars, env)
 
 
 def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return flatten(lambda *xs: evaluate(closed, xs, _expand), *closed.in_avals)
+    return flatten(lambda *xs: evaluate_update(closed, xs, _expand), *closed.in_avals)
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    with jax.named_scope(scope(eqn)):
+    with jax.named_scope(scope_of(eqn)):
         return _EXPANDED.get(eqn.primitive.name, _jax.bind)(eqn, values)
 
 
 def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
-    results = [evaluate(branch, operands, _expand) for branch in eqn.params["branches"]]
+    results = [evaluate_update(branch, operands, _expand) for branch in eqn.params["branches"]]
     which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
     return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a function with a derivative rule of its own, without that: no derivative is taken here."""
-    return evaluate(eqn.params["call_jaxpr"], values, _expand)
+    return evaluate_update(eqn.params["call_jaxpr"], values, _expand)
 
 
 _EXPANDED: dict[str, Apply] = {

@@ -36,8 +36,8 @@ class Call:
     def _closed(self) -> ClosedJaxpr:
         def run(*values: Any) -> list[Any]:
             env = dict(zip(self.inputs, values, strict=True))
-            jaxprs.run(self.eqns, env)
-            return jaxprs.read(self.outputs, env)
+            jaxprs.run_jaxpr(self.eqns, env)
+            return jaxprs.read_by(self.outputs, env)
 
         avals = (_jax.aval(v) for v in self.inputs)
         return flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
@@ -50,7 +50,7 @@ class Call:
 
     def __call__(self, env: dict[Var, Any]) -> dict[Var, Any]:
         """Returns the values of the outputs, computed from values in `env` through which no gradient flows."""
-        results = _jax.outlined(self._closed, jaxprs.read(self.inputs, env))
+        results = _jax.outlined(self._closed, jaxprs.read_by(self.inputs, env))
         return dict(zip(self.outputs, results, strict=True))
 
 

@@ -72,7 +72,7 @@ class Placement:
         return Place("everywhere", 0) if isinstance(atom, _jax.Literal) else self.places[atom]
 
 
-def place(
+def place_operands(
     eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]
 ) -> Placement:
     """Finds a place for every equation of `straight_line`.
@@ -92,7 +92,7 @@ def place(
     return Placement(work.places, work.splits)
 
 
-def check_outputs(
+def check_owned(
     eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
 ) -> None:
     """Checks that no large result is made by one layer and needed by another.

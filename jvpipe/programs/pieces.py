@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, Var
 from jvpipe.programs.layer import program_key
-from jvpipe.programs.optimizer_trace import scope
+from jvpipe.programs.optimizer_trace import scope_of
 from jvpipe.trace import jaxprs
 from jvpipe.trace.structure import comparable, structure
 
@@ -164,9 +164,9 @@ class Part:
             array = array_of[slot]
             env[var] = self._unpack(array, slot, var) if slot in self.vectors else array
         # With their name scopes: a profile and a message show the transformation.
-        jaxprs.run(self.eqns, env, _bind_in_scope)
-        packed = [_packed(jaxprs.read(self.vectors[slot], env)) for slot in self.sent]
-        results = jaxprs.read([atom for atom, _ in self.yielded], env)
+        jaxprs.run_jaxpr(self.eqns, env, _bind_in_scope)
+        packed = [_packed(jaxprs.read_by(self.vectors[slot], env)) for slot in self.sent]
+        results = jaxprs.read_by([atom for atom, _ in self.yielded], env)
         return packed + list(map(_strong, results))
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
@@ -234,7 +234,7 @@ def _packed(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    with jax.named_scope(scope(eqn)):
+    with jax.named_scope(scope_of(eqn)):
         return _jax.bind(eqn, values)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import evaluate, straight_line
+from jvpipe.programs.optimizer_trace import evaluate_update, straight_line
 from jvpipe.trace import jaxprs
 
 Layers = frozenset[int]
@@ -59,12 +59,12 @@ class SplitScan:
         fixed |= dict(zip(fixed_in, constants, strict=True))
 
         def pick(numbers: Sequence[int], env: dict[Var, Any]) -> list[Any]:
-            return jaxprs.read([jaxpr.outvars[i] for i in numbers], env)
+            return jaxprs.read_by([jaxpr.outvars[i] for i in numbers], env)
 
         def step(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
             env = fixed | dict(zip((carry_in[i] for i in kept), carry, strict=True))
             env |= {scanned_in[i]: x for i, x in xs.items()}
-            jaxprs.run(eqns, env)
+            jaxprs.run_jaxpr(eqns, env)
             return pick(kept, env), pick(ys, env)
 
         init = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (start[i] for i in kept)]
@@ -102,7 +102,7 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
         used: whether anything depends on each of its results.
     """
     traced = eqn.params["jaxpr"]
-    body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
+    body = straight_line(lambda *xs: evaluate_update(traced, xs), *traced.in_avals)
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)

@@ -20,7 +20,7 @@ import jax
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
-from jvpipe.programs.optimizer_trace import evaluate, scope, straight_line
+from jvpipe.programs.optimizer_trace import evaluate_update, scope_of, straight_line
 from jvpipe.trace.primitives import is_elementwise
 
 Shape = tuple[int, ...]
@@ -123,7 +123,7 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
 
 def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs an equation of `straight_line` on arrays, of which some may be `Rows` or `Even`."""
-    with jax.named_scope(scope(eqn)):
+    with jax.named_scope(scope_of(eqn)):
         on_parts = _on_rows if any(isinstance(v, Rows) for v in values) else _on_even
         return on_parts(eqn, values) or _jax.bind(eqn, list(map(whole, values)))
 
@@ -251,7 +251,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     It ends, since carries are only ever taken apart, and each at most once.
     """
     traced = eqn.params["jaxpr"]
-    body = straight_line(lambda *xs: evaluate(traced, xs), *traced.in_avals)
+    body = straight_line(lambda *xs: evaluate_update(traced, xs), *traced.in_avals)
     values = [whole(v) if isinstance(v, Even) else v for v in values]
     constants, carry, xs = _jax.scan_operands(eqn, values)
     # Along the first axis of xs the scan goes, so it cannot be taken apart.
@@ -261,7 +261,7 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = [_moved(x, -1) for x in xs]
-        results[:] = evaluate(body, [*constants, *carry, *inner], apply)
+        results[:] = evaluate_update(body, [*constants, *carry, *inner], apply)
         ys = [whole(y) if isinstance(y, Even) else _moved(y, 0) for y in results[len(carry) :]]
         return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
 

@@ -74,7 +74,7 @@ def _is_barrier(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
-def settle(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
+def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     """Returns a backward that is bitwise identical whole and in halves.
 
     Args:

@@ -43,7 +43,7 @@ class GivenLists:
         return lists
 
 
-def given(lines: Sequence[str]) -> Schedule:
+def given_lists(lines: Sequence[str]) -> Schedule:
     """Makes the schedule of a plan that holds its own lists.
 
     Args:
@@ -52,7 +52,7 @@ def given(lines: Sequence[str]) -> Schedule:
     Raises:
         ValueError: the stages neither go round the devices nor there and back.
 
-    >>> schedule = given(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
+    >>> schedule = given_lists(["0F0 3F0 3I0 3W0 0B0", "1F0 2F0 2B0 1B0"])
     >>> schedule.chunks, schedule.vee, schedule.device_of(2, 2)
     (2, True, 1)
     """

@@ -159,7 +159,7 @@ def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None
 def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError if what was in flight has other shapes than the first batch of this pipeline."""
     saved, here = meta["shapes"]["batch"], session.trees.batch
-    then = None if saved is None else skeleton.load(saved)
+    then = None if saved is None else skeleton.load_container(saved)
     if then is not None and shapes_of(then)[1] != shapes_of(here)[1]:
         raise ValueError(
             f"{path} was saved in flight with batches of {shown(then)}, those of this pipeline are of {shown(here)}: "

@@ -75,7 +75,7 @@ class CompiledPlans:
         self._warmup: dict[Any, CompiledPlan] = {}
         self._leaves: dict[Name, Leaf] = {}
         self._trees: Trees | None = None
-        self._archive = Archive.beside_the_cache(anew=settings.remeasure, busy=self._follows)
+        self._archive = Archive.beside_the_cache(again=settings.remeasure, busy=self._follows)
         self.planned: Planned | None = None
         self.shape: ChosenShape | None = None
         self.model_id = object()  # the states of one model have the same

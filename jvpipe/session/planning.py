@@ -14,7 +14,7 @@ from jvpipe.planners.model.keep_all import least_kept_bytes
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO, given, lines_of
+from jvpipe.schedules.auto import AUTO, given_lists, lines_of
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.session.asking import HeldBytes, Planned, answered, ask
@@ -124,7 +124,7 @@ class _Asker:
         if problem.schedule == AUTO:
             # Where the order is open, the one that holds the least runs micro-batches one by one.
             lists = one_by_one(ONE_F_ONE_B).tasks(problem.devices, problem.microbatches)
-            problem = replace(problem, schedule=given(lines_of(lists)))
+            problem = replace(problem, schedule=given_lists(lines_of(lists)))
         by_room: dict[tuple[int, ...], Problem] = {}
         for one in [problem] if self.fixed else orders(problem):
             by_room.setdefault(tuple(group.less_bytes for group in one.groups), one)

@@ -13,7 +13,7 @@ from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import abstract, canonical, named
+from jvpipe.trace.leaves import abstract, canonical, named_leaves
 from jvpipe.trace.stacks import Stacks
 from jvpipe.util.paths import path_name
 
@@ -43,7 +43,8 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
         if size % microbatches or not size:
             near = _nearest_divisors(size, microbatches)
             raise ValueError(
-                f"{microbatches} micro-batches do not divide the {size} examples of {named(path, 'batch leaf')}: "
+                f"{microbatches} micro-batches do not divide the {size} examples of "
+                f"{named_leaves(path, 'batch leaf')}: "
                 f"the nearest that do are {near}{_UNEVEN if size else ''}"
             )
         return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)

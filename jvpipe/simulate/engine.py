@@ -25,7 +25,7 @@ from jaxtyping import Float
 from jvpipe.ir.task import cannot_progress
 
 _Turns = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of the resources of a task, those that serve in order, and those that serve by readiness."""
+"""The resources of a task: those that serve in order, and those that serve by readiness."""
 
 
 class Work:
@@ -112,8 +112,8 @@ class Work:
     def _queued(self, seconds: Sequence[float]) -> list[float]:
         """Computes the starts where tasks queue: the one that was ready first is served first.
 
-        Tasks in `now` start as soon as they are ready; they are settled first, for they may make
-        others ready, but none earlier than the head of the queue.
+        Tasks in `now` start as soon as they are ready; they are settled first, because they may
+        make others ready, but none earlier than the head of the queue.
         """
         starts = [0.0] * len(seconds)
         missing = [len(needs) for needs in self._before]  # how many a task still waits for

@@ -2,7 +2,7 @@
 
     F, B            forward and backward of a stage
     R               what is computed again before the first of the cotangents is read: while these are on their way
-    I, W            the halves of a backward that is not whole: what is said of B below holds for I
+    I, W            the halves of a backward that is not whole: what holds for B below holds for I
     SEND, RETURN    of activations to the next stage, of cotangents to the previous one; none on one device
     OUT, IN         of what a stage swaps: it leaves after F, and is back before B
     REDUCE          of gradients among the replicas of a stage, once, after its last backward
@@ -302,7 +302,7 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
         case Kind.F | Kind.R | Kind.B | Kind.I | Kind.W | Kind.U:
             return (d,)
         case _:
-            raise AssertionError(f"{part} is no part of a stage's work")
+            raise AssertionError(f"{part} is not part of a stage's work")
 
 
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:

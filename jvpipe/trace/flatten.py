@@ -10,7 +10,7 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
-from jvpipe.trace.unroll import stacked, stacks_layers, unrolled, whole
+from jvpipe.trace.unroll import stacked_result, stacks_layers, unrolled, whole
 
 # Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2` is among
 # them because jvpipe decides by itself what is kept and what is recomputed.
@@ -84,7 +84,7 @@ def _traced(
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.named_scope(_jax.scope(eqn)):
-            result = stacked(eqn, values)
+            result = stacked_result(eqn, values)
             if result is not None:
                 return result
             if eqn.primitive.name in calls:
@@ -99,5 +99,5 @@ def _traced(
 
     constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
-    jaxprs.run(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
-    return jaxprs.read(jaxpr.outvars, env)
+    jaxprs.run_jaxpr(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
+    return jaxprs.read_by(jaxpr.outvars, env)

@@ -46,7 +46,7 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(constants.values()))
 
 
-def merged(closed: ClosedJaxpr) -> ClosedJaxpr:
+def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler leaves apart."""
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 

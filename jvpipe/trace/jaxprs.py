@@ -10,7 +10,7 @@ DEBUGGING = ("debug_callback", "debug_print")
 """The primitives of `jax.debug`."""
 
 
-def run(
+def run_jaxpr(
     eqns: Iterable[JaxprEqn],
     env: dict[Var, Any],
     apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,
@@ -23,10 +23,10 @@ def run(
         apply: runs an equation on values.
     """
     for eqn in eqns:
-        env.update(zip(eqn.outvars, apply(eqn, read(eqn.invars, env)), strict=True))
+        env.update(zip(eqn.outvars, apply(eqn, read_by(eqn.invars, env)), strict=True))
 
 
-def read(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
+def read_by(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
     """Returns the values of variables and literals."""
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
 

@@ -61,7 +61,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, _jax.Tracer):
             raise ValueError(
-                f"{named(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
+                f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
             )
         aval = _type_of(path, leaf, role)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -69,7 +69,7 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
     return jax.tree_util.tree_map_with_path(shape, tree)
 
 
-def check(tree: Tree, role: Role) -> None:
+def check_leaves(tree: Tree, role: Role) -> None:
     """Raises ValueError if no device can hold a leaf; arrays may be traced."""
     jax.tree_util.tree_map_with_path(lambda path, leaf: _type_of(path, leaf, role), tree)
 
@@ -101,7 +101,7 @@ def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
 
     def checked(rng: jax.Array) -> Tree:
         params = initialiser(rng)
-        check(params, "parameter")
+        check_leaves(params, "parameter")
         return params
 
     return jax.eval_shape(checked, rng)
@@ -111,17 +111,17 @@ def _type_of(path: Sequence[Any], leaf: Any, role: Role) -> Any:
     try:
         return jax.typeof(leaf)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{named(path, role)} {_complaint(leaf, role)}") from error
+        raise ValueError(f"{named_leaves(path, role)} {_complaint(leaf, role)}") from error
     except OverflowError as error:
         raise ValueError(
-            f"{named(path, role)} is the number {brief(leaf)}, which no device holds"
+            f"{named_leaves(path, role)} is the number {brief(leaf)}, which no device holds"
         ) from error
 
 
-def named(path: Sequence[Any], role: Role) -> str:
+def named_leaves(path: Sequence[Any], role: Role) -> str:
     """Returns a leaf as a message names it; if the tree is a single array, its role is enough.
 
-    >>> named((jax.tree_util.DictKey("x"),), "batch leaf"), named((), "batch leaf")
+    >>> named_leaves((jax.tree_util.DictKey("x"),), "batch leaf"), named_leaves((), "batch leaf")
     ("batch leaf 'x'", 'the only batch leaf')
     """
     return f"{role} '{path_name(path)}'" if path else f"the only {role}"

@@ -22,7 +22,7 @@ from jvpipe.trace import jaxprs
 from jvpipe.trace.chosen import chosen_aux
 from jvpipe.trace.flatten import flatten
 from jvpipe.trace.keys import is_key, lift_key_constants
-from jvpipe.trace.leaves import abstract, check
+from jvpipe.trace.leaves import abstract, check_leaves
 from jvpipe.trace.modules import check_modules
 from jvpipe.util.paths import path_name, path_names
 
@@ -365,7 +365,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_aux(aux: Tree) -> None:
-    check(aux, "leaf of aux")
+    check_leaves(aux, "leaf of aux")
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if isinstance(leaf, jax.Array) and is_key(leaf):
             raise ValueError(

@@ -110,7 +110,7 @@ def counted(power: int) -> Lies:
     return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
 
 
-def summed(power: int) -> Lies:
+def summed_axes(power: int) -> Lies:
     """Returns how a sum over the examples lies, of values with that power of their number as a factor."""
     match power:
         case 0:
@@ -269,11 +269,11 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
     """
     for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
         if value.over is Over.SUM and not value.power and factor.is_count:
-            return summed(factor.power)
+            return summed_axes(factor.power)
         if value.over is Over.MEAN and factor.power == 1:
             return Lies(Over.SUM)
         if value.excess and factor.is_count:
-            return summed(value.excess + factor.power)
+            return summed_axes(value.excess + factor.power)
         if value.divisor == its and factor.over is Over.SUM:
             return Lies(Over.SUM)
     return counted(sum(x.power for x in ins)) if all(x.is_count for x in ins) else None
@@ -291,9 +291,9 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
     if b.is_count and (a.is_count or a.over is Over.NONE):
         return counted(a.power - b.power)
     if a.excess and b.is_count:
-        return summed(a.excess - b.power)
+        return summed_axes(a.excess - b.power)
     if a.over is Over.SUM and not a.power and b.is_count:
-        return summed(-b.power)
+        return summed_axes(-b.power)
     # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
         return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)

@@ -34,7 +34,7 @@ from jvpipe.trace.reductions import (
     guarded,
     power_after,
     reduced,
-    summed,
+    summed_axes,
 )
 from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
@@ -243,7 +243,7 @@ class Spreading:
         if axis is not None:
             return Lies(Over.ALONG, axis, power=power)
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
-        lies = summed(power) if is_sum else Lies(Over.MIXED)
+        lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
         # A reduction inside of a loop is known outside by the result of the loop.
         root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})

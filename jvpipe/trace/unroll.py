@@ -47,7 +47,7 @@ def whole(value: Any) -> Any:
     return value.whole() if isinstance(value, Stack) else value
 
 
-def stacked(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
+def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """Returns the result of an equation as a stack; None if it makes none."""
     name = eqn.primitive.name
     if name in ("jit", "pjit") and eqn.params["name"] == STACKING:

@@ -30,7 +30,7 @@ def compare(where: str, data: Any, pattern: Pattern) -> None:
         data: as JSON has them.
         pattern: see the top of this file.
 
-    >>> compare("step", {"at": [3, "x"]}, {"at": [whole()]})
+    >>> compare("step", {"at": [3, "x"]}, {"at": [whole_in()]})
     Traceback (most recent call last):
     ValueError: step.at[1] must be a whole number from 0 to 9223372036854775807, not 'x'
     """
@@ -71,7 +71,7 @@ def _compare_names(where: str, data: Any, pattern: dict[Any, Pattern]) -> None:
         compare(f"{where}.{name}", value, patterns[name])
 
 
-def whole(least: int = 0, largest: int = LARGEST) -> Pattern:
+def whole_in(least: int = 0, largest: int = LARGEST) -> Pattern:
     """Returns the pattern of whole numbers in a range, both ends included."""
 
     def check(where: str, data: Any) -> None:
@@ -109,7 +109,7 @@ def maybe(pattern: Pattern) -> Pattern:
     return check
 
 
-def one_of(values: Any) -> Pattern:
+def one_of_texts(values: Any) -> Pattern:
     """Returns the pattern of a few texts."""
     texts = list(map(str, values))
 

@@ -146,7 +146,7 @@ def test_what_is_measured_while_others_work_is_not_kept(tmp_path: Path) -> None:
     assert Archive(tmp_path).find("x") is None
     Archive(tmp_path).keep([1.0], "x")
     assert Archive(tmp_path, busy=True).find("x") == [1.0]
-    assert Archive(tmp_path, anew=True).find("x") is None
+    assert Archive(tmp_path, again=True).find("x") is None
 
 
 def test_a_disk_that_takes_nothing_is_no_reason_to_stop(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from tests.end_to_end.test_fates import drawn, trained
 from tests.grid import grid
 from tests.zoo import CASES, Case, in_bfloat16
 
-NAMES = ("pre-norm", "resnet", "unet", "three-readers", "chained-keys", "normalised-products")
+NAMES = (
+    "mlp",
+    "pre-norm",
+    "resnet",
+    "unet",
+    "three-readers",
+    "chained-keys",
+    "normalised-products",
+)
 
 
 def layer_programs(pipe: jvpipe.Pipeline) -> float:
@@ -44,7 +52,6 @@ def random_cuts(layers: int, stages: int, seed: int) -> tuple[int, ...]:
             )
         ],
         ("three-readers", 2, "zb-h1", 2),
-        ("resnet", 3, "1f1b", 3),
     ),
 )
 def test_groups_keep_every_bit(name: str, stages: int, schedule: str, seed: int) -> None:
@@ -72,7 +79,7 @@ def test_a_group_is_one_program_per_direction() -> None:
 def moved(
     m: Case, schedule: str, at: tuple[int, int], *, group: bool
 ) -> tuple[list[str], jvpipe.Pipeline]:
-    """Digests of a run that moves layers, before and after it; groups are there before the last step."""
+    """Digests of a run that moves layers, before and after it; groups are there by the last step."""
     pipe = jvpipe.Pipeline(
         m.loss_fn,
         optax.adamw(1e-2),
@@ -92,7 +99,7 @@ def moved(
             layers = len(pipe.session.graph.layers)
             there = drawn(pipe.session.graph, random_cuts(layers, 3, 0), 0)
             state = pipe.migrate(state, there, at=at)
-        if step == len(batches) - 2:
+        if step > 2:  # a stream that has forgotten where it came from is compiled once more
             pipe.session.grouping.wait()
         stream = pipe.run(state, [batch])
         ((state, metrics),) = stream
@@ -109,7 +116,7 @@ def moved(
             for schedule in ("1f1b", "pipedream")
             for at in ((2, 0), (2, 1))
         ][::3],
-        ("three-readers", "pipedream", (2, 1)),
+        ("mlp", "pipedream", (2, 1)),
     ),
     ids=str,
 )

@@ -34,11 +34,14 @@ def test_a_plain_model_with_merged_kernels_computes_the_same(module: Any) -> Non
     jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(fresh), first)
     np.testing.assert_array_equal(of_adapted(fresh, batch, None), of_plain(first, batch, None))
     params = shaken(fresh)
-    wanted, found = of_adapted(params, batch, None), of_plain(lora.merged(params), batch, None)
+    wanted, found = (
+        of_adapted(params, batch, None),
+        of_plain(lora.merged_params(params), batch, None),
+    )
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
     base = of_plain(lora.without_adapters(params), batch, None)
     assert np.abs(wanted - base).max() > 1e-3
-    both = lora.joined(lora.without_adapters(params), lora.adapters_alone(params))
+    both = lora.joined_params(lora.without_adapters(params), lora.adapters_alone(params))
     jax.tree.map(np.testing.assert_array_equal, both, params)
 
 

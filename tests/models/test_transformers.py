@@ -57,7 +57,7 @@ def test_a_tuned_folder_has_our_logits(name: str, tmp_path: Path) -> None:
         )
     workload, params = from_folder(base, jax.random.key(0), lora=2, dropout=0.0)
     held = jax.tree.map(np.asarray, params)
-    params = lora.joined(lora.without_adapters(held), shaken(lora.adapters_alone(held)))
+    params = lora.joined_params(lora.without_adapters(held), shaken(lora.adapters_alone(held)))
     to_folder(workload, params, like=base, into=tmp_path / "tuned")
     everywhere = {"positions": np.tile(np.arange(12), (2, 1))} if MODELS[name] is bert else {}
     logits = MODELS[name].logits_function(workload.config)

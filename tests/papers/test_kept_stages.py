@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from jvpipe.papers.kept_stages import KeptStages
-from jvpipe.papers.limits import nothing_fits
+from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.small import problems
@@ -32,7 +32,7 @@ def test_every_segment_takes_what_stage_cost_says(problem: Problem) -> None:
 
 
 def test_the_error_says_what_would_do() -> None:
-    error = nothing_fits("dapple", 100, [80.0, 124.0, 90.0])
+    error = no_cuts_fit("dapple", 100, [80.0, 124.0, 90.0])
     assert (error.stage, error.excess_bytes, error.smallest_limit_bytes) == (1, 24, 124)
     assert (
         "stage 1 of the smallest plan takes 24 bytes more. The smallest limit that would do is 124"

@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvpipe.profiles.graph_pieces import pieces
+from jvpipe.profiles.graph_pieces import pieces_of
 
 
 @st.composite
@@ -28,7 +28,7 @@ def test_what_a_cut_can_part_is_in_two_pieces_and_every_cut_between_pieces_is_la
     graph: tuple[list[int], list[tuple[int, int]], list[list[int]]],
 ) -> None:
     nodes, edges, classes = graph
-    found = pieces(nodes, edges, classes)
+    found = pieces_of(nodes, edges, classes)
     assert sorted(n for piece in found for n in piece) == sorted(nodes)
     lawful = []
     for chosen in product((False, True), repeat=len(nodes)):
@@ -50,4 +50,4 @@ def test_a_long_chain_of_far_members_is_in_pieces() -> None:
     count = 5000
     early, late = range(count), range(count, 2 * count)
     edges = [*zip(early, late, strict=True), *((n, n + 1) for n in late[:-1])]
-    assert len(pieces([*early, *late], edges, list(zip(early, late, strict=True)))) == count
+    assert len(pieces_of([*early, *late], edges, list(zip(early, late, strict=True)))) == count

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jvpipe.programs.flow import Flow
-from jvpipe.programs.optimizer_trace import evaluate, straight_line
-from jvpipe.programs.ownership import Input, Output, place
+from jvpipe.programs.optimizer_trace import evaluate_update, straight_line
+from jvpipe.programs.ownership import Input, Output, place_operands
 from jvpipe.programs.pieces import Slot, SlotKind
 
 LARGE = jax.ShapeDtypeStruct((1000,), np.float32)
@@ -26,7 +26,9 @@ def clipped(a: Any, b: Any) -> Any:
 def flow() -> Flow:
     jaxpr = straight_line(clipped, LARGE, LARGE).jaxpr
     outputs = [Output(v, i, PARAMETERS[i]) for i, v in enumerate(jaxpr.outvars)]
-    at = place(jaxpr.eqns, {v: Input(i, "ab"[i]) for i, v in enumerate(jaxpr.invars)}, outputs)
+    at = place_operands(
+        jaxpr.eqns, {v: Input(i, "ab"[i]) for i, v in enumerate(jaxpr.invars)}, outputs
+    )
     return Flow(
         jaxpr.eqns, {}, dict(zip(jaxpr.invars, GRADIENTS, strict=True)), outputs, at, [0, 1]
     )
@@ -66,7 +68,7 @@ def test_pieces_one_after_another_compute_what_the_whole_does(flow: Flow) -> Non
     for piece in flow.pieces():
         arrays |= zip(
             piece.writes,
-            evaluate(piece.program, [arrays[slot] for slot in piece.reads]),
+            evaluate_update(piece.program, [arrays[slot] for slot in piece.reads]),
             strict=True,
         )
     for slot, expected in zip(PARAMETERS, clipped(jnp.asarray(a), jnp.asarray(b)), strict=True):

@@ -13,7 +13,7 @@ from jvpipe.programs.outline import outline
 from jvpipe.programs.store import ProgramStore
 from jvpipe.trace import jaxprs
 from jvpipe.trace.graph import Body, build_graph
-from jvpipe.trace.inline import merged
+from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.loss import trace_loss
 from tests.zoo import D, draws, normalised
 
@@ -78,7 +78,7 @@ def test_the_compiler_leaves_calls_apart_and_costs_see_through_them() -> None:
     assert len(calls) == 3
     compiled = jax.jit(_jax.jaxpr_as_fun(made.forward)).lower(*made.forward.in_avals).compile()
     assert str(compiled.as_text()).count(" call(") == len(calls)
-    flat = merged(made.forward)
+    flat = merged_equations(made.forward)
     primitives = [eqn.primitive.name for eqn in flat.jaxpr.eqns]
     assert "outlined" not in primitives
     assert primitives.count("dot_general") == 2

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from jvpipe.programs.optimizer_trace import straight_line
-from jvpipe.programs.ownership import Input, Output, Place, check_outputs, destinations, place
+from jvpipe.programs.ownership import (
+    Input,
+    Output,
+    Place,
+    check_owned,
+    destinations,
+    place_operands,
+)
 from jvpipe.programs.pieces import Slot, SlotKind
 
 LARGE, SCALAR = jax.ShapeDtypeStruct((1000,), np.float32), jax.ShapeDtypeStruct((), np.float32)
@@ -24,8 +31,8 @@ def placed(
     named = enumerate(zip(jaxpr.outvars, homes, strict=True))
     outputs = [Output(v, home, Slot(SlotKind.PARAMETER, i)) for i, (v, home) in named]
     given = dict(zip(jaxpr.invars, inputs, strict=True))
-    at = place(jaxpr.eqns, given, outputs)
-    check_outputs(jaxpr.eqns, given, outputs, at)
+    at = place_operands(jaxpr.eqns, given, outputs)
+    check_owned(jaxpr.eqns, given, outputs, at)
     return [at.of(out.atom) for out in outputs]
 
 

@@ -29,8 +29,8 @@ def test_micro_batches_share_the_leading_axis() -> None:
     assert (shapes["x"].shape, shapes["label"].shape) == ((2, D), (2,))
     with pytest.raises(
         ValueError,
-        match=r"3 micro-batches do not divide the 8 examples of batch leaf '\w+': the nearest that do are 2 and 4. Of "
-        r"an odd last batch leave out the rest \(drop_remainder=True in most loaders\), or pad it with .* weight 0",
+        match=r"3 micro-batches do not divide the 8 examples of batch leaf '\w+': the nearest that do are 2 and 4. "
+        r"Leave out the rest of an odd last batch \(drop_remainder=True in most loaders\), or pad it with .* weight 0",
     ):
         micro_batch_shapes(narrow(), 3)
     with pytest.raises(ValueError, match="the 8 examples of the only batch leaf: the nearest"):

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jvpipe
-from jvpipe.runtime.state.checkpoints.generations import digest_of, newest
+from jvpipe.runtime.state.checkpoints.generations import file_digest, newest
 from tests.session.tiny import BATCH, PARAMS, pipeline
 
 Meta = dict[str, Any]
@@ -55,7 +55,7 @@ def seal(folder: Path) -> None:
     generation = newest(folder)
     assert generation is not None
     files = [path for path in generation.iterdir() if path.name != "digests.json"]
-    told = {path.name: digest_of(path) for path in files}
+    told = {path.name: file_digest(path) for path in files}
     (generation / "digests.json").write_text(json.dumps(told))
 
 
@@ -225,7 +225,7 @@ IN_FLIGHT: dict[str, tuple[Change, str]] = {
     "half a plan": (flight("legs", 0, 1, value={}), "a plan lacks stages"),
     "a plan of other layers": (
         flight("legs", 0, 1, "stages", 0, "layers", value=[0]),
-        "tell of layer 2, the plan has 2",
+        "names layer 2, the plan has 2",
     ),
     "plans in another order": (
         lambda meta: meta["flight"]["legs"].append(meta["flight"]["legs"][0]),
@@ -237,7 +237,7 @@ IN_FLIGHT: dict[str, tuple[Change, str]] = {
     "a use of nothing": (flight("versions", "runs", 0, 0, 0, value=[]), "must be a list of 6"),
     "a use of no layer": (
         flight("versions", "runs", 0, 0, 0, 1, value=99),
-        "tell of layer 99, the plan has 3",
+        "names layer 99, the plan has 3",
     ),
     "arrays of another kind": (
         lambda meta: meta["kinds"].append("flights"),

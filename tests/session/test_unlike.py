@@ -1,13 +1,10 @@
 """How devices differ: given speeds and limits, reported memory, measured layers."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import pytest
-from jax.sharding import Mesh
 
-from jvpipe._jax import DeviceGroup
 from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.session import devices as session_devices
 from jvpipe.session import measuring
@@ -42,28 +39,20 @@ def test_those_that_report_nearly_the_same_are_alike(monkeypatch: Patch) -> None
     )
 
 
-@dataclass(frozen=True)
-class Gpu(DeviceGroup):
+class Gpu:
     """What limits are read from of a GPU."""
 
-    mesh: Mesh
-    process: int
+    platform = "gpu"
 
-    @property
-    def platform(self) -> str:
-        return "gpu"
-
-    @property
-    def process_index(self) -> int:
-        return self.process
+    def __init__(self, process: int) -> None:
+        self.id, self.process_index = id(self), process
 
     def memory_stats(self) -> dict[str, int]:
         return {"bytes_limit": 1000}
 
 
 def test_what_a_gpu_reports_is_not_filled_and_its_host_pool_has_an_end(monkeypatch: Patch) -> None:
-    mesh = Mesh(jax.devices()[:1], ("x",))
-    gpus: list[Any] = [Gpu(mesh, process) for process in (0, 0, 1)]
+    gpus: list[Any] = [Gpu(0), Gpu(0), Gpu(1)]
     assert device_limits(None, gpus[:2], 2, None) == (920, 920)
     assert device_limits(1000, gpus[:2], 2, None) == (1000, 1000)
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)

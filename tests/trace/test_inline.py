@@ -96,8 +96,8 @@ def traced_again(closed: ClosedJaxpr, calls: dict[str, str]) -> ClosedJaxpr:
     def results(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         consts = [x if np.shape(x) else np.asarray(x)[()] for x in consts]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-        jaxprs.run(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
-        return jaxprs.read(jaxpr.outvars, env)
+        jaxprs.run_jaxpr(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
+        return jaxprs.read_by(jaxpr.outvars, env)
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         with jax.named_scope(_jax.scope(eqn)):

@@ -19,7 +19,7 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy holds up nobody."""
+"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy delays no task."""
 
 
 class _Moved(NamedTuple):

@@ -3,7 +3,7 @@
     rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
     as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
 
-A step begins with what the one before left in flight. Its buffers are numbered anew: those first,
+A step begins with what the one before left in flight. Its buffers are numbered again: those first,
 in the order of their names, then the others as the rows touch them. Names count micro-batches and
 versions from the step's first ones. So two steps that do the same are equal, and a stream needs as
 many lowered steps as differ.
@@ -137,7 +137,7 @@ class Unrolled:
     def _check(
         self, before: Sequence[tuple[Spot, int]], rows: Sequence[Row], staying: set[int]
     ) -> None:
-        """Asserts that a step is whole: it reads only what there is, and nothing is kept for nobody."""
+        """Asserts that a step is whole: it reads only what exists, and keeps nothing that is never read."""
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}

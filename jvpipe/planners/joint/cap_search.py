@@ -71,7 +71,7 @@ class Objective:
         return [t + stage.block.comm_s for t, stage in zip(seconds, self.table.stages, strict=True)]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
-        """Of each phase, how long the other stages wait for one."""
+        """How long the other stages wait for one, phase by phase."""
         blocks = [stage.block for stage in self.table.stages]
         seconds = self.with_once(seconds)
         if not self.two_phases:
@@ -187,7 +187,7 @@ class _Boxes:
     def _narrow(self) -> None:
         """Forgets the cuts through which no path can be better than the best.
 
-        Of a stream all cuts stay: `lower_bound` looks at them again, with the links between stages.
+        For a stream all cuts stay: `lower_bound` looks at them again, with the links between stages.
         """
         if not self.objective.problem.schedule.synchronous:
             return

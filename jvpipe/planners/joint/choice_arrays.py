@@ -112,7 +112,7 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """What a layer adds to the working bytes of a run at least, but for the first layer's input."""
+        """What a layer adds to the working bytes of a run at least, except for the first layer's input."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand

@@ -8,13 +8,17 @@ Or the layers that a stage ends with become a run, which is computed again while
 Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
 then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
 rank, of which there are only so many, or no tasks are left to simulate.
+
+Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the neighbours of the
+best plan are climbed from too, though they are slower (`around`), before tasks are spent on plans that are far behind.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
 import numpy as np
+from jaxtyping import Float
 
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
@@ -25,7 +29,8 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""Of plans that fit the simulated seconds, bytes on the fullest device, bytes on the host, fates that keep not all."""
+"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
+that keep not all."""
 OVER = float("inf")
 
 
@@ -38,6 +43,7 @@ class Climb:
         ways: that choose fates.
         tasks: that are simulated at most; each climb ends when there are none left.
         places: by which a bound moves at most under a limit. By one alone, and stages stay on their devices.
+        around: neighbours of the best plan that are climbed from too.
         ranks: what was found.
         costs: of stages, by their number, first layer and choices.
     """
@@ -46,6 +52,7 @@ class Climb:
     ways: Sequence[DeviceFates]
     tasks: int
     places: int = PLAN.places
+    around: int = 0
     ranks: dict[Decision, Rank] = field(default_factory=dict)
     costs: dict[tuple[int, int, tuple[int, ...]], StageCost] = field(default_factory=dict)
 
@@ -58,7 +65,7 @@ class Climb:
     def top(self, begin: Iterable[Decision]) -> Decision | None:
         """Finds the best of what the best plans' better neighbours lead to; None if none of them fits.
 
-        Of plans with the same bounds the best is climbed from.
+        Among plans with the same bounds, the best is climbed from.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:  # a step has too many tasks
@@ -67,8 +74,34 @@ class Climb:
         for one in sorted(every, key=self.rank):
             first.setdefault(one.bounds, one)
         starts = list(first.values())[: PLAN.starts]
-        best = min(map(self.climbed, starts), key=self.rank, default=None)
-        return best and self._kept_where_free(best)
+        if not starts:
+            return None
+        near_s = PLAN.near_start * self.rank(starts[0])[0]
+        near = [one for one in starts if self.rank(one)[0] <= near_s]
+        best = self._climbed_around(min(map(self.climbed, near), key=self.rank))
+        best = min([best, *map(self.climbed, starts[len(near) :])], key=self.rank)
+        return self._kept_where_free(best)
+
+    def _climbed_around(self, best: Decision) -> Decision:
+        """Climbs from neighbours of the best plan too, though they are slower: what follows may be faster."""
+        tried = set[Decision]()
+        for _ in range(self.around):
+            start = self._fastest_neighbour(best, tried)
+            if start is None or self.tasks <= 0:
+                break
+            tried.add(start)
+            best = min(best, self.climbed(start), key=self.rank)
+        return best
+
+    def _fastest_neighbour(self, best: Decision, tried: Set[Decision]) -> Decision | None:
+        """Finds the fastest plan with a bound moved that was not tried; of many some are simulated."""
+        moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
+        fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
+        if not fitting:
+            return None
+        first = self._clocked_s(fitting).argsort(kind="stable")[: PLAN.neighbours]
+        others = (fitting[at] for at in first if fitting[at] not in {best, *tried})
+        return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
         """Goes from better to better neighbours, until none is better."""
@@ -101,7 +134,7 @@ class Climb:
         return best
 
     def rank(self, decision: Decision) -> Rank:
-        """Says what orders plans: the first is the best. Of what is over a limit, seconds are infinite."""
+        """Says what orders plans: the first is the best. Plans over a limit take infinite seconds."""
         if decision not in self.ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
@@ -133,18 +166,25 @@ class Climb:
 
     def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
         """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
-        most = PLAN.clocked // self._each
-        some = [one for one in islice(neighbours, most) if one not in self.ranks]
+        some = [one for one in self._some(neighbours) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best
-        self.tasks -= len(some) * self._each // PLAN.clocked_for_one
-        loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
-        least_s = least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
+        least_s = self._clocked_s(some)
         for at in least_s.argsort(kind="stable"):
             if self.tasks <= 0 or least_s[at] > self.rank(best)[0] * (1 + 1e-9):
                 break
             best = min(best, some[at], key=self.rank)
         return best
+
+    def _some(self, neighbours: Iterable[Decision]) -> Iterator[Decision]:
+        """Yields as many neighbours as may be clocked at once."""
+        return islice(neighbours, PLAN.clocked // self._each)
+
+    def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
+        """Clocks plans as if transfers waited for no others: they take no less than that."""
+        self.tasks -= len(some) * self._each // PLAN.clocked_for_one
+        loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
+        return least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
 
     def _by_seconds(self, decision: Decision) -> list[int]:
         """All bounds, first those beside the slowest stages."""

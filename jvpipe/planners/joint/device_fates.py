@@ -100,7 +100,7 @@ class DeviceFates:
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
         compute_s = sum(stage.compute_s for stage in stages)
-        # Without swaps the link to the host is no matter of fates, whatever else it carries.
+        # Without swaps, fates do not change the link to the host, whatever else it carries.
         traffic_s = sum(stage.link_s for stage in stages) * self.swaps
         most = float("inf")
         if problem.host_limit_bytes is not None:

@@ -1,6 +1,7 @@
 """Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device has which stage.
 
-Of few devices all orders are looked at that differ; of more those by speed and by memory, both ways. Which of them are
+For few devices, all orders that differ are looked at; of more those by speed and by memory, both ways. Which
+of them are
 worth a whole search is told by the surrogate's optimum of 1F1B, or of the schedule itself where devices run one stage.
 Where 1F1B has none and the schedule is open, the smallest limits tell, with one micro-batch in flight.
 """

@@ -1,5 +1,10 @@
 """Choices of a device's first layers, side by side: how they grow by a layer, and which of them can be forgotten.
 
+The fates of a device's layers are chosen layer by layer. All that later layers ask of the choices before them stands in
+a few numbers, a state; of two states one that is nowhere larger can be completed at least as well, so the other is
+forgotten and nothing is lost. What layers to come hold and need at least is summed beforehand (`_look_ahead`), which
+tells at once that a state is over the limit.
+
 Legend: a device has the layers of one stage or of several, one after the other; at each moment of its order some
 micro-batches of each are in flight (`Lot`). A state is a column of numbers:
 
@@ -13,8 +18,11 @@ micro-batches of each are in flight (`Lot`). A state is a column of numbers:
     LEFT              by how much more layers leave than they hand over to second halves
     the last rows     bytes held for all micro-batches in flight, one row for each moment
 
-Outside a run RUN and what is OPEN are infinite. Of two states, one that is nowhere larger dominates, whatever comes
-after.
+    layers         a  b  c  d  e       c and d are computed again together: a run, that begins with c's input
+    state after d  [---------]         held: what a to d leave; RUN: c's residuals and d's input
+    bytes at work  [---------][==]     beyond: what one of a to d works with, where later layers have left nothing yet
+
+Outside a run RUN and what is OPEN are infinite.
 """
 
 from collections.abc import Sequence
@@ -101,21 +109,26 @@ class Growth:
     def _look_ahead(self) -> None:
         """Bounds what the layers to come hold and need, from each one on, at each moment."""
         table = self.table
-        there, working = table.allowed[self.at], table.working_bytes[self.at]
-        left = table.left_bytes[self.at]
-        least, spare, top = (
-            np.where(there, x, np.inf).min(2)
-            for x in (self.held, self.held - left, self.held + working)
-        )
+        allowed, left = table.allowed[self.at], table.left_bytes[self.at]
+        working = table.working_bytes[self.at]
+
+        def least_of(sizes: np.ndarray) -> np.ndarray:
+            return np.where(allowed, sizes, np.inf).min(-1)
+
+        least = least_of(self.held)  # of what a layer holds
+        spare = least_of(self.held - left)  # and less what it leaves of the micro-batch at work
+        top = least_of(self.held + working)
         self.least_to_come = to_come(least)
         self.spare_to_come = self.until_end(spare - self.given, least)
         behind = self.until_end(spare - self.given, least, 1)
         if self.lot.halves:
-            fall = np.where(there, table.handed_bytes[self.at] - left, np.inf).min(1)
+            fall = least_of(table.handed_bytes[self.at] - left)
             self.fall_to_come = self.until_end(fall - self.given, np.zeros(self.n))
-        most = top + behind[:, :-1] - self.least_to_come[:, :-1]
-        most = np.maximum.accumulate(most[:, ::-1], axis=1)[:, ::-1]
-        most = most + self.least_to_come[:, :-1]
+        # While a layer works, those before it hold, those behind it hold and leave nothing of this
+        # micro-batch: the most of that from each layer on, over what all of them hold at least.
+        over = top + behind[:, :-1] - self.least_to_come[:, :-1]
+        most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
+        most = most_over + self.least_to_come[:, :-1]
         self.most_to_come = np.append(most, np.full((len(most), 1), -np.inf), axis=1)
 
     def until_end(self, inside: np.ndarray, after: np.ndarray, skipped: int = 0) -> np.ndarray:
@@ -136,22 +149,53 @@ class Growth:
         return np.array([*fixed[: self.fixed_rows], *self.lot.base_bytes])[:, None]
 
     def grown(self, states: States, at: int) -> States:
-        """Grows every state by every choice of the `at`-th layer; what goes on with no run is taken to hold too much.
+        """Grows every state by every choice of the `at`-th layer.
 
-        What is needed beyond falls by what the new layer leaves, or is what that one works with.
+        A choice that goes on with a run where there is none is taken to hold infinitely much, so
+        that nobody keeps it.
+
+        Args:
+            states: of the layers before.
+            at: the place of the layer among those of the lot.
         """
         table, layer, columns = self.table, self.at[at], self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
-        run = np.full(grown.shape[1:], np.inf)  # what there is of a run while this layer works
-        run[:, RECOMPUTE], run[:, RECOMPUTE_CHAIN] = 0.0, states[RUN] + table.input_bytes[layer]
-        # The last run of a stage ends.
-        grown[RUN] = np.inf if at in self.lasts else run + table.residual_bytes[layer]
-        working = np.broadcast_to(table.working_bytes[layer, columns], grown.shape[1:]).copy()
-        own = table.temporary_bytes[layer]
+        # Both ways to compute again are the last columns of every layer, as they are its last choices.
+        run = np.full(grown.shape[1:], np.inf)  # the bytes of a run while this layer works
+        run[:, RECOMPUTE] = 0.0
+        run[:, RECOMPUTE_CHAIN] = states[RUN] + table.input_bytes[layer]
+        ends_stage = at in self.lasts  # and with it the last run
+        grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
+        self._grow_beyond(states, grown, run, at)
+        held = states[self.fixed_rows :][:, :, None] + self.held[:, None, at, columns]
+        is_possible = np.isfinite(beyond_held(grown))
+        grown[self.fixed_rows :] = np.where(is_possible, held, np.inf)
+        if self.fixed_rows > MOST:
+            grown[MOST] = states[MOST][:, None]
+            if ends_stage:
+                self._end_stage(grown)
+        return grown.reshape(len(states), -1)
+
+    def _grow_beyond(self, states: States, grown: np.ndarray, run: np.ndarray, at: int) -> None:
+        """Counts what a stage with one layer more needs beyond what it holds, in `grown`.
+
+        While an earlier layer works, what the new one leaves is gone: so much less is needed beyond.
+        While the new one works nothing of later layers is there. The larger of both counts.
+
+        Args:
+            states: of the layers before.
+            grown: those with the layer, whose `RUN` is counted already.
+            run: the bytes of a run while the layer works, for each state and choice.
+            at: the place of the layer among those of the lot.
+        """
+        table, layer, columns = self.table, self.at[at], self.columns[at]
+        temporary = table.temporary_bytes[layer]
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
-        working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + own
+        working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
+        working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + temporary
+        working_on = grown[RUN] + temporary  # if the run goes on behind this layer
         left = table.left_bytes[layer, columns] + self.given[at]
         ways = [(BEYOND, OPEN, left, 0.0)]
         if self.lot.halves:
@@ -159,19 +203,11 @@ class Growth:
             grown[LEFT] = states[LEFT][:, None] + more
             ways += [(HALVES, HALVES_OPEN, more, 0.0), (ENDS, ENDS_OPEN, 0.0, grown[LEFT])]
         for closed, opened, less, beside in ways:
-            beyond = np.repeat(states[closed][:, None], len(columns), axis=1)
-            beyond[:, RECOMPUTE_CHAIN] = states[opened]
-            beyond -= less
-            for number, needed in ((closed, working), (opened, grown[RUN] + own)):
-                grown[number] = np.maximum(beyond, needed + beside)
-        fits, held = np.isfinite(beyond_held(grown)), states[self.fixed_rows :]
-        more_held = held[:, :, None] + self.held[:, None, at, columns]
-        grown[self.fixed_rows :] = np.where(fits, more_held, np.inf)
-        if self.fixed_rows > MOST:
-            grown[MOST] = states[MOST][:, None]
-            if at in self.lasts:
-                self._end_stage(grown)
-        return grown.reshape(len(states), -1)
+            before = np.repeat(states[closed][:, None], len(columns), axis=1)
+            before[:, RECOMPUTE_CHAIN] = states[opened]
+            before -= less
+            grown[closed] = np.maximum(before, working + beside)
+            grown[opened] = np.maximum(before, working_on + beside)
 
     def _end_stage(self, states: np.ndarray) -> None:
         """Notes what the stage needs beyond that ends with these states, and begins the next one."""
@@ -215,7 +251,7 @@ class Growth:
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
-    """What states need at least beyond what they hold, whether their runs end or go on."""
+    """Counts what states need at least beyond what they hold, whether their runs end or go on."""
     return np.minimum(states[BEYOND], states[OPEN])
 
 
@@ -227,33 +263,24 @@ def to_come(per_layer: np.ndarray) -> np.ndarray:
 
 
 def front(states: States) -> Int[np.ndarray, "_"]:
-    """The places of the states that no other dominates; of equals, the first."""
+    """Finds the places of the states that no other dominates; of equals, the first."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
-    order = np.lexsort(
-        states[::-1]
-    )  # by extra seconds first, so that a state is dominated by earlier ones only
+    # By extra seconds first, and so on: a state is dominated by earlier ones only.
+    order = np.lexsort(states[::-1])
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
         chunk = order[begin : begin + CHUNK_STATES]
-        chunk = chunk[~_dominated(states[:, chunk], states[:, best])]
-        own = (
-            _below(states[:, chunk], states[:, chunk]) & EARLIER[: len(chunk), : len(chunk)]
-        ).any(1)
-        best = np.concatenate([best, chunk[~own]])
+        if len(best):
+            chunk = chunk[~_below(states[:, chunk], states[:, best]).any(1)]
+        inside = _below(states[:, chunk], states[:, chunk])
+        is_dominated = (inside & EARLIER[: len(chunk), : len(chunk)]).any(1)
+        best = np.concatenate([best, chunk[~is_dominated]])
     return np.sort(best)
 
 
-def _dominated(states: States, by: States) -> np.ndarray:
-    return (
-        np.asarray(_below(states, by).any(1))
-        if by.shape[1]
-        else np.zeros(states.shape[1], dtype=bool)
-    )
-
-
 def _below(states: States, by: States) -> np.ndarray:
-    """[a, b]: whether state b of `by` is nowhere larger than state a."""
+    """Tells for each state a and state b of `by` whether b is nowhere larger than a, as [a, b]."""
     below = by[0] <= states[0][:, None]
     for number in range(1, len(states)):
         below &= by[number] <= states[number][:, None]

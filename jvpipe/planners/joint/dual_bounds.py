@@ -39,7 +39,7 @@ class Relaxation(NamedTuple):
 class Pricing:
     """What prices are put on: all choices of all layers, under a limit.
 
-    Of stages whose devices work on other shares of micro-batches, `at` has the choices.
+    For stages whose devices work on other shares of micro-batches, `at` has the choices.
     """
 
     segments: Segments

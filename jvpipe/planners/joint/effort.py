@@ -52,7 +52,7 @@ class FateEffort:
         states: of a device whose layers are looked at all at once.
         few_states: of the search for the fewest bytes, at first.
         many_states: of that search where it is to be exact.
-        overrun_price: how many times dearer than its price a byte is that a state will probably be over the limit.
+        overrun_price: by how many times its price a byte is charged if a state will probably exceed the limit by it.
         near_best: how near a choice must be to the best to be expected too, as a share of an even part of a layer.
     """
 
@@ -101,6 +101,7 @@ class OrderEffort:
     Attributes:
         farthest: tasks that another one passes at most in a move.
         moves: that are compared before one is made.
+        gainless: moves without a gain after which a climb ends.
         blocked: moves without a gain that a longest path without a move counts for.
         rest: moves for which a task that has moved rests at least; at most it is twice as many.
         all_cuts: cuts of a placement up to which all are begun with.
@@ -114,6 +115,7 @@ class OrderEffort:
 
     farthest: int = 6
     moves: int = 30
+    gainless: int = 100
     blocked: int = 5
     rest: int = 8
     all_cuts: int = 100
@@ -131,12 +133,14 @@ class RuleEffort:
     Attributes:
         moved_tasks: that are simulated while the bounds of a plan move in its own order.
         simulated_tasks: while those of plans under a rule do.
+        around: neighbours of the best plan under a rule that are climbed from too.
         few_layers: of a model of which more is tried.
         refined_layers: of models of more layers the plan of one stage per device is the surrogate's.
     """
 
     moved_tasks: int = 30_000
     simulated_tasks: int = 300_000
+    around: int = 6
     few_layers: int = 96
     refined_layers: int = 256
 
@@ -160,6 +164,9 @@ class PlanEffort:
         places: by which a bound moves at most under a limit.
         shifted: plans whose stages move on to the next device that are looked at in a round.
         starts: plans that are climbed from.
+        near_start: how many times longer than the fastest of them others may take that are climbed from before its
+            neighbours.
+        neighbours: of a plan that are simulated to find the one to climb from.
         single_fate_layers: of a model whose fates are changed one by one.
         device_orders: of unlike devices that can stand in so many orders at most, all are looked at.
         searched_orders: those that are worth a whole search.
@@ -177,6 +184,8 @@ class PlanEffort:
     places: int = 3
     shifted: int = 100
     starts: int = 4
+    near_start: float = 1.3
+    neighbours: int = 24
     single_fate_layers: int = 64
     device_orders: int = 12
     searched_orders: int = 2

@@ -3,7 +3,7 @@
 Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes alone: a search by
 what the lowered lists hold begins at the cuts and choices that hold the least by the planners' count (`stage_cost.py`),
 which is near that, and goes on from the emptiest plan to its neighbours: a bound or a choice of the fullest stage at a
-time. Of few layers, the best choices of all cuts are begun with.
+time. For few layers, it begins with the best choices of all cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +143,7 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
 def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
     """The plans that hold the least by the planners' count, of cuts each, as long as they may hold less.
 
-    As much more as is counted for all of them, state that comes and goes say, tells none from the others.
+    Bytes that are counted for all of them, such as those of state that comes and goes, do not change their order.
     """
     least = 0
     for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
@@ -192,7 +192,7 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 def _valid(
     problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
-    """Those that are plans, after layers that would have to be run again without an input have got theirs."""
+    """Returns the proposals that are plans, once layers that run again without an input have got one."""
     for bounds, choices in wanted:
         mended = list(choices)
         for layer, choice in enumerate(choices):

@@ -67,7 +67,7 @@ def lower_bound(problem: Problem) -> float:
 def _of_any_order(problem: Problem) -> float:
     """All work, divided among the devices; a backward may take less in halves.
 
-    Of devices that are alike each begins at least a layer's forward after the one before it.
+    If devices are alike, each begins at least a layer's forward after the one before it.
     """
     layers = problem.costs.layers
     halves_s = [x.split.input_s + x.split.weight_s if x.split else np.inf for x in layers]

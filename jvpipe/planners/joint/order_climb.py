@@ -1,13 +1,21 @@
 """From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
 
-Only a change of what the longest path goes through makes a step shorter: a task of a block moves before its first one,
-or behind its last one; or a backward of the block is split, and its second half moves behind, or its halves become one
-again. A task never passes its own stage and kind, so that values stay the same, and its device has room. Of the moves
-that are drawn the one is made of which the longest path through what moved is shortest, be it longer than before; what
-has moved rests then.
+A step becomes shorter only by a change of what its longest path goes through. That path consists of blocks of tasks
+that a device runs without a pause, and only a task at either end of a block is worth another place:
+
+    block          a b c d e      a waits for another device, and another one waits for e
+    ahead          c a b d e      c no longer waits for a and b
+    behind         a b d e c      d and e no longer wait for c
+    split, behind  a b I d e W    c is a backward: its second half moves behind the block
+
+Two halves beside each other may become one again. A task never passes one of its own stage and kind, so that values
+stay the same, and what its device holds must fit. Among the moves that are drawn, the one with the shortest
+longest path through what moved is made, be it longer than before; what has moved rests for some moves, so that the
+search does not go back to where it came from. It ends after so many moves, or so many without a gain.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from random import Random
 from typing import NamedTuple
@@ -41,47 +49,51 @@ class Move(NamedTuple):
     more: int = 0
 
 
-def climbed(loads: Loads, order: Order, tries: int, seed: int = 0, patience: int = 100) -> Order:
-    """The best order that so many moves lead to.
+def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
+    """Finds the best order that so many moves lead to.
 
     Args:
         loads: the plan's stages.
         order: to begin with; it fits.
         tries: moves that are made at most.
         seed: of what is drawn.
-        patience: moves that are made without a gain at most.
     """
-    draw, course, bound_s = Random(seed), Course(loads, order), loads.bound_s() * (1 + SAME)
-    best, best_s, stale = course.copy(), course.step_s, 0
-    rest = dict[int, int]()
+    draw, course = Random(seed), Course(loads, order)
+    bound_s = loads.bound_s() * (1 + SAME)
+    best, best_s = course.copy(), course.step_s
+    gainless = 0  # moves since the last gain
+    rest_until = dict[int, int]()  # the turn up to which a step that has moved rests
     course.follow()
     for turn in range(tries):
-        if best_s <= bound_s or stale > patience:
+        if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - SAME)
-        every = (one for one in _moves(course, draw) if one)
-        free = (one for one in every if rest.get(one.moved, 0) <= turn or one.path_s < short_s)
+        free = (
+            move
+            for move in _Neighbours(course, draw).moves()
+            if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
+        )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
         if not moves:
-            stale += ORDER.blocked
+            gainless += ORDER.blocked
             continue
-        stale += 1
+        gainless += 1
         for move in moves:
-            rest[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
+            rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
-            best, best_s, stale = course.copy(), course.step_s, 0
+            best, best_s, gainless = course.copy(), course.step_s, 0
     course.lists, course.half = best
     return course.order
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """The best move, and on other devices the best one each, if the path through it is shorter than the step."""
-    each: dict[int, Move] = {}
+    """Picks the best move, and on other devices the best one each, if the path through it is shorter than the step."""
+    by_device: dict[int, Move] = {}
     for move in moves:
-        if not each or move.path_s < step_s * (1 - SAME):
-            each.setdefault(move.device, move)
-    return list(each.values())
+        if not by_device or move.path_s < step_s * (1 - SAME):
+            by_device.setdefault(move.device, move)
+    return list(by_device.values())
 
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
@@ -107,127 +119,149 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
     course.follow()
 
 
-def _moves(course: Course, draw: Random) -> Iterator[Move | None]:
-    """Yields the moves of the blocks of a longest path, in an order that is drawn."""
-    blocks = course.path(draw)
-    draw.shuffle(blocks)
-    for block in blocks:
-        if course.starts[course.lists[block.device][block.first]] > 0.0:
-            yield from _ahead(course, block, draw)
-        if course.tails[course.lists[block.device][block.last]] > course.updates_s[block.device]:
-            yield from _behind(course, block, draw)
+@dataclass(frozen=True)
+class _Neighbours:
+    """The moves that lead from an order to its neighbours; `draw` says in which order, and which of equal ones."""
 
+    course: Course
+    draw: Random
 
-def _ahead(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
-    """Yields moves of tasks before the first one of a block."""
-    d, first, last = block
-    steps = course.lists[d]
-    for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
-        step, passed = steps[at], steps[first:at]
-        if all(
-            course.there[step] < course.ends[one] and not _bound(course, step, one)
-            for one in passed
-        ):
-            yield _move(course, draw, d, first, [step, *passed], step)
+    def moves(self) -> Iterator[Move]:
+        """Yields the moves of the blocks of a longest path for which there is room, in an order that is drawn."""
+        course = self.course
+        blocks = course.path(self.draw)
+        self.draw.shuffle(blocks)
+        for block in blocks:
+            steps = course.lists[block.device]
+            if course.starts[steps[block.first]] > 0.0:
+                yield from self._ahead(block)
+            if course.tails[steps[block.last]] > course.updates_s[block.device]:
+                yield from self._behind(block)
 
+    def _ahead(self, block: Block) -> Iterator[Move]:
+        """Yields moves of tasks before the first one of a block."""
+        d, first, last = block
+        steps = self.course.lists[d]
+        for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
+            step, passed = steps[at], steps[first:at]
+            if all(self._may_pass(step, other) for other in passed):
+                yield from self._move(d, first, [step, *passed], step)
 
-def _behind(course: Course, block: Block, draw: Random) -> Iterator[Move | None]:
-    """Yields moves of tasks, or of second halves that are still part of the whole, behind the last one of a block."""
-    d, first, last = block
-    steps, cells, splits = course.lists[d], course.cells, course.loads.splits
-    for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
-        step, passed = steps[at], steps[at + 1 : last + 1]
-        if passed and all(
-            course.there[one] < course.ends[step] and not _bound(course, step, one)
-            for one in passed
-        ):
-            yield _move(course, draw, d, at, [*passed, step], step)
-        cell = step - cells
-        if not course.M <= cell < cells or not splits[cell // course.M]:
-            continue
-        weight = step + cells
-        if course.half[cell]:
-            yield from _whole(course, draw, d, at, cell)
-        elif not any(_bound(course, weight, one) for one in passed):
+    def _behind(self, block: Block) -> Iterator[Move]:
+        """Yields moves of tasks, or of second halves, behind the last one of a block."""
+        d, first, last = block
+        course = self.course
+        steps, cells = course.lists[d], course.cells
+        for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
+            step, passed = steps[at], steps[at + 1 : last + 1]
+            if passed and all(self._may_pass(other, step) for other in passed):
+                yield from self._move(d, at, [*passed, step], step)
+            cell = step - cells
+            is_backward = 0 <= cell < cells
+            # Nobody waits for what a backward of the first stage gives back: it has no halves.
+            if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
+                continue
+            if course.half[cell]:
+                yield from self._whole(d, at, cell)
+            else:
+                yield from self._split(d, at, cell, passed)
+
+    def _split(self, d: int, at: int, cell: int, passed: Sequence[int]) -> Iterator[Move]:
+        """Yields the move that splits a whole backward and puts its second half behind others.
+
+        Args:
+            d: the device.
+            at: the place of the backward.
+            cell: of the backward.
+            passed: the steps behind it that its second half passes.
+        """
+        course = self.course
+        step, weight = course.cells + cell, 2 * course.cells + cell
+        if not any(self._bound(weight, other) for other in passed):
             course.cut(cell, half=True)
-            move = _move(course, draw, d, at, [step, *passed, weight], step, cell, 1)
+            every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
-            yield move
+            yield from every
 
+    def _whole(self, d: int, at: int, cell: int) -> Iterator[Move]:
+        """Yields the move that makes two halves one, unless they are far apart.
 
-def _whole(course: Course, draw: Random, d: int, at: int, cell: int) -> Iterator[Move | None]:
-    """Yields the move that makes two halves one, unless they are far apart.
+        Args:
+            d: the device.
+            at: the place of the first half.
+            cell: of the backward.
+        """
+        course = self.course
+        steps, weight = course.lists[d], 2 * course.cells + cell
+        passed = steps[at + 1 : course.place[weight]]
+        is_near = len(passed) <= ORDER.farthest
+        if is_near and not any(self._bound(weight, other) for other in passed):
+            course.cut(cell, half=False)
+            every = list(self._move(d, at, [steps[at], *passed], weight, cell, -1))
+            course.cut(cell, half=True)
+            yield from every
 
-    Args:
-        course: the order.
-        draw: what decides between equal moves.
-        d: the device.
-        at: the place of the first half.
-        cell: of the backward.
-    """
-    steps, weight = course.lists[d], 2 * course.cells + cell
-    passed = steps[at + 1 : course.place[weight]]
-    if len(passed) <= ORDER.farthest and not any(_bound(course, weight, one) for one in passed):
-        course.cut(cell, half=False)
-        move = _move(course, draw, d, at, [steps[at], *passed], weight, cell, -1)
-        course.cut(cell, half=True)
-        yield move
+    def _may_pass(self, step: int, other: int) -> bool:
+        """Returns whether a step may run before another one, and has its input before that ends."""
+        there_s, end_s = self.course.there[step], self.course.ends[other]
+        return there_s < end_s and not self._bound(step, other)
 
+    def _bound(self, step: int, other: int) -> bool:
+        """Returns whether two steps must stay in their order: of one stage and kind, or adding to the same sums."""
+        course = self.course
+        kind, cell = divmod(step, course.cells)
+        other_kind, other_cell = divmod(other, course.cells)
+        if cell // course.M != other_cell // course.M:
+            return False
+        if kind == other_kind or cell == other_cell:
+            return True
+        # A whole backward adds to the gradients, and so does a second half.
+        return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
 
-def _bound(course: Course, step: int, other: int) -> bool:
-    """Whether two steps must stay in their order: of one stage and kind, or adding to the same sums."""
-    (kind, cell), (other_kind, other_cell) = divmod(step, course.cells), divmod(other, course.cells)
-    if cell // course.M != other_cell // course.M:
-        return False
-    if kind == other_kind or cell == other_cell:
-        return True
-    return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
+    def _move(
+        self, d: int, first: int, steps: list[int], moved: int, cell: int = -1, more: int = 0
+    ) -> Iterator[Move]:
+        """Yields the move, if its device has room, with the longest path through these steps in their new order.
 
+        Heads are counted on from what starts before the steps, tails back from what follows them;
+        of steps on other devices both are those of the order as it is. So the path is a bound where
+        the move changes these too, and exact where it does not.
 
-def _move(
-    course: Course,
-    draw: Random,
-    d: int,
-    first: int,
-    steps: list[int],
-    moved: int,
-    cell: int = -1,
-    more: int = 0,
-) -> Move | None:
-    """Makes the move, if its device has room, with the longest path through these steps in their new order.
-
-    Args:
-        course: the order.
-        draw: what decides between equal moves.
-        d: the device.
-        first: the first place that changes.
-        steps: what is to stand there.
-        moved: the step that moves.
-        cell: of the backward that is split or becomes whole.
-        more: steps by which the list becomes longer.
-    """
-    held, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
-    for step in steps:
-        held += course.bytes[step]
-        if held > room:
-            return None
-    mine, end = course.lists[d], first + len(steps) - more
-    seconds, source, to, answers = course.seconds, course.source, course.to, course.answers
-    now, ends = course.ends[mine[first - 1]] if first else 0.0, dict[int, float]()
-    for step in steps:
-        there = ends.get(source[step])
-        begins = course.there[step] if there is None else there - course.early_s[step]
-        now = max(now, begins) + seconds[step]
-        ends[step] = now
-    path_s, tails = 0.0, dict[int, float]()
-    behind = end < len(mine)
-    later = seconds[mine[end]] + course.tails[mine[end]] if behind else course.updates_s[d]
-    for step in reversed(steps):
-        target = to[step]
-        answer = answers[step]
-        if target in tails:
-            answer = seconds[target] - course.early_s[target] + tails[target]
-        tails[step] = max(later, answer)
-        path_s = max(path_s, ends[step] + tails[step])
-        later = tails[step] + seconds[step]
-    return Move(path_s, draw.random(), d, first, steps, moved, cell, more)
+        Args:
+            d: the device.
+            first: the first place that changes.
+            steps: what is to stand there.
+            moved: the step that moves.
+            cell: of the backward that is split or becomes whole.
+            more: steps by which the list becomes longer.
+        """
+        course = self.course
+        held, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
+        for step in steps:
+            held += course.bytes[step]
+            if held > room:
+                return
+        here, end = course.lists[d], first + len(steps) - more
+        seconds, source, to, answers = course.seconds, course.source, course.to, course.answers
+        now = course.ends[here[first - 1]] if first else 0.0
+        ends = dict[int, float]()
+        for step in steps:
+            # What comes from a step that moves too is there as soon as that ends.
+            begin = course.there[step]
+            if source[step] in ends:
+                begin = ends[source[step]] - course.early_s[step]
+            now = max(now, begin) + seconds[step]
+            ends[step] = now
+        path_s, tails = 0.0, dict[int, float]()
+        later_s = course.updates_s[d]
+        if end < len(here):
+            later_s = seconds[here[end]] + course.tails[here[end]]
+        for step in reversed(steps):
+            target = to[step]
+            answer = answers[step]
+            if target in tails:
+                answer = seconds[target] - course.early_s[target] + tails[target]
+            tails[step] = max(later_s, answer)
+            path_s = max(path_s, ends[step] + tails[step])
+            later_s = tails[step] + seconds[step]
+        yield Move(path_s, self.draw.random(), d, first, steps, moved, cell, more)

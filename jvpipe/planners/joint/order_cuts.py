@@ -40,7 +40,7 @@ def moved_bounds(
 def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
     """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
 
-    Those whose busiest device works least come first.
+    Cuts whose busiest device works least come first.
 
     Args:
         problem: whose stages and devices count.

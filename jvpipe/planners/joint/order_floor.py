@@ -2,9 +2,9 @@
 
 No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if it is kept by the
 emptiest plan under that one. With one stage per device it is `min_bytes_plan`. With several, stages of a device share
-what they need beyond what they hold: given that, each holds the least that it can. Of few cuts all are looked at, of
-many those that are found by moving a bound as long as the fullest devices become emptier; this ends, as they do so each
-time.
+what they need beyond what they hold: given that, each holds the least that it can. If there are few cuts, all are
+looked at; if many, those found by moving a bound as long as the fullest devices become emptier; this ends, as
+they do so each time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ class OrderFloor:
 
 
 def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[OrderFloor]:
-    """Yields the emptiest plan of each placement; it swaps nothing where the host has a limit.
+    """Yields the emptiest plan of each placement; it swaps empty if the host has a limit.
 
     Args:
         problem: its schedule and its limit are not looked at.

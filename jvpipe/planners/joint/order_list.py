@@ -2,8 +2,8 @@
 
 A device that is free takes a backward that is ready, else a forward that leaves room for the first micro-batch that has
 not been forward through all of this device's stages, else the second half of a backward, if that ends before the next
-thing is ready that it knows of, or nothing else can run. Where there is no room between the halves of a backward, it is
-whole.
+thing is ready that it knows of, or nothing else can run. If the halves of a backward have no room between them, it is
+whole. Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
 """
 
 import heapq
@@ -116,7 +116,7 @@ class Listing:
         return Kind.W if device.late else Kind.B
 
     def _first_backward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Of the backwards that are ready the one of the first micro-batch, and its last stage; when one is else."""
+        """Among the ready backwards, the one of the first micro-batch, and its last stage; when one is else."""
         first, following, way = None, NEVER, self.backward
         for s in device.stages:
             m = way.next[s]
@@ -127,7 +127,7 @@ class Listing:
         return first, following
 
     def _first_forward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Of the forwards that are ready and have room the one of the last stage; when one is else."""
+        """Among the ready forwards that have room, the one of the last stage; when one is else."""
         following, way = NEVER, self.forward
         for s in reversed(device.stages):
             m = way.next[s]

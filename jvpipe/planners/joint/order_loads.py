@@ -12,12 +12,10 @@ from itertools import pairwise
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, stage_cost
+from jvpipe.planners.model.stage_cost import stage_cost
 
 Step = tuple[Kind, int, int]
 Order = list[list[Step]]
-Known = dict[tuple[int, int, tuple[int, ...]], StageCost]
-"""What stages take, by their number, first layer and choices."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,29 @@ class Loads:
     update_s: tuple[float, ...]
 
     @staticmethod
-    def of(problem: Problem, decision: Decision, known: Known | None = None) -> "Loads":
+    def of(problem: Problem, decision: Decision) -> "Loads":
         """Counts the loads of a plan.
 
         Args:
             problem: whose schedule says how many micro-batches are in flight.
             decision: the plan.
-            known: what stages of the problem take; others are added.
         """
-        known = {} if known is None else known
-        stages = list[StageCost]()
-        for s, (i, j) in enumerate(pairwise(decision.bounds)):
-            key = s, i, decision.choices[i:j]
-            if key not in known:
-                known[key] = stage_cost(problem, s, i, j, decision.choices)
-            stages.append(known[key])
-        places, limits = problem.places, [problem.limit_of(d) for d in range(problem.devices)]
-        held = [stage.held for stage in stages if stage.held is not None]
-        mine = [
-            [x for x, place in zip(held, places, strict=True) if place == d]
-            for d in range(problem.devices)
+        stages = [
+            stage_cost(problem, s, i, j, decision.choices)
+            for s, (i, j) in enumerate(pairwise(decision.bounds))
         ]
-        taken = [sum(x.static for x in some) + max(x.beyond for x in some) for some in mine]
-        away = [a != b for a, b in zip(places, [*places[1:], places[-1]], strict=True)]
-        after = [stage.comm_s / 2 for stage in stages[1:]]
+        places, room_bytes = problem.places, list[float]()
+        for d in range(problem.devices):
+            limit = problem.limit_of(d)
+            here = [stage.held for stage, place in zip(stages, places, strict=True) if place == d]
+            fixed = sum(held.static for held in here) + max(held.beyond for held in here)
+            room_bytes.append(float("inf") if limit is None else float(limit - fixed))
+        # Half of what two stages exchange goes each way.
+        ways_s = [
+            0.0 if places[s] == places[s - 1] else stages[s].comm_s / 2
+            for s in range(1, len(stages))
+        ]
+        limited = problem.memory_limit_bytes is not None
         return Loads(
             places=places,
             microbatches=problem.microbatches,
@@ -80,19 +77,14 @@ class Loads:
                 Kind.I: tuple(x.recompute_s + x.halves_s[0] for x in stages),
                 Kind.W: tuple(x.halves_s[1] for x in stages),
             },
-            send_s=(*(s if there else 0.0 for s, there in zip(after, away, strict=False)), 0.0),
-            return_s=(0.0, *(s if there else 0.0 for s, there in zip(after, away, strict=False))),
-            kept_bytes=tuple(float(x.kept + x.swapped) for x in held),
-            handed_bytes=tuple(float(x.handed) for x in held),
-            room_bytes=tuple(
-                float("inf") if x is None else float(x - n)
-                for x, n in zip(limits, taken, strict=True)
-            ),
+            send_s=(*ways_s, 0.0),
+            return_s=(0.0, *ways_s),
+            kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
+            handed_bytes=tuple(float(x.held.handed) for x in stages),
+            room_bytes=tuple(room_bytes),
             splits=tuple(x.halves_s[1] > 0 for x in stages),
             in_flight=problem.in_flight,
-            early=()
-            if problem.memory_limit_bytes is None
-            else tuple(_early(problem, decision.bounds)),
+            early=tuple(_early(problem, decision.bounds)) if limited else (),
             early_s=tuple(x.early_s for x in stages),
             update_s=tuple(x.update_s for x in stages),
         )
@@ -147,6 +139,7 @@ class Loads:
         return rooms
 
     def _most_in_flight(self, order: Order) -> list[int]:
+        """Counts the most micro-batches that each stage has in flight under an order."""
         most, now = [0] * len(self.places), [0] * len(self.places)
         for steps in order:
             for kind, s, _ in steps:
@@ -156,22 +149,19 @@ class Loads:
 
     def bound_s(self) -> float:
         """Seconds that no order is below: each device's work, from when its first micro-batch can be there."""
-        arrived, arrivals_s = 0.0, dict[int, float]()
-        least = [
-            f + min(b, i + w) if split else f + b
-            for f, b, i, w, split in zip(
-                *(self.seconds[kind] for kind in self.seconds), self.splits, strict=True
-            )
-        ]
+        arrived_s = 0.0
+        first_s = dict[int, float]()  # when a device's first micro-batch can be there
+        works_s = [0.0] * self.devices  # of each micro-batch
         for s, place in enumerate(self.places):
-            arrivals_s.setdefault(place, arrived)
-            arrived += self.seconds[Kind.F][s] + self.send_s[s]
-        return max(
-            arrivals_s[d]
-            + self.microbatches * sum(least[s] for s in self.stages_on(d))
-            + self.updates_s(d)
-            for d in arrivals_s
-        )
+            forward_s, backward_s = self.seconds[Kind.F][s], self.seconds[Kind.B][s]
+            if self.splits[s]:
+                halves_s = self.seconds[Kind.I][s] + self.seconds[Kind.W][s]
+                backward_s = min(backward_s, halves_s)
+            first_s.setdefault(place, arrived_s)
+            works_s[place] += forward_s + backward_s
+            arrived_s += forward_s + self.send_s[s]
+        work_s = (first_s[d] + self.microbatches * works_s[d] + self.updates_s(d) for d in first_s)
+        return max(work_s)
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads, lists_of
 from jvpipe.planners.joint.rule_search import Candidate, fitting
-from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.auto import given_lists, lines_of
 
 CLIMBED = ", climbed"
 
@@ -30,12 +30,12 @@ class RefineEffort:
         near: how many times longer than the fastest order others may take to be climbed from.
         moved_near: the same to have their bounds moved.
         moved: families whose bounds are moved after they were climbed from; twice as many where there are few layers.
-        rules_moved: rules whose bounds are moved as they are; likewise.
+        rules_moved: rules whose bounds are moved as they are; twice as many too.
         kept: plans that are climbed from then.
         left: plans whose bounds are moved again.
         climbed_tasks: tasks that are clocked in each round.
         moves: moves from one order in a round.
-        attempts: climbs from an order, with less room each time, until what comes of it fits.
+        attempts: climbs from an order, with less room each time, until the result fits.
     """
 
     near: float = 1.15
@@ -52,21 +52,20 @@ class RefineEffort:
 EFFORT = RefineEffort()
 
 
-def refined(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
-    """The best that comes of candidates, the fastest first; each fits.
+def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the best results of candidates, the fastest first; each fits, as they do.
 
     Args:
-        candidates: to begin with; they fit.
-        seed: of the climbing.
+        candidates: to begin with.
     """
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
-    some = _climbed(_near(list(distinct.values()), EFFORT.near), seed)
+    some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
     own = [one for one in candidates if one.family == one.problem.schedule.name]
     best += [one for one in _of_families(own, EFFORT.rules_moved) if one not in best]
     some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
-    some = _best_of([*some, *_climbed(some, seed)])
-    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]), seed)])
+    some = _best_of([*some, *_climbed(some)])
+    return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
 
 
 def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
@@ -91,7 +90,7 @@ def _step_s(one: Candidate) -> float:
 
 
 def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
-    """Those that take not much longer than the fastest."""
+    """Returns the candidates that take little longer than the fastest."""
     fastest_s = min(map(_step_s, candidates), default=0.0)
     return [one for one in candidates if one.step_s <= near * fastest_s]
 
@@ -102,7 +101,7 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
-    own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
     ways = [] if many else [one.fates]
     decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)
@@ -112,25 +111,25 @@ def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
 
 
 def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Of each plan the fastest order, the fastest first."""
+    """Returns the fastest order of each plan, the fastest first."""
     best: dict[object, Candidate] = {}
     for one in sorted(candidates, key=_step_s):
         best.setdefault((one.decision, one.problem.schedule.vee), one)
     return list(best.values())
 
 
-def _climbed(candidates: Sequence[Candidate], seed: int) -> list[Candidate]:
+def _climbed(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Climbs from each candidate."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
     moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
-    return [_fitting_climb(one, moves, seed) for one in candidates]
+    return [_fitting_climb(one, moves) for one in candidates]
 
 
-def _fitting_climb(one: Candidate, moves: int, seed: int) -> Candidate:
+def _fitting_climb(one: Candidate, moves: int) -> Candidate:
     """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
     for _ in range(EFFORT.attempts):
-        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves, seed)
+        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:
             return one
         over = one.loads.over_bytes(order)

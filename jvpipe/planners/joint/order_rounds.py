@@ -9,6 +9,8 @@ Devices are idle for unlike times. As long as one has been idle for less than th
 the longest, it may wait without making the step longer: so its second halves need not fill every
 gap, and are there for gaps to come. This is the heuristic of Zero Bubble Pipeline Parallelism (Qi
 et al. 2024, section 3.1), of one stage per device, in the eight forms that its `Rule` spans.
+
+Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,7 +57,7 @@ class _Device:
 
 
 class Rounds:
-    """One run of the heuristic; `order` is None where it finds no room.
+    """One run of the heuristic; `order` is None if it finds no room.
 
     Args:
         loads: the plan's stages, one on each device.

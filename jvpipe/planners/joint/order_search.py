@@ -7,9 +7,9 @@
     then        bounds of the best move, their orders are climbed from, and the simulator has the last word; it alone
                 knows swaps, which are tried for the orders that come out first
 
-Every rule's best plan and those of other planners (`rivals`) are simulated beside: the answer is not slower than one of
-them. Under a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of all:
-where that fits there is an answer.
+The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under a
+limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
+all: where that fits there is an answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +37,15 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
-from jvpipe.schedules.auto import GivenLists, given, lines_of
+from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
 DOUBT = 0.1
-"""Of what devices lend, how much more than 1F1B a plan has to be worth: what measured seconds of programs are off by
-where devices share workers is more than any order saves there."""
+"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds of programs
+are off by where devices share workers is more than any order saves there."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -95,15 +95,11 @@ class OrderedPlan:
         return replace(plan, tasks=lists.lines, unsplit=tuple(ids[at] for at in self.whole))
 
 
-def find_order(
-    problem: Problem, rivals: Sequence[tuple[Schedule, Decision]] = (), seed: int = 0
-) -> OrderedPlan:
-    """The fastest plan and order that the search finds; always the same one.
+def find_order(problem: Problem) -> OrderedPlan:
+    """Finds the fastest plan and order that it can; always the same one.
 
     Args:
         problem: with as many stages as there are devices; its schedule is not looked at.
-        rivals: plans of other planners, with their schedules.
-        seed: of the climbing.
 
     Raises:
         Infeasible: no plan was found that keeps the limit.
@@ -119,43 +115,59 @@ def find_order(
     placements = [
         (rules, DeviceFates.of(_under(problem, rules[0]))) for rules in _placements(problem)
     ]
-    begin, own = _candidates(problem, placements), list(_own_rivals(problem))
-    own += _planned(problem, EAGER) if _eager_may_win(problem, begin) else ()
-    floors = [] if begin or own else list(_floors(problem))
-    rivals = [*rivals, *own, *((one.schedule, one.decision) for one in floors)]
-    begin += [one for rival in rivals for one in _from_rival(problem, placements, *rival)]
+    begin = _candidates(problem, placements)
+    rivals = list(_own_rivals(problem))
+    if _eager_may_win(problem, begin):
+        rivals += _planned(problem, EAGER)
+    # Where nothing was found, the plans that hold the least decide whether there is anything.
+    floors = [] if begin or rivals else list(_floors(problem))
+    rivals += [(one.schedule, one.decision) for one in floors]
+    for schedule, decision in rivals:
+        begin += _from_rival(problem, placements, schedule, decision)
     candidates = sorted(begin, key=lambda one: one.step_s)
+    answers = list(map(_simulated, _worth_simulating(problem, candidates)))
+    answers += [_rival(problem, schedule, decision) for schedule, decision in rivals]
+    fitting_answers = [answer for answer in answers if answer is not None]
+    if not fitting_answers:
+        raise _nothing_fits(problem, floors)
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
-    queued = problem.peer_uses_host and any(map(any, (one.loads.send_s for one in candidates)))
-    best = refined(candidates, seed)
-    some = (
-        [*best, *first_of_families(candidates), *candidates[: ORDER.crowded]]
-        if queued
-        else best[: ORDER.simulated]
+    return replace(_chosen(fitting_answers, problem.lent), whole=whole, others=others)
+
+
+def _worth_simulating(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Refines candidates and picks the best of them, with and without swaps.
+
+    Where transfers wait for each other, of which the clock does not know, there are more of them.
+    """
+    some = refined(candidates)
+    sends = any(any(one.loads.send_s) for one in candidates)
+    if problem.peer_uses_host and sends:
+        some += [*first_of_families(candidates), *candidates[: ORDER.crowded]]
+    else:
+        some = some[: ORDER.simulated]
+    for one in some[: ORDER.simulated]:
+        some += _swapping(one)
+    return some
+
+
+def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
+    """Makes the error that says under which limit there is a plan."""
+    limit = problem.memory_limit_bytes
+    assert limit is not None, "without a limit everything may be kept"
+    least = min(one.limit_bytes for one in floors)
+    return Infeasible(
+        f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. Raise the limit, add "
+        f"devices, or use smaller micro-batches",
+        stage=0,
+        excess_bytes=least - limit,
+        smallest_limit_bytes=least,
     )
-    some += [swapping for one in some[: ORDER.simulated] for swapping in _swapping(one)]
-    answers = [answer for one in some if (answer := _simulated(one))]
-    answers += [
-        answer for schedule, decision in rivals if (answer := _rival(problem, schedule, decision))
-    ]
-    if not answers:
-        limit = problem.memory_limit_bytes
-        assert limit is not None, "without a limit everything may be kept"
-        least = min(one.limit_bytes for one in floors)
-        raise Infeasible(
-            f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. Raise the limit, add "
-            f"devices, or use smaller micro-batches",
-            stage=0,
-            excess_bytes=least - limit,
-            smallest_limit_bytes=least,
-        )
-    return replace(_chosen(answers, problem.lent), whole=whole, others=others)
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """The plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
+    """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
     best = min(answers, key=lambda one: one.worth_s)
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
     doubtful = usual and best.worth_s > (1 - DOUBT * lent) * usual[0].worth_s
@@ -163,34 +175,36 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The problem with split backwards where halves take not much longer than the whole; the layers where they do."""
-    most = 1 + (problem.devices - 1) / problem.microbatches
-    layers = problem.costs.layers
-    whole = tuple(
-        at
-        for at, layer in enumerate(layers)
-        if layer.split and layer.split.input_s + layer.split.weight_s > most * layer.backward_s
-    )
-    kept = tuple(
-        replace(layer, split=None) if at in whole else layer for at, layer in enumerate(layers)
-    )
-    return replace(problem, costs=replace(problem.costs, layers=kept), schedule=ONE_F_ONE_B), whole
+    """Makes the backwards of layers whole whose halves take much longer; returns which layers these are, too.
+
+    Halves fill at most the gaps of a step, which are (D - 1) / M of its work on D devices with M
+    micro-batches: where they take longer than the whole by more than that, nothing is gained.
+    """
+    gaps = (problem.devices - 1) / problem.microbatches
+    layers, whole = list(problem.costs.layers), list[int]()
+    for at, layer in enumerate(layers):
+        halves = layer.split
+        if halves and halves.input_s + halves.weight_s > (1 + gaps) * layer.backward_s:
+            layers[at] = replace(layer, split=None)
+            whole.append(at)
+    costs = replace(problem.costs, layers=tuple(layers))
+    return replace(problem, costs=costs, schedule=ONE_F_ONE_B), tuple(whole)
 
 
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
     """Makes a plan with an order for all placements, cuts, rules and ways to make room.
 
-    Of few cuts all are begun with that may be faster than what was found before.
+    If there are few cuts, it begins with all that may be faster than what was found before.
     """
     cuts, every = Segments(problem).cuts, list[Candidate]()
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
-        most = comb(len(cuts) - 2, placed[0].stages - 1)
-        first = all_cuts(placed[0], cuts) if most <= ORDER.all_cuts else first_cuts(placed[0], cuts)
-        for bounds in first:
-            best_s = min((one.step_s for one in every), default=float("inf"))
-            few = most <= ORDER.all_cuts
-            every += _of_cuts(placed, bounds, fates, best_s if few else float("inf"), few=few)
+        few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
+        for bounds in (all_cuts if few else first_cuts)(placed[0], cuts):
+            below_s = float("inf")
+            if few:
+                below_s = min((one.step_s for one in every), default=below_s)
+            every += _of_cuts(placed, bounds, fates, below_s, few=few)
     return every
 
 
@@ -213,18 +227,20 @@ def _of_cuts(
     """
     if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
         return
-    tried: dict[Decision, None] = {}
+    lists: dict[tuple[Decision, tuple[int, ...]], None] = {}  # plans, and micro-batches in flight
     for one in placed:
         decision = fates.fastest(one, bounds)
         if decision is not None:
-            tried[decision] = None
+            lists[decision, ()] = None
             yield from ruled(one, decision, fates)
-    lists = [(decision, ()) for decision in tried]
     if placed[0].memory_limit_bytes is not None:
         for most, moments in _moments(placed[0], few=few):
             roomy = fates.fastest(placed[0], bounds, moments)
-            lists += [(roomy, most), (roomy, ())][not few :] if roomy else []
-    for decision, most in dict.fromkeys(lists):
+            if roomy and few:
+                lists[roomy, most] = None
+            if roomy:
+                lists[roomy, ()] = None
+    for decision, most in lists:
         if Loads.of(placed[0], decision).bound_s() < below_s:
             yield from _listed(placed[0], decision, fates, most)
 
@@ -323,7 +339,7 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
     """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
-    schedule = given(lines_of(lists_of(one.order)))
+    schedule = given_lists(lines_of(lists_of(one.order)))
     problem = replace(one.problem, schedule=schedule)
     evaluation = evaluate(problem, one.decision)
     limit = problem.memory_limit_bytes
@@ -363,7 +379,7 @@ def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
     """Yields the plans that hold the least, which decide whether there is any.
 
-    Of many layers one stage per device holds as little as several do, or nearly so.
+    With many layers, one stage per device holds as little as several do, or nearly so.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]
@@ -383,7 +399,7 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
 def _from_rival(
     problem: Problem, placements: Sequence[Placement], schedule: Schedule, decision: Decision
 ) -> Iterator[Candidate]:
-    """Yields other orders for another planner's plan; if that swaps, for its cuts."""
+    """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
     swaps = any(
         layer.options[c].swapped_bytes
         for layer, c in zip(problem.costs.layers, decision.choices, strict=True)
@@ -398,8 +414,8 @@ def _from_rival(
 
 
 def _swapping(one: Candidate) -> Iterator[Candidate]:
-    """Yields the order of a candidate with fates that may swap, which the clock knows nothing of."""
-    problem = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+    """Yields the order of a candidate with fates that may swap, which the clock does not know."""
+    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)
@@ -408,7 +424,7 @@ def _swapping(one: Candidate) -> Iterator[Candidate]:
 
 
 def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedPlan | None:
-    """Another planner's plan with its lists; None if it does not fit."""
+    """Returns a plan of 1F1B with its lists; None if it does not fit."""
     other = _under(problem, schedule)
     evaluation = evaluate(other, decision)
     if not keeps_limits(other, evaluation):
@@ -418,7 +434,7 @@ def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedP
         schedule.tasks(problem.devices, problem.microbatches),
     )
     return _ordered(
-        replace(other, schedule=given(lines_of(lists))),
+        replace(other, schedule=given_lists(lines_of(lists))),
         decision,
         evaluation.stages,
         schedule.name,

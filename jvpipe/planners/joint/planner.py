@@ -54,7 +54,7 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
 def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
     """The plan of no limit, which keeps everything, where it may keep the limit: no fates are faster than that.
 
-    Of many layers it may, if even cuts do.
+    For many layers it may be, if it is so for even cuts.
     """
     limit = problem.memory_limit_bytes
     many = len(problem.costs.layers) > PLAN.hasty_layers
@@ -88,7 +88,8 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Of the surrogate's best paths, other planners' plans and cuts, and their neighbours, the fastest simulated one.
+    """Returns the fastest simulated plan among the surrogate's best paths, other planners' plans and cuts, and
+    their neighbours.
 
     Fates are chosen without swaps, and with swaps as if the link to the host were slow.
 
@@ -113,7 +114,7 @@ def _simulated_best(
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
     limited = problem.memory_limit_bytes is not None
-    # Of many layers fates are not chosen again and again.
+    # For many layers, fates are not chosen again and again.
     ways = [] if limited and n > PLAN.hasty_layers else [DeviceFates(x, x.swaps) for x in pricings]
     climb = Climb(problem, ways, PLAN.tasks)
     for bounds in _plain_cuts(problem, None if others else kept) if n <= PLAN.hasty_layers else ():

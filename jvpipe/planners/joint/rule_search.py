@@ -58,7 +58,7 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     ways, first = _ways(problem), first_cuts(problem, Segments(problem).cuts)
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
-    climb = Climb(problem, ways, RULE.simulated_tasks)
+    climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     best = climb.top([one for bounds in first for one in climb.refitted(bounds)] + _asked(problem))
     if best is None:
         emptier = (b for bounds in first for b in _emptier(problem, bounds, ways[-1]))

@@ -20,7 +20,7 @@ from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sum
 from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
 
 Prices = tuple[float, float]
-"""Of seconds and of bytes."""
+"""The prices of seconds and of bytes."""
 Path = tuple[int, ...]
 
 
@@ -98,7 +98,7 @@ class StageTable:
     def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "8 cells"]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
-        Of what takes longer than keeping everything, all is taken for recomputation while cotangents are awaited.
+        All seconds beyond those of keeping everything count as recomputation while cotangents are awaited.
 
         Args:
             rows: of the cells.

@@ -7,8 +7,8 @@ t seconds of a stage on r of them, c of the link behind it, A of its all-reduce;
     sum     of H_e(i, m) = min over j, r of t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
     slowest of H_e(i, m) = max of t, c and the slowest of H_(e-1)(j, m - r)
 
-The best is of the least sum + (M - 1) max(slowest, floor): what is below a floor that the stages before it
-have anyway is no reason to prefer it. Of A only that counts which the least backward before i does not hide.
+The best is of the least sum + (M - 1) max(slowest, floor): a path is not preferred for being below a floor
+that the stages before it have anyway. Only the part of A counts that the least backward before i does not hide.
 One way is kept for each (e, i, m), so it is not exact, and what segments take is counted roughly
 (`local_segments.py`): every way is counted again (`stage_cost.py`) and simulated.
 """
@@ -144,7 +144,7 @@ def _longer(ground: Ground, after: _Ways, e: int, floor_s: float) -> _Ways:
         t = ground.here(ground.segments.fitting_s(ground.size, r, e))[:, :, None]
         sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
         slowest_s = np.maximum(t, np.maximum(after.slowest_s[:, behind], c))
-        # Infinite seconds times no micro-batches are no number.
+        # Infinite seconds times zero micro-batches are not a number.
         key_s = sum_s + rest * np.minimum(np.maximum(slowest_s, floor_s), 1e300)
         cut = key_s.argmin(1)
         ways = (np.take_along_axis(x, cut[:, None], 1)[:, 0] for x in (key_s, sum_s, slowest_s))

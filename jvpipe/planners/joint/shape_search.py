@@ -53,14 +53,14 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     for size in search.sizes()[: SHAPE.sizes]:
         search.look(size)
     search.simulate(of_each_kind(search.ranked(list(search.seen))).values())
-    best = search.starts()
-    if not best:
-        return []
     for plan in search.starts():
         search.simulate(search.ranked(search.recut(plan.shape)))
-    for plan in search.starts():
-        if plan.step_s < SHAPE.worth_a_climb * best[0].step_s:
-            search.climb(plan)
+    # A climb passes by shapes that no path led to, and that are worth a climb of their own.
+    for _ in range(SHAPE.rounds):
+        starts = search.starts()
+        for plan in starts:
+            if plan.step_s < SHAPE.worth_a_climb * min(map(_step_s, starts)):
+                search.climb(plan)
     return sorted(search.simulated.values(), key=_step_s)
 
 
@@ -99,6 +99,7 @@ class _Search:
         self.segments = LocalSegments(self.shapes)
         self.seen: dict[Path, RoughPlan | None] = {}
         self.simulated: dict[Path, RoughPlan] = {}
+        self.climbed = set[Path]()
         self.problem = cache(self.shapes.problem)
         self.recut = cache(self._recut)
         self._stages = RoughStages()
@@ -181,8 +182,14 @@ class _Search:
                 self.simulated[plan.path] = plan.simulated()
 
     def climb(self, plan: RoughPlan) -> None:
-        """Goes on to better neighbours while there are any: each step takes less, so it ends."""
+        """Goes on to better neighbours while there are any: each step takes less, so it ends.
+
+        Nothing is climbed from twice.
+        """
         for _ in range(SHAPE.climbs):
+            if plan.path in self.climbed:
+                return
+            self.climbed.add(plan.path)
             near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
             near += self.ranked(self.recut(plan.shape))
             self.simulate(near)

@@ -59,7 +59,7 @@ class StageChoices:
 class FateSearch:
     """Choices under given prices of seconds and bytes, or the best there are.
 
-    Where there are several moments, one of them has a price; all of them have to fit.
+    If there are several moments, one of them has a price; all of them have to fit.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FateSearch:
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """What the layers to come will probably take: each its best choices, but in sum what the prices stand for.
 
-        Of what is `taken` that is for extra seconds, link seconds and held bytes; left bytes go with these.
+        `taken` are extra seconds, link seconds and held bytes; left bytes go with these.
         """
         query = self.query
         bound_s = (
@@ -125,7 +125,7 @@ class FateSearch:
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """The choices of the fewest seconds, among those that fit and take less than `below_s`.
 
-        Of equals, the one that swaps least, then the one of the fewest bytes.
+        Among equals, the one that swaps least, then the one of the fewest bytes.
         """
         states, steps = self.growth.begin(), list[Step]()
         dropped_s = np.inf

@@ -71,7 +71,7 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
     Args:
         problem: what is to be planned.
         pricing: its choices, priced.
-        most_swapped_bytes: by stage, per micro-batch; none given is no bound.
+        most_swapped_bytes: by stage, per micro-batch; None means no bound.
     """
     everything = pricing.segments.windows
 

@@ -14,7 +14,7 @@ _EQUAL_S = 1e-12
 
 
 def even(problem: Problem) -> Decision:
-    """As many layers on each stage, everything kept; no cost is looked at, nor the memory limit.
+    """Puts equally many layers on each stage and keeps everything; no cost is looked at, nor the memory limit.
 
     Where layers must stay together, each cut goes to the nearest place that is free.
 

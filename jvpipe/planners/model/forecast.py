@@ -124,7 +124,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
 
 
 def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """The machines of the devices at each place, if they are said."""
+    """The machines of the devices at each place, if they are known."""
     machines = tuple(group.machines for group in problem.groups)
     return machines if all(machines) else ()
 
@@ -164,7 +164,7 @@ def _lists(schedule: Schedule, devices: int, microbatches: int, count: int) -> T
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
-    """Of the round trips of any number of stages, the share that ends while a stream is timed, at least."""
+    """The least share of the round trips, of any number of stages, that ends while a stream is timed."""
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed
 

@@ -22,7 +22,7 @@ from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 MOST_CUTS = 32
-"""Of more cuts so many are looked at."""
+"""If there are more cuts, this many are looked at."""
 PerLayer = Float[np.ndarray, " layers"]
 
 
@@ -159,7 +159,7 @@ class LocalSegments:
     def counts(self, size: int) -> tuple[int, ...]:
         """The replica counts that differ: of those with the same largest share the least.
 
-        Of 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
+        For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
         """
         most, feeds = min(self.shapes.devices, size), self.pins.feeds
         least = {-(-size // r): r for r in range(most, 0, -1) if feeds(r, size)}

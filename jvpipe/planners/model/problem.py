@@ -63,11 +63,11 @@ class Problem:
 
     `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host and
     to the next stage's device; `peer_uses_host` says that they are one. The memory limit is that of the
-    roomiest device, the host's that of all devices together; None is no limit.
+    roomiest device, the host's that of all devices together; None means that there is no limit.
 
     `groups` are the devices of each place of the pipeline, in the order in which a micro-batch passes
-    them; none: each place has one, and all are alike. What is said of a device is said of each device
-    of a group. With `overlaps` replicas add up the gradients of a layer while the last backwards of the
+    them; none: each place has one, and all are alike. A limit of a device holds for each device of a
+    group. With `overlaps` replicas add up the gradients of a layer while the last backwards of the
     layers before it run; without, after all backwards of the stage. `lent` is the share of an idle
     device's time that the others use: with it an order of tasks is judged by less than its idle time.
 

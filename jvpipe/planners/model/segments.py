@@ -21,7 +21,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
-"""Of models of so many layers at most, a row is counted together with all others of its stage."""
+"""Up to this many layers, a row is counted together with all others of its stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,9 +212,9 @@ class Segments:
         inner = (cuts[s : len(cuts) - (stages - s)] for s in range(1, stages))
         return [cuts[:1], *inner, cuts[-1:]]
 
-    def static_bytes(self, s: int, bounds: slice = slice(None)) -> OverJ:
-        """Sums over layers of what stage s holds for parameters, gradients and optimizer, at these bounds."""
-        return self.versions[s] * self.parameter_bytes[bounds] + self.state_bytes[bounds]
+    def static_bytes(self, s: int) -> OverJ:
+        """Sums over layers what stage s holds for parameters, gradients and optimizer."""
+        return self.versions[s] * self.parameter_bytes + self.state_bytes
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts values that arrive early and cotangents that wait, at most.
@@ -230,11 +230,6 @@ class Segments:
         )
         most = min(self.problem.stages - 1 - s, self._cotangents.longest)
         return self.early_bytes(more, starts, ends) + self.late_bytes(most, starts, ends)
-
-    @property
-    def reaches(self) -> tuple[int, int]:
-        """How many stages before and behind its own one can be that a value waits for."""
-        return self._values.reach, self._cotangents.longest
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts parameters, gradients, optimizer, shared values, what waits, and what the device may not hold.
@@ -364,7 +359,7 @@ def surely_spared_bytes(
     """Counts for all segments of layers what is spared at least; never more than there is, and rarely much less.
 
     The largest is packed first, each to where least is: one of size s that ends up where most is found there no more
-    than all larger ones and its equals, but for itself, divided by the replicas.
+    than all larger ones and its equals, without itself, divided by the replicas.
 
     Args:
         layers: all.

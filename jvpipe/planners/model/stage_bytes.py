@@ -13,12 +13,13 @@ vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between
 the sum of what is static, the most over vectors, and the most beyond (`device_bytes`).
 
 One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
-l runs, nothing of the layers after it is there. Of swapped bytes two micro-batches are on the device at most: that of
+l runs, nothing of the layers after it is there. The swapped bytes of at most two micro-batches are on the
+device: that of
 the one at work, and that of the one that is on its way. An early value is of a micro-batch that the stage which makes
 it has in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this
 one. Which stages these are depends on other cuts: the most that is possible is counted.
 
-Of a stage of several devices all this is said of each of them, which works on its share of a micro-batch, and keeps its
+For a stage of several devices all this holds for each of them, which works on its share of a micro-batch, and keeps its
 share of the optimizer's state (`shared_state.py`). While gradients are added up, after its backwards, nothing is in
 flight on it.
 """
@@ -118,7 +119,8 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
 def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
     """Counts the seconds of the forwards that run again before a stage's first backward reads its cotangents.
 
-    These are the run of layers that the stage ends with, but for its last layer, which its backward recomputes itself.
+    These are the run of layers that the stage ends with, except for its last layer, which its backward
+    recomputes itself.
 
     Args:
         layers: of the stage.

@@ -90,7 +90,8 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         j: the layer after its last.
         choices: those of all layers of the model.
     """
-    layers, held = problem.layers_on(s)[i:j], stage_bytes(problem, s, i, j, choices)
+    layers = problem.layers_on(s)[i:j]
+    held = stage_bytes(problem, s, i, j, choices)
     costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
     halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
@@ -188,18 +189,24 @@ def stage_bytes(
     costs, replicas = problem.costs_of(s), problem.group(s).replicas
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
-    parameters, shared = sum(layer.parameter_bytes for layer in layers), [0] * (j - i)
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    shared = [0] * (
+        j - i
+    )  # by the first layer that holds a value: it lies until that one's backward
     for held in costs.shared_at(i, j):
         if held.per_version:
             parameters += held.bytes
-        else:  # until the backward of the first layer that holds it
+        else:
             shared[min(layer for layer in held.layers if layer >= i) - i] += held.bytes
-    splits, beyond, between, later, handed = problem.splits, 0, 0, 0, 0
+    # A backward goes from the last layer to the first. While a layer works, what later ones left is
+    # gone, and if backwards run in halves, what they handed over is there instead.
+    beyond = between = later = handed = 0
     for at in reversed(range(len(left))):
         beyond = max(beyond, left[at].working - later)
         between = max(between, left[at].working + handed - later)
         later += left[at].left + shared[at]
-        handed += handed_bytes(costs, i + at, left[at]) if splits else 0
+        if problem.splits:
+            handed += handed_bytes(costs, i + at, left[at])
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
     state -= spared_bytes(layers, replicas)
     versions = problem.schedule.versions(s, problem.devices)
@@ -208,7 +215,7 @@ def stage_bytes(
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # The layers behind hold what W will read: the most is over what there is before or after all of I.
+        # The layers behind hold what W will read: the most is over the bytes before or after all of I.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=2 * max(layer.reduced_bytes for layer in layers) if replicas > 1 else 0,
@@ -240,11 +247,13 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
     """
     k, total = problem.in_flight, 0
     for edge in problem.costs_of(s).edges_at(i, j):
-        if edge.producer < i:
-            total += (k[max(0, s - (i - edge.producer))] - k[s]) * edge.bytes
+        if edge.producer < i:  # each layer before the stage may be on a stage of its own
+            maker = max(0, s - (i - edge.producer))
+            total += (k[maker] - k[s]) * edge.bytes
         if edge.differentiable and max(edge.readers) >= j:
             reader = min(reader for reader in edge.readers if reader >= j)
-            total += min(problem.stages - 1 - s, 1 + reader - j) * edge.bytes
+            stages_away = min(problem.stages - 1 - s, 1 + reader - j)
+            total += stages_away * edge.bytes
     return total
 
 
@@ -274,15 +283,16 @@ def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> 
         held: what each of its stages holds.
         vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
     """
-    most = max(
-        sum(
-            on_device_bytes(k, x.kept, x.swapped) + w * x.handed
-            for x, (k, w) in zip(held, vector, strict=True)
+
+    def held_bytes(moment: Holding) -> float:
+        pairs = zip(held, moment, strict=True)
+        return sum(
+            on_device_bytes(k, x.kept, x.swapped) + handed * x.handed for x, (k, handed) in pairs
         )
-        for vector in vectors
-    )
-    training = most + max(x.beyond for x in held)
-    return int(sum(x.static for x in held) + max(training, *(x.reducing for x in held)))
+
+    training = max(map(held_bytes, vectors)) + max(x.beyond for x in held)
+    reducing = max(x.reducing for x in held)
+    return int(sum(x.static for x in held) + max(training, reducing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,19 +318,25 @@ class Evaluation:
 
 
 def evaluate(problem: Problem, decision: Decision) -> Evaluation:
-    """What a decision takes, by the stated surrogate."""
+    """Counts what a decision takes, by the stated surrogate.
+
+    Args:
+        problem: that is decided.
+        decision: a complete one.
+
+    Raises:
+        ValueError: it is none of this problem.
+    """
     check(problem, decision)
-    return evaluation_of(
-        problem,
-        [
-            stage_cost(problem, s, i, j, decision.choices)
-            for s, (i, j) in enumerate(pairwise(decision.bounds))
-        ],
-    )
+    stages = [
+        stage_cost(problem, s, i, j, decision.choices)
+        for s, (i, j) in enumerate(pairwise(decision.bounds))
+    ]
+    return evaluation_of(problem, stages)
 
 
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
-    """What a decision takes whose stages take this."""
+    """Counts what a decision takes, from what its stages take."""
     held = device_bytes(problem, stages)
     limit_bytes = needed_limit_bytes(problem, held)
     step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
@@ -328,7 +344,7 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """How far apart micro-batches are: on the slowest device, or on the slowest link.
+    """Counts how far apart micro-batches are: on the slowest device, or on the slowest link.
 
     What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
     """
@@ -339,7 +355,14 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Seconds per step as planners count them; the simulator counts exactly."""
+    """Counts the seconds of a step in closed form; the simulator counts exactly.
+
+    A test holds it to the simulator where both are the same: stages are alike, and send in no time.
+
+    Args:
+        problem: whose schedule, micro-batches and places count.
+        stages: what they take.
+    """
     m = problem.microbatches
     slowest, chunks = slowest_s(problem, stages), problem.schedule.chunks
     if not problem.schedule.synchronous:

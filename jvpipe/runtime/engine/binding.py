@@ -267,7 +267,7 @@ def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises if what tells of the arrival has failed; the order of dispatch has waited for it before."""
+    """Raises if the report of the arrival has failed; the order of dispatch has waited for it before."""
     witness.block_until_ready()
     return ()
 

@@ -411,7 +411,7 @@ def _in_words(row: Row) -> str:
 
 
 def _in_groups(lowered: Lowered, rows: RowPrograms) -> Lowered:
-    """Returns the rows in groups, but for those that call the host: what can fail is to be named by its layer."""
+    """Returns the rows in groups, except for those that call the host: what can fail is to be named by its layer."""
     tasks = {_task(row): row for row in lowered.rows if KINDS[row.kind].computes}
     alone = {task for task, row in tasks.items() if rows.program(lowered, row).calls_host}
     return grouped(lowered, lambda row: _task(row) not in alone)

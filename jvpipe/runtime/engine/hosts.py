@@ -161,7 +161,7 @@ class Hosts(Channel):
         try:
             value = act()
         except (HostLost, Disagreement):
-            # Whoever is lost would be waited for in vain, and what differs all processes raise by themselves.
+            # Nobody should wait for a process that is lost, and all processes raise by themselves what differs.
             raise
         except Exception as error:
             failure = error
@@ -267,7 +267,7 @@ class Hosts(Channel):
             asks = copy.target == self.process
             here.append(transport.ask(copy.source, number, copy.like) if asks else None)
         jax.block_until_ready(here)
-        # Likewise: what was offered may be overwritten from here on.
+        # From here on, offered arrays may be overwritten.
         self.exchange("carried", b"")
         return here
 
@@ -310,7 +310,7 @@ def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
 def telling() -> Iterator[None]:
     """Tells the other processes what fails in the block, or in the function that this decorates.
 
-    They hear it where they next wait for this process, and raise it too, instead of waiting in vain.
+    They hear it where they next wait for this process, and raise it too, instead of waiting for ever.
 
     Raises:
         ValueError: this process was forked from one that has used JAX.

@@ -43,7 +43,7 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
 
 
 def _edge(graph: LayerGraph, ref: Ref) -> Array | None:
-    """Returns what a layer writes for another one; None for what is no tensor between layers."""
+    """Returns what a layer writes for another one; None for a value that is not a tensor between layers."""
     return graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None
 
 

@@ -62,8 +62,8 @@ class Measured:
     def layer_s(self, layers: int) -> list[float]:
         """Returns the seconds of each layer for a micro-batch: forward, backward, and what runs again.
 
-        They are medians over micro-batches. Of replicas the slowest counts, for which the others wait. Of a backward
-        that is split now and then only the whole counts.
+        They are medians over micro-batches. The slowest replica counts, because the others wait for it. If a backward
+        is split only now and then, only the whole ones count.
 
         Args:
             layers: how many there are.
@@ -192,7 +192,7 @@ class Monitor:
             named: a profile shows each wait by the name of its row.
         """
         before = self.close()
-        # Moves are no step of their own: they are read with the step that follows them.
+        # Moves are not a step of their own: they are read with the step that follows them.
         moves = before if before and not _computes(before.lowered) else None
         ended = before.after if before else [0.0] * len(self._queues)
         self._now = Record(lowered, ended, moves, instructions, list(held_bytes), named)
@@ -212,7 +212,7 @@ class Monitor:
         Args:
             index: its number in the step.
             row: the row.
-            mark: an array that comes when it has run; None if `watch` or `arrived` will tell of that.
+            mark: an array that comes when it has run; None if `watch` or `arrived` will report that.
         """
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
@@ -220,7 +220,7 @@ class Monitor:
             self.watch(index, row, mark)
 
     def watch(self, index: int, row: Row, mark: jax.Array) -> None:
-        """Has a thread wait for a row.
+        """Makes a thread wait for a row.
 
         Args:
             index: its number in the step.

@@ -243,7 +243,7 @@ class Replicas:
         """Checks that whatever goes between stages of different widths can be cut, or shared out.
 
         Raises:
-            ValueError: a tensor has no axis of examples, and is no sum or mean over them.
+            ValueError: a tensor has no axis of examples, and is not a sum or mean over them.
         """
         graph, widths = self.traced.graph, self.plan.replicas
         # A count and what is divided by it must be of the same slice: then nothing is shared out.

@@ -207,7 +207,7 @@ class RowPrograms:
         """Returns the shape and type of a value, or of a replica's part of it.
 
         Returns:
-            None where only the program that makes it knows.
+            None if only the program that makes it knows.
         """
         if self.replicas and value.kind in _EDGES:
             return self.replicas.shape(value)

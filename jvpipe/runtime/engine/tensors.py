@@ -32,7 +32,7 @@ class Ledger:
         devices: by place.
         versions: which weights each forward and backward read.
         live: bytes held now, by place, and last on the host.
-        peak: the most bytes held at once, likewise.
+        peak: the most bytes held at once, of each device.
     """
 
     devices: tuple[Device, ...]
@@ -45,7 +45,7 @@ class Ledger:
         self.peak = [0] * (len(self.devices) + 1)
 
     def begin(self) -> None:
-        """Begins to count anew for a run that has nothing of the one before."""
+        """Begins to count again for a run that has nothing of the one before."""
         # In place: the controller keeps both lists at hand while it dispatches.
         self.live[:] = self.peak[:] = [0] * len(self.live)
         self.versions = VersionLedger()

@@ -57,7 +57,7 @@ class State:
     def __repr__(self) -> str:
         flying = f", {self.stream_steps} steps in flight" if self.stream_steps else ""
         title = f"State(step={self.step}, updates={self.updates}{flying})"
-        # A state may hold anything where JAX maps over it: whatever is no array is left out.
+        # A state may hold anything where JAX maps over it: leaves that are not arrays are left out.
         here = [x for x in self.arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
         if any(x.is_deleted() for x in here):
             return f"{title}, consumed by a later step"
@@ -162,7 +162,7 @@ def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> 
         has_inputs = all(v in env for v in jaxprs.variables(eqn.invars))
         # In order, so a derived key is known to the equations that derive others from it.
         if has_inputs and all(map(_is_few_integers, eqn.outvars)):
-            jaxprs.run([eqn], env)
+            jaxprs.run_jaxpr([eqn], env)
         else:
             eqns.append(eqn)
     return [_made_leaf(store, eqns, out, env) for out in closed.jaxpr.outvars]
@@ -185,8 +185,8 @@ def _made_leaf(
 
     def run(*values: Any) -> list[Any]:
         inner = dict(zip(inputs, values, strict=True))
-        jaxprs.run(needed, inner)
-        return jaxprs.read([out], inner)
+        jaxprs.run_jaxpr(needed, inner)
+        return jaxprs.read_by([out], inner)
 
     key = "init", structure(needed, inputs, [out], rules=False)
     program = Program(key, run, tuple(map(_jax.aval, inputs)))

@@ -16,7 +16,7 @@ from jvpipe import _jax
 from jvpipe.trace.keys import implementation_of, is_key
 
 _RUN_BITS = 24
-"""The low bits of a copy's number, which are the row's; above them is the number of the run."""
+"""The low half of a copy's number, which is the row's; above them is the number of the run."""
 _NEVER = (1 << 62) - 1
 """A number that no copy has."""
 

@@ -97,7 +97,7 @@ def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec
 def value_shape(
     traced: Traced, optimizer: OptimizerCut, value: Value
 ) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of a value; None where only the program that makes it knows.
+    """Returns the shape and type of a value; None if only the program that makes it knows.
 
     Args:
         traced: the model.

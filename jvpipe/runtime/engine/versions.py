@@ -16,7 +16,7 @@ from jvpipe.ir.use import Use
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """The versions of a layer's weights that a micro-batch met; None where that has not happened yet.
+    """The versions of a layer's weights that a micro-batch met; None if that has not happened yet.
 
     Attributes:
         forward: read by the forward.
@@ -43,8 +43,8 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: it goes back to the start of the run. That of a run which was resumed in flight knows only of the
-            micro-batches that were in flight, and of what came later.
+        complete: it goes back to the start of the run. The record of a run that was resumed in flight has only the
+            micro-batches that were in flight, and later ones.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -61,7 +61,7 @@ class VersionLedger:
         self._runs.append((uses, microbatch, version))
 
     def drained(self) -> None:
-        """Notes that nothing is in flight any more: staleness begins anew."""
+        """Notes that nothing is in flight any more: staleness begins again."""
         self._runs.append(None)
 
     def uses(self) -> Iterator[Use]:

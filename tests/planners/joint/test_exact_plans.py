@@ -13,7 +13,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given
+from jvpipe.schedules.auto import given_lists
 from tests.grid import grid
 from tests.planners.joint.exact_orders import AGAIN, CHAIN, KEEP
 from tests.planners.joint.exact_plans import Plan, TooLargeError, fastest
@@ -54,7 +54,7 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
     for fates in plan.fates:
         bounds.append(bounds[-1] + len(fates))
     choices = tuple(CHOICES[fate] for fates in plan.fates for fate in fates)
-    placed = replace(problem, stages=len(plan.places), schedule=given(plan.lines))
+    placed = replace(problem, stages=len(plan.places), schedule=given_lists(plan.lines))
     found = evaluate(placed, Decision(tuple(bounds), choices))
     limit = problem.memory_limit_bytes
     assert limit is None or found.limit_bytes <= limit

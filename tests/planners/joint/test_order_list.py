@@ -2,6 +2,7 @@
 
 import pytest
 
+from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import lists_of
@@ -40,6 +41,16 @@ def test_orders_run_keep_caps_and_ascend(schedule: Schedule, patience: float) ->
                         ]
                         assert backwards == sorted(sums) == list(range(m))
                         assert sums == backwards
+
+
+@pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
+def test_the_clock_of_lists_is_that_of_courses(schedule: Schedule) -> None:
+    for seed in range(3):
+        loads = loads_of(problem_of(12, 4, 8, seed, link=Link(4.0, 0.25)), schedule)
+        listing = Listing(loads, [1e9] * 4, 1.0)
+        assert listing.order is not None
+        step_s = max(device.free_s for device in listing.devices)
+        assert step_s == pytest.approx(Course(loads, listing.order).step_s)
 
 
 def test_a_micro_batch_that_is_too_large_has_no_order() -> None:

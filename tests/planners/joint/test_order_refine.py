@@ -8,7 +8,7 @@ from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.rule_search import ruled
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
-from jvpipe.schedules.auto import given, lines_of
+from jvpipe.schedules.auto import given_lists, lines_of
 from tests.planners.joint.orders import placed, problem_of
 
 RULES = ("1f1b", "zb-h1", "interleaved", "zb-v", "v-half")
@@ -25,14 +25,14 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
         if one := fates.fastest(tight, decision.bounds):
             begin += ruled(tight, one, fates)
     assert len(begin) >= 3
-    found = refined(begin, 0)
+    found = refined(begin)
     assert [one.step_s for one in found] == sorted(one.step_s for one in found)
     assert found[0].step_s < min(one.step_s for one in begin)
-    assert found == refined(begin, 0)
+    assert found == refined(begin)
     for one in found:
-        own = replace(one.problem, schedule=given(lines_of(lists_of(one.order))))
+        own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
         assert evaluate(own, one.decision).peak_bytes <= (one.problem.memory_limit_bytes or 0)
 
 
 def test_of_no_candidates_comes_nothing() -> None:
-    assert refined([], 0) == []
+    assert refined([]) == []

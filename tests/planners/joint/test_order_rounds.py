@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
-from jvpipe.cost.hardware import Link
+from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_course import Course
 from jvpipe.planners.joint.order_loads import Loads
@@ -60,6 +60,16 @@ def test_every_rule_does_each_task_once_in_an_order_that_runs(seed: int) -> None
             ]
             assert Counter(steps) == Counter(tasks)
         assert np.isfinite(Course(loads, order).step_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_clock_of_rounds_is_that_of_courses(seed: int) -> None:
+    loads = loads_of(replace(drawn(seed), peer=INFINITE))
+    for rule in RULES:
+        rounds = Rounds(loads, [4 * kept for kept in loads.kept_bytes], rule)
+        if rounds.order is not None:
+            step_s = max(device.end_s for device in rounds._devices)
+            assert step_s == pytest.approx(Course(loads, rounds.order).step_s)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -104,14 +104,6 @@ def test_layers_that_halves_make_slow_stay_whole() -> None:
     assert 3 in find_order(replace(problem, costs=replace(problem.costs, layers=layers))).whole
 
 
-def test_rivals_are_answers_too() -> None:
-    problem = problem_of(6, 2, 4)
-    other = replace(problem, schedule=find_schedule("gpipe"))
-    decision = find_planner("jvpipe").decide(other)
-    found = find_order(problem, rivals=[(other.schedule, decision)])
-    assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages)
-
-
 def test_a_limit_that_nothing_keeps_is_refused_with_one_that_would_do() -> None:
     problem = replace(problem_of(6, 2, 4), memory_limit_bytes=10)
     with pytest.raises(

@@ -113,3 +113,14 @@ def test_layers_run_again_where_nothing_fits_otherwise_and_else_the_bytes_are_na
     enough = caught.value.smallest_limit_bytes
     assert enough > 20
     ask_shapes("jvpipe", shapes_of(costs, flat(2, 100.0), 4, enough))
+
+
+def test_a_shape_that_a_climb_passes_by_is_climbed_from_too() -> None:
+    seconds = (1.6558, 1.2925, 1.2988, 0.8109, 1.0419, 1.4166)
+    reduced, kept = (16, 6, 40, 29, 3, 7), (7, 6, 9, 5, 1, 3)
+    layers = [layer(*each) for each in zip(seconds, reduced, kept, strict=True)]
+    cluster = Cluster("one machine", GPU, 6, 1, peer=Link(200.0))
+    shapes = shapes_of(chain(layers, [1, 4, 1, 5, 3]), cluster, 8)
+    # Its slowest stage comes first, which the paths take for slower than it is.
+    fastest = Shape(((0, 1, 2, 3), (4, 5)), 4), (0, 5, 6)
+    assert rough_plans(shapes)[0].step_s <= step_s(shapes, fastest)

@@ -22,7 +22,7 @@ def write(folder: Path, text: str) -> None:
 def read(folder: Path) -> str:
     generation = newest(folder)
     assert generation is not None
-    generations.check(generation)
+    generations.check_generation(generation)
     return (generation / "a.txt").read_text()
 
 
@@ -74,7 +74,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     with pytest.raises(
         DamageError, match=r"digests\.json" if "dig" in damage else r"inner/b\.txt is"
     ):
-        generations.check(generation)
+        generations.check_generation(generation)
 
 
 def test_what_is_somebody_elses_stays(tmp_path: Path) -> None:

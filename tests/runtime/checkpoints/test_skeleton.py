@@ -51,7 +51,7 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_comes_back(name: str) -> None:
     given = abstract(TREES[name])
-    loaded = skeleton.load(json.loads(json.dumps(skeleton.dump(given))))
+    loaded = skeleton.load_container(json.loads(json.dumps(skeleton.dump(given))))
     assert jax.tree.structure(loaded) == jax.tree.structure(given)
     for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(given), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
@@ -62,7 +62,7 @@ def test_a_class_that_is_not_there_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"of class Momenta of .*test_skeleton: import that before restore"
     ):
-        skeleton.load(json.loads(told.replace("Moments", "Momenta")))
+        skeleton.load_container(json.loads(told.replace("Moments", "Momenta")))
 
 
 def test_what_cannot_be_written_is_none() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from jvpipe.runtime.state.checkpoints import array_file, generations
 from jvpipe.runtime.state.checkpoints.array_file import Arrays
 from jvpipe.runtime.state.checkpoints.generations import damage_of, read_json
-from jvpipe.runtime.state.checkpoints.meta import check_arrays, check_state
+from jvpipe.runtime.state.checkpoints.meta import check_array_table, check_state
 from jvpipe.util.brief import brief
 from jvpipe.util.given import checked_path
 from jvpipe.util.pattern import anything, compare
@@ -77,7 +77,7 @@ class Saved:
             DamageError: a file is not what was saved.
         """
         files = sorted(self.meta.get("parts", [ARRAYS]))
-        generations.check(self.generation, files[process::count])
+        generations.check_generation(self.generation, files[process::count])
 
     def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
         """Reads arrays, and no more of any file than these; all others are in the result too, as None.
@@ -135,12 +135,12 @@ def open_checkpoint(path: str | Path) -> Saved:
     generation = generations.newest(folder)
     if generation is None:
         raise ValueError(f"{folder} holds no checkpoint that jvpipe saved")
-    generations.check(generation, [META])
+    generations.check_generation(generation, [META])
     # The arrays' own digests are compared later, where several processes can share the work.
     with damage_of(folder):
         meta = read_json(generation, META)
         compare(f"{META}:", meta, {str: anything})
-        check_arrays(meta)
+        check_array_table(meta)
     return Saved(folder, generation, meta)
 
 
@@ -172,7 +172,7 @@ def is_checkpoint(path: Path) -> bool:
 def check_checkpoint(path: Path) -> None:
     """Compares the files of a checkpoint with their digests, if there is one; raises DamageError if they differ."""
     if generation := generations.newest(path):
-        generations.check(generation)
+        generations.check_generation(generation)
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -81,7 +81,7 @@ def drop_draft(drafted: Path) -> None:
     _sweep(drafted.parent, newest(drafted.parent))
 
 
-def check(generation: Path, names: Collection[str] | None = None) -> None:
+def check_generation(generation: Path, names: Collection[str] | None = None) -> None:
     """Compares files of a generation with their digests: those named, or all.
 
     Raises:
@@ -93,7 +93,7 @@ def check(generation: Path, names: Collection[str] | None = None) -> None:
     folder = generation.parent
     for name in digests if names is None else names:
         path = generation / name
-        is_whole = path.is_file() and digest_of(path) == digests.get(name)
+        is_whole = path.is_file() and file_digest(path) == digests.get(name)
         if not is_whole:
             damage = "is not what was saved" if path.exists() else "is gone"
             raise DamageError(f"{folder} is damaged: {path.relative_to(folder)} {damage}")
@@ -104,7 +104,7 @@ def delete(folder: Path) -> None:
 
     What lies behind a link was put there by somebody else, and stays.
     """
-    with telling(folder):
+    with adding_path(folder):
         if folder.is_symlink():
             raise OSError("it is a link")
         if not any(map(_is_ours, folder.iterdir())):
@@ -118,7 +118,7 @@ def delete(folder: Path) -> None:
 
 
 @contextmanager
-def telling(path: Path) -> Iterator[None]:
+def adding_path(path: Path) -> Iterator[None]:
     """Wraps the deletion of a path: a failure is only a warning, the first time."""
     try:
         yield
@@ -155,7 +155,7 @@ def read_json(folder: Path, name: str) -> Any:
         raise ValueError(f"{name}: {reason}") from problem
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Returns the digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -178,7 +178,7 @@ def _sweep(folder: Path, kept: Path | None) -> None:
     """Deletes the older generations, and what killed processes left of others."""
     for path in sorted(folder.iterdir()):
         if path != kept and _is_ours(path):
-            with telling(path):
+            with adding_path(path):
                 shutil.rmtree(path)
 
 
@@ -191,7 +191,7 @@ def _seal(folder: Path, digests: Mapping[str, str]) -> None:
     """
     paths = sorted(folder.rglob("*"))
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
-    of_all = {name: digests.get(name) or digest_of(path) for name, path in files.items()}
+    of_all = {name: digests.get(name) or file_digest(path) for name, path in files.items()}
     (folder / _DIGESTS).write_text(json.dumps(of_all, indent=1))
     for path in (*paths, folder / _DIGESTS, folder):
         sync(path)

@@ -12,18 +12,18 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.runtime.state.checkpoints import skeleton
 from jvpipe.trace.keys import IMPLEMENTATIONS
-from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_of, whole
+from jvpipe.util.pattern import LARGEST, anything, compare, either, maybe, one_of_texts, whole_in
 
 _WHERE = "meta.json"
-_COUNT = whole(0, 2**31 - 1)
-_ANY = whole(-LARGEST)
+_COUNT = whole_in(0, 2**31 - 1)
+_ANY = whole_in(-LARGEST)
 """Numbers of a use are counted from where its step begins: they may be below 0."""
-_USE = (one_of((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
+_USE = (one_of_texts((Kind.F, Kind.B, Kind.U)), _COUNT, _ANY, _ANY, [(_COUNT, _ANY)], _ANY)
 _VERSIONS = {"complete": bool, "runs": [maybe(([_USE], _ANY, _ANY))]}
 _ARRAYS = {
     "kinds": [str],
-    "keys": [(str, str, one_of(IMPLEMENTATIONS))],
-    "raw": [(str, str, skeleton.dtype, [whole()])],
+    "keys": [(str, str, one_of_texts(IMPLEMENTATIONS))],
+    "raw": [(str, str, skeleton.dtype, [whole_in()])],
     "parts": {str: [str]},
 }
 
@@ -42,7 +42,7 @@ def _binding(where: str, data: Any) -> None:
 
 
 _FLIGHT = {
-    "steps": whole(1, 2**31 - 1),
+    "steps": whole_in(1, 2**31 - 1),
     "bound_to": _binding,
     "legs": [(_COUNT, _plan)],
     "versions": either(lambda data: isinstance(data, list), _VERSIONS["runs"], _VERSIONS),
@@ -50,18 +50,18 @@ _FLIGHT = {
 _STATE = {
     "step": _COUNT,
     "updates": _COUNT,
-    "words": maybe([whole(0, 2**32 - 1)]),
-    "key": maybe(([whole()], maybe(one_of(IMPLEMENTATIONS)))),
+    "words": maybe([whole_in(0, 2**32 - 1)]),
+    "key": maybe(([whole_in()], maybe(one_of_texts(IMPLEMENTATIONS)))),
     "schedule?": str,
     "shapes": {name: maybe(skeleton.tree) for name in ("params", "batch", "model_state")},
     "extra": {str: anything},
     "flight?": _FLIGHT,
-    "kinds": [one_of(("parameter", "optimizer", "state", "flight"))],
+    "kinds": [one_of_texts(("parameter", "optimizer", "state", "flight"))],
     **{f"{name}?": anything for name in ("keys", "raw", "parts")},
 }
 
 
-def check_arrays(meta: Mapping[str, Any]) -> None:
+def check_array_table(meta: Mapping[str, Any]) -> None:
     """Checks the entries that say which arrays there are; raises ValueError for what is wrong with them."""
     if "kinds" not in meta:
         raise ValueError(f"{_WHERE} lacks kinds")

@@ -79,7 +79,7 @@ def _write(draft: Path, process: int, arrays: Arrays) -> _Part:
     file, packed = draft / f"part-{process:04d}.safetensors", array_file.pack(arrays)
     array_file.write(file, packed, draft.parent)
     generations.sync(file)
-    size, digest = file.stat().st_size, generations.digest_of(file)
+    size, digest = file.stat().st_size, generations.file_digest(file)
     return _Part(file.name, size, digest, packed.keys, packed.raw)
 
 

@@ -216,7 +216,7 @@ def saved_inputs(
             f"{path} does not tell the containers of its {' and '.join(unknown)}: call init before restore"
         )
     try:
-        trees = {name: skeleton.load(shape) for name, shape in shapes.items()}
+        trees = {name: skeleton.load_container(shape) for name, shape in shapes.items()}
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}, or call init") from problem
     rng = None if meta["key"] is None else _saved_key(path, meta)

@@ -14,7 +14,7 @@ from jax.tree_util import PyTreeDef, default_registry
 
 from jvpipe.trace.keys import dtype_of
 from jvpipe.util.brief import brief
-from jvpipe.util.pattern import anything, compare, whole
+from jvpipe.util.pattern import anything, compare, whole_in
 
 Tree = Any
 
@@ -58,12 +58,12 @@ _INSIDE = {
     "tuple": [tree],
     "none": anything,
     "node": (str, anything, [tree]),
-    "leaf": ([whole()], dtype),
+    "leaf": ([whole_in()], dtype),
 }
 """The pattern of what may be in each kind of container."""
 
 
-def load(dumped: Any) -> Tree:
+def load_container(dumped: Any) -> Tree:
     """Returns the tree that `dump` wrote, its leaves as `ShapeDtypeStruct`.
 
     Args:
@@ -75,11 +75,11 @@ def load(dumped: Any) -> Tree:
     ((kind, inside),) = dumped.items()
     match kind:
         case "dict":
-            return {k: load(v) for k, v in inside.items()}
+            return {k: load_container(v) for k, v in inside.items()}
         case "list":
-            return [load(v) for v in inside]
+            return [load_container(v) for v in inside]
         case "tuple":
-            return tuple(load(v) for v in inside)
+            return tuple(load_container(v) for v in inside)
         case "none":
             return None
         case "node":
@@ -97,7 +97,7 @@ def _container(name: str, kept: Any, children: list[Any]) -> Tree:
         kept: what its flattening keeps beside the children.
         children: as `dump` writes them.
     """
-    container, trees = _class(name), list(map(load, children))
+    container, trees = _class(name), list(map(load_container, children))
     try:
         leaves = [jax.tree.structure(0)] * len(children)
         node_data = container, _plain(kept)
