@@ -225,8 +225,8 @@ def _outlined() -> Any:
         return [_row_major(x) for x in inside(*values, jaxpr=jaxpr)]
 
     def elsewhere(context: Any, *values: Any, jaxpr: ClosedJaxpr) -> Any:
-        made = inside if _is_spread(context) else laid
-        return mlir.lower_fun(made, multiple_results=True)(context, *values, jaxpr=jaxpr)
+        result = inside if _is_spread(context) else laid
+        return mlir.lower_fun(result, multiple_results=True)(context, *values, jaxpr=jaxpr)
 
     def apart(*values: Any, jaxpr: ClosedJaxpr) -> list[Any]:
         results = jax.jit(jaxpr_as_fun(jaxpr))(*values)

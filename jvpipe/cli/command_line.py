@@ -101,8 +101,8 @@ def add_options(
             }
         add = groups[option.group].add_argument
         # Nothing by default: what is not given is told from what is given as the default.
-        told = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
-        actions.append(add(option.flag, **told, **kind))
+        settings = {"dest": name, "default": argparse.SUPPRESS, "help": _help(option)}
+        actions.append(add(option.flag, **settings, **kind))
     return actions
 
 

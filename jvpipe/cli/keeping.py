@@ -67,12 +67,12 @@ class Evaluations:
 def evaluations_before(job: Job) -> Evaluations:
     """Reads the evaluations that the last checkpoint of a resumed run holds."""
     kept = job.run.checkpoints() if job.options.resume else []
-    told = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
-    if not told and isinstance(told, dict):
+    saved = jvpipe.checkpoint_extra(kept[-1]).get("evaluations", {}) if kept else {}
+    if not saved and isinstance(saved, dict):
         return Evaluations()
     with damage_of(kept[-1]):
-        compare("evaluations", told, _KEPT)
-    return Evaluations(**told)
+        compare("evaluations", saved, _KEPT)
+    return Evaluations(**saved)
 
 
 def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
@@ -166,12 +166,12 @@ def tidy(job: Job, seen: Evaluations) -> None:
     # The file is replaced before older checkpoints go: it never names one that is gone.
     if seen.best_step:
         checkpoint = job.run.checkpoint(seen.best_step).relative_to(job.run.path)
-        told = {
+        saved = {
             "step": seen.best_step,
             "held_out_loss": seen.best_loss,
             "checkpoint": checkpoint.as_posix(),
         }
-        replace_text(job.run.best, json.dumps(told, indent=1) + "\n")
+        replace_text(job.run.best, json.dumps(saved, indent=1) + "\n")
     else:
         job.run.best.unlink(missing_ok=True)  # of a checkpoint that was moved away
     job.run.prune(job.options.keep, seen.best_step)

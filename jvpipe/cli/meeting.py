@@ -291,10 +291,10 @@ class MeetingServer(_Meeting):
     """
 
     def __init__(
-        self, listener: socket.socket, kept: socket.socket, count: int, given: Given
+        self, listener: socket.socket, kept: socket.socket, count: int, agreed: Given
     ) -> None:
         super().__init__()
-        self._listener, self._kept, self._count, self._given = listener, kept, count, given
+        self._listener, self._kept, self._count, self._given = listener, kept, count, agreed
         self._present: set[int] = set()
         self._visits: set[asyncio.Task[None]] = set()
         self._refusals: set[str] = set()
@@ -419,9 +419,9 @@ class Attendance(_Meeting):
         given: to this process.
     """
 
-    def __init__(self, host: str, port: int, process: int, given: Given) -> None:
+    def __init__(self, host: str, port: int, process: int, agreed: Given) -> None:
         super().__init__()
-        self._host, self._port, self._process, self._given = host, port, process, given
+        self._host, self._port, self._process, self._given = host, port, process, agreed
 
     def wait(self, timeout_s: float) -> int:
         """Returns the port where JAX brings the processes together, once all have come.

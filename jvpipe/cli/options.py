@@ -388,7 +388,7 @@ class TrainOptions(ModelOptions):
     )
     host_timeout: float = option(
         300.0,
-        partial(positive, most=threading.TIMEOUT_MAX),
+        partial(positive, largest=threading.TIMEOUT_MAX),
         "Seconds without a sign of another process, or without a step, after which a run over several is given up.",
         "processes",
         "seconds",
@@ -403,8 +403,8 @@ class TrainOptions(ModelOptions):
     @property
     def replica_counts(self) -> tuple[int, ...]:
         """How many devices each stage has; empty if each has one, or that is to be decided."""
-        told = self.replicas
-        return () if told is None or self.shares else whole_numbers("--replicas", told)
+        counts = self.replicas
+        return () if counts is None or self.shares else whole_numbers("--replicas", counts)
 
     @property
     def stages_asked(self) -> int | None:

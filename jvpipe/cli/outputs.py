@@ -119,13 +119,13 @@ def check_writable(path: Path) -> None:
 
 def check_new_folder(path: Path) -> None:
     """Raises ValueError if no folder of weights can be made at a path, as far as can be seen."""
-    told = f"--export-weights {path}"
+    flag = f"--export-weights {path}"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{told} exists already: name a new folder, or an empty one")
+        raise ValueError(f"{flag} exists already: name a new folder, or an empty one")
     if not path.parent.is_dir():
-        raise ValueError(f"{told}: there is no folder {path.parent}")
+        raise ValueError(f"{flag}: there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{told}: nothing can be written there")
+        raise ValueError(f"{flag}: nothing can be written there")
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:

@@ -19,8 +19,8 @@ def _complete(arguments: Sequence[str]) -> int:
         (shell,) = arguments
         print(completion(shell, _OPTIONS))
     except ValueError as problem:
-        told = problem if len(arguments) == 1 else f"name one shell: {', '.join(SHELLS)}"
-        print("error:", told, file=sys.stderr)
+        message = problem if len(arguments) == 1 else f"name one shell: {', '.join(SHELLS)}"
+        print("error:", message, file=sys.stderr)
         return 2
     return 0
 
@@ -36,13 +36,13 @@ python -m jvpipe train --help, python -m jvpipe plan --help
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given and given[0] in _COMMANDS:
-        return _COMMANDS[given[0]](given[1:])
-    if given and given[0] not in ("-h", "--help", "--version"):
-        print("error:", did_you_mean("command", given[0], list(_COMMANDS)), file=sys.stderr)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in _COMMANDS:
+        return _COMMANDS[words[0]](words[1:])
+    if words and words[0] not in ("-h", "--help", "--version"):
+        print("error:", did_you_mean("command", words[0], list(_COMMANDS)), file=sys.stderr)
         return 2
     print(f"jvpipe {jvpipe.__version__}")
-    if given != ["--version"]:
+    if words != ["--version"]:
         print(f"\n{_TOLD}\n{names()}")
     return 0

@@ -189,14 +189,14 @@ _BATCH_SIZE, _STEPS, USUAL_RATE = 32, 1000, 1e-3
 
 
 def completed(
-    where: str, name: str, given: Any, size: str | None, options: Mapping[str, Any] | None = None
+    where: str, name: str, value: Any, size: str | None, options: Mapping[str, Any] | None = None
 ) -> models.Workload:
     """Completes a user's model with defaults for what it lacks.
 
     Args:
         where: the value of `--model`, for messages.
         name: what the model is called.
-        given: an object, or a class that is made without arguments.
+        value: an object, or a class that is made without arguments.
         size: one of its `sizes`.
         options: fields that replace those of a dataclass.
 
@@ -204,7 +204,7 @@ def completed(
         ValueError: it is not a model: what is missing, and what it should be.
     """
     with _naming(where):
-        model = _with_options(_sized(name, given, size), options or {})
+        model = _with_options(_sized(name, value, size), options or {})
     if isinstance(model, models.Workload) and not options:
         return model
     for member, wanted in _MUST.items():

@@ -110,10 +110,10 @@ class PlanOptions(ModelOptions):
             raise ValueError("give one of --model and --graph")
         for name in _OF_MODELS if self.graph is not None else ():
             if value := getattr(self, name):
-                told = " ".join(value) if isinstance(value, tuple) else value
+                shown = " ".join(value) if isinstance(value, tuple) else value
                 flag = options_of(PlanOptions)[name].flag
                 raise ValueError(
-                    f"{flag} {told} is of a --model, a --graph has its own: leave it out"
+                    f"{flag} {shown} is of a --model, a --graph has its own: leave it out"
                 )
         if self.target is not None and not self.compile:
             raise ValueError(f"--target {self.target} is for --compile: give both")
@@ -217,10 +217,10 @@ def _error(mistake: Exception) -> int:
 def of_model(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """Asks planners about a model at its real size."""
     workload = find_model(str(options.model), options.size, fields_of(options))
-    told = passed(options, PLAN_FOR)
-    told["compile"] = options.target or options.compile
+    arguments = passed(options, PLAN_FOR)
+    arguments["compile"] = options.target or options.compile
     return plan_for(
-        **workload.to_plan(options.batch_size), **told, planner=names, title=workload.title
+        **workload.to_plan(options.batch_size), **arguments, planner=names, title=workload.title
     )
 
 
@@ -255,7 +255,7 @@ def _exchange(options: PlanOptions, forecast: Forecast) -> None:
             plan = find_format(format).load(text, forecast.problem.costs.outline)
         except ValueError as mistake:
             raise ValueError(f"--import {options.import_}: {mistake}") from None
-        theirs, ours = (judged(forecast.problem, each) for each in (plan, forecast.plan))
+        theirs, ours = (judged(forecast.problem, candidate) for candidate in (plan, forecast.plan))
         print(beside(format, theirs, ours))
     if options.export is not None and forecast.fits:
         format, _, file = options.export.partition(":")

@@ -31,23 +31,23 @@ Own = tuple[StepMetrics, Busy]
 
 
 def shared(
-    hosts: Hosts, signum: int | None, own: Own | None
+    hosts: Hosts, signum: int | None, ours: Own | None
 ) -> tuple[int | None, StepMetrics | None]:
     """Tells all processes of a step; returns the signal that any of them was sent, and the metrics of all.
 
     Args:
         hosts: this process and the others.
         signum: the signal that this one was sent.
-        own: what it saw of the step, if there was one.
+        ours: what it saw of the step, if there was one.
     """
     if hosts.count == 1:
-        return signum, own and own[0]
+        return signum, ours and ours[0]
     # One exchange carries the signal and the metrics, so a step costs one round.
-    mine = [signum, own and [asdict(own[0]), own[1]]]
-    told = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
-    heard = next((each for each, _ in told if each is not None), None)
-    return heard, own and _merged(
-        own[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in told]
+    mine = [signum, ours and [asdict(ours[0]), ours[1]]]
+    answers = [json.loads(x) for x in hosts.exchange("step", json.dumps(mine).encode())]
+    heard = next((answer for answer, _ in answers if answer is not None), None)
+    return heard, ours and _merged(
+        ours[0], [(_metrics(line), Busy(*busy)) for _, (line, busy) in answers]
     )
 
 
@@ -71,7 +71,7 @@ _JOINED |= dict.fromkeys(("swapped_bytes", "copy_hidden_s", "copy_exposed_s", "r
 """What a number of each process becomes for all: the slowest one's seconds and rates, the bytes and copies of all."""
 
 
-def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
+def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
     """Joins the metrics of a step, as each process saw it."""
     lines, work = [line for line, _ in every], [busy for _, busy in every]
     numbers: dict[str, Any] = {}
@@ -80,10 +80,10 @@ def _merged(own: StepMetrics, every: Sequence[Own]) -> StepMetrics:
         numbers[name] = join_numbers(present) if present else None
     elapsed_s = max(busy.elapsed_s for busy in work)
     all_work = Busy(sum(b.seconds for b in work), elapsed_s, sum(b.devices for b in work))
-    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in own.peak_bytes}
+    peaks = {name: max(line.peak_bytes[name] for line in lines) for name in ours.peak_bytes}
     busy_fraction = {name: share for line in lines for name, share in line.busy_fraction.items()}
     return replace(
-        own,
+        ours,
         **numbers,
         bubble_fraction=all_work.bubble_fraction,
         peak_bytes=peaks,
@@ -105,8 +105,12 @@ def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
     rest = [
         [x._replace(at_s=x.at_s - zero_s) for x in part] for part in (picture.levels, picture.hops)
     ]
-    told = [json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())]
-    all_spans, levels, hops = ([row for each in told for row in each[part]] for part in range(3))
+    answers = [
+        json.loads(x) for x in hosts.exchange("timeline", json.dumps([spans, *rest]).encode())
+    ]
+    all_spans, levels, hops = (
+        [row for answer in answers for row in answer[part]] for part in range(3)
+    )
     return Picture(
         tuple(
             Span(device, name, start_s, end_s, Kind(kind), args)
@@ -180,13 +184,13 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
     The former is as `jax.distributed.initialize` takes it.
     """
     coordinator, process, count = options.coordinator, options.process_id, options.num_processes
-    told = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
-    if all(value is None for value in told.values()):
+    flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
+    if all(value is None for value in flags.values()):
         return None
     if coordinator is None or process is None or count is None:
-        lacking = [flag for flag, value in told.items() if value is None]
+        lacking = [flag for flag, value in flags.items() if value is None]
         raise ValueError(
-            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(told)}"
+            f"{' and '.join(lacking)} must be given too: several processes need {', '.join(flags)}"
         )
     host, port = address_option("--coordinator", coordinator)
     if process >= count:
@@ -194,14 +198,14 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
     # Compared before JAX is asked, which would hang on what differs.
-    given = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
+    agreed = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
     if process:
-        attendance = Attendance(host.strip("[]"), port, process, given)
+        attendance = Attendance(host.strip("[]"), port, process, agreed)
         own_port = attendance.wait(options.host_timeout)
         address, bonds = {"coordinator_address": f"{host}:{own_port}"}, attendance.bonds
     else:
         address, bonds = _opened(
-            options.host_address or host.strip("[]"), port, count, given, options.host_timeout
+            options.host_address or host.strip("[]"), port, count, agreed, options.host_timeout
         )
     if count == 1:
         return None
@@ -210,7 +214,7 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
 
 
 def _opened(
-    host: str, port: int, count: int, given: Given, timeout_s: float
+    host: str, port: int, count: int, agreed: Given, timeout_s: float
 ) -> tuple[dict[str, Any], Bonds]:
     """Opens the meeting as process 0; returns the address for JAX once all have come, and what holds them.
 
@@ -234,21 +238,21 @@ def _opened(
             "on the host where process 0 runs, and that host, or its address by --host-address"
         ) from problem
     here = str(address[0])
-    if not given.secret and not ip_address(here).is_loopback:
+    if not agreed.secret and not ip_address(here).is_loopback:
         print(
             f"warning: whoever reaches {here} can join or end this run: give --secret-file",
             file=sys.stderr,
         )
     # It stays bound, so no other program takes the port before JAX does.
-    held = socket.socket(family, socket.SOCK_STREAM)
-    held.setsockopt(
+    port_holder = socket.socket(family, socket.SOCK_STREAM)
+    port_holder.setsockopt(
         socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
     )  # JAX's server, which sets it too, can open the port
-    held.bind((here, 0))
-    bonds = MeetingServer(listener, held, count, given).wait(timeout_s)
-    own_port = held.getsockname()[1]
-    own = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
-    return {"coordinator_address": own, "coordinator_bind_address": own}, bonds
+    port_holder.bind((here, 0))
+    bonds = MeetingServer(listener, port_holder, count, agreed).wait(timeout_s)
+    own_port = port_holder.getsockname()[1]
+    jax_address = f"[{here}]:{own_port}" if family == socket.AF_INET6 else f"{here}:{own_port}"
+    return {"coordinator_address": jax_address, "coordinator_bind_address": jax_address}, bonds
 
 
 def _model_file(model: str) -> tuple[str, str]:
@@ -264,10 +268,10 @@ def _model_file(model: str) -> tuple[str, str]:
 @contextmanager
 def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
     """Ends the process if the block, which no signal can interrupt, takes longer."""
-    told = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
+    message = f"error: not all processes have come within {timeout_s:g} s: JAX waited for {awaited}"
 
     def give_up() -> None:
-        print(told, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
         os._exit(ExitCode.TRY_AGAIN)
 
     timer = threading.Timer(timeout_s, give_up)
@@ -286,8 +290,8 @@ class Watch:
     `told` hears what goes on too.
     """
 
-    def __init__(self, hosts: Hosts, told: Callable[[str], None] = lambda doing: None) -> None:
-        self._hosts, self._told, self._stopped = hosts, told, threading.Event()
+    def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:
+        self._hosts, self._told, self._stopped = hosts, say, threading.Event()
         self._at_s, self._doing = time.monotonic(), "before the first step"
 
     def progress(self, doing: str) -> None:
@@ -321,9 +325,9 @@ class Watch:
         awaited = self._hosts.awaited()
         return f"waited for {awaited}" if awaited else "all processes are there"
 
-    def _end(self, told: str) -> None:
+    def _end(self, message: str) -> None:
         print(
-            f"error: {told}; {self._hosts.named(self._hosts.process)} was at {self._doing}",
+            f"error: {message}; {self._hosts.named(self._hosts.process)} was at {self._doing}",
             file=sys.stderr,
         )
         leave(self._hosts, ExitCode.TRY_AGAIN)

@@ -225,7 +225,7 @@ class RunDir:
             HeldError: another process is in the folder.
         """
         # The inner ones first, as they are removed again.
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        new_folders = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -235,8 +235,8 @@ class RunDir:
                 raise HeldError(
                     f"another run is at work in {self.path}{self._holder()}: stop it, or name another --run-dir"
                 ) from None
-            told, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
-            replace_bytes(self.holder, f"{told}, on {gethostname()}".encode())
+            holder, seen = f"process {os.getpid()}, started by {os.getppid()}", os.fstat(descriptor)
+            replace_bytes(self.holder, f"{holder}, on {gethostname()}".encode())
             with suppress(OSError):  # other hosts see for a while when it was changed before
                 os.utime(self.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
             place = self.place()
@@ -246,7 +246,7 @@ class RunDir:
                 with suppress(OSError):  # it may have moved
                     os.unlink(self.holder.name, dir_fd=descriptor)
                 with suppress(OSError):  # where something is in it
-                    for path in made if self.place() == place else ():
+                    for path in new_folders if self.place() == place else ():
                         path.rmdir()
         finally:
             os.close(descriptor)
@@ -254,8 +254,8 @@ class RunDir:
     def _holder(self) -> str:
         """Says who is in the folder, in brackets; nothing if that is not known."""
         with suppress(OSError):
-            told = self.holder.read_bytes()[:200].decode(errors="replace")
-            return f" ({told})" if told.isprintable() else ""
+            text = self.holder.read_bytes()[:200].decode(errors="replace")
+            return f" ({text})" if text.isprintable() else ""
         return ""
 
     def place(self) -> tuple[int, int] | None:
@@ -273,10 +273,10 @@ class RunDir:
             yield
         except DamageError as damage:
             *older, newest = self.checkpoints()
-            told = "no older checkpoint is whole"
+            advice = "no older checkpoint is whole"
             if whole := [path for path in older if _is_whole(path)]:
-                told = f"{whole[-1]} is whole: move {newest} out of the way, and --resume goes on from that one"
-            raise DamageError(f"{damage}; {told}") from damage
+                advice = f"{whole[-1]} is whole: move {newest} out of the way, and --resume goes on from that one"
+            raise DamageError(f"{damage}; {advice}") from damage
 
     def check_last(self) -> None:
         """Raises DamageError if the last checkpoint is of another step than its name says."""
@@ -295,35 +295,35 @@ class RunDir:
             )
 
     def check(
-        self, wanted: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
+        self, expected: Mapping[str, Any], usual: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Checks that the run in this folder agrees with what is wanted, field by field.
 
         Args:
-            wanted: the fields.
+            expected: the fields.
             usual: fields within fields, as they were in a run that began before there were such.
 
         Raises:
             ValueError: they differ; the message names the fields, and of fields within fields the first.
         """
         # Through JSON, as what is there has been: tuples are lists.
-        there, here = dict(self.read_config()), json.loads(json.dumps(wanted))
+        there, here = dict(self.read_config()), json.loads(json.dumps(expected))
         for key, fields in json.loads(json.dumps(usual or {})).items():
             there[key] = fields | there.get(key, {})
         if differing := list(_differences({key: there.get(key) for key in here}, here)):
-            told = "; ".join(
+            differences = "; ".join(
                 f"{key} is {_short(old)} there, {_short(new)} here" for key, old, new in differing
             )
-            raise ValueError(f"{self.path} holds another run: {told}")
+            raise ValueError(f"{self.path} holds another run: {differences}")
 
 
-def hold_new(held: ExitStack, name: str) -> RunDir:
+def hold_new(stack: ExitStack, name: str) -> RunDir:
     """Makes a new folder of that name, or with a number behind it, and keeps other processes out of it."""
     for number in count(1):
         run = RunDir(Path(name if number == 1 else f"{name}-{number}"))
         with suppress(HeldError):
             if not run.path.exists():
-                held.enter_context(run.held())
+                stack.enter_context(run.held())
                 return run
     raise AssertionError("numbers do not end")
 
@@ -383,15 +383,15 @@ def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | 
     schedule = find_schedule(plan.schedule or options["schedule"])
     # Users write 2,1 or 2:1.
     counts = [between.join(map(str, plan.replicas)) for between in ",:"]
-    told = {
+    chosen = {
         "stages": [pipeline_length(plan, schedule)],
         "replicas": counts,
         "schedule": [plan.schedule],
     }
-    for name, own in told.items():
-        if options[name] not in (*own, before.get(name)):
+    for name, chosen_value in chosen.items():
+        if options[name] not in (*chosen_value, before.get(name)):
             raise ValueError(
-                f"--{name} {options[name]} contradicts --plan {path}: there it is {own[0]}"
+                f"--{name} {options[name]} contradicts --plan {path}: there it is {chosen_value[0]}"
             )
     return plan
 
@@ -441,8 +441,8 @@ def mark(folder: Path, model: str) -> str:
         return ""
     file, colon, name = model.rpartition(":")
     code = f"{Path(file).resolve()}:{name}" if colon and file.endswith(".py") else model
-    told = json.dumps([os.getuid(), str(folder.resolve()), code])
-    return hmac.new(key, told.encode(), hashlib.sha256).hexdigest()
+    content = json.dumps([os.getuid(), str(folder.resolve()), code])
+    return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()
 
 
 def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None:
@@ -456,8 +456,8 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
     Raises:
         ValueError: the model is somebody's code, and the mark is not that of this user and this place.
     """
-    found, own = config.get(MARK), mark(folder, model)
-    if is_installed(model) or (own and isinstance(found, str) and found == own):
+    found, ours = config.get(MARK), mark(folder, model)
+    if is_installed(model) or (ours and isinstance(found, str) and found == ours):
         return
     raise ValueError(
         f"{folder} was not made here by this user, and names code to be run, {model}: look at it, and give --model "

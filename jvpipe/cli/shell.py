@@ -73,12 +73,12 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _again(told: Callable[[Any], object], lost: Any) -> None:
+def _again(handler: Callable[[Any], object], lost: Any) -> None:
     """Interrupts again where Python cannot raise, such as in what it calls while it collects garbage."""
     if lost.exc_type is KeyboardInterrupt:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
-        told(lost)
+        handler(lost)
 
 
 def leave_stopped(code: int) -> NoReturn:
@@ -117,8 +117,8 @@ class StopRequest:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
-        for each in self.signals:
-            signal.signal(each, end_at_once)
+        for signal_number in self.signals:
+            signal.signal(signal_number, end_at_once)
         print("\nfinishing the step and saving; once more stops at once", file=sys.stderr)
 
 

@@ -33,14 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     hosts, code = ALONE, int(ExitCode.UNEXPECTED)
     try:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             # Before the other options are checked: all processes then fail alike.
             hosts = join(given(arguments))
             if hosts.process:  # the first one speaks for all
-                held.enter_context(redirect_stdout(held.enter_context(Path(os.devnull).open("w"))))
-            speech = held.enter_context(Speech())
+                stack.enter_context(
+                    redirect_stdout(stack.enter_context(Path(os.devnull).open("w")))
+                )
+            speech = stack.enter_context(Speech())
             options = hosts.together("options", lambda: parse(arguments, writes=not hosts.process))
-            code = run(options, hosts, held, speech)
+            code = run(options, hosts, stack, speech)
     except jvpipe.HostLost as lost:
         print(f"error: {lost}", file=sys.stderr)
         code = ExitCode.TRY_AGAIN
@@ -73,32 +75,32 @@ def _told(mistake: Exception) -> str:
     return str(mistake)
 
 
-def run(options: TrainOptions, hosts: Hosts, held: ExitStack, speech: Speech) -> int:
-    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `held` is closed.
+def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -> int:
+    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `stack` is closed.
 
     Args:
         options: of the command line.
         hosts: the processes that run it.
-        held: what is kept until the command ends.
+        stack: what is kept until the command ends.
         speech: tells how it goes.
     """
     print(f"jvpipe {jvpipe.__version__}: {options.model}", flush=True)
     speech.doing("preparing")
     try:
-        job, state = prepare(options, hosts, held)
+        job, state = prepare(options, hosts, stack)
     except KeyboardInterrupt:
         print("stopped before the first step: there is nothing to save", file=sys.stderr)
         return ExitCode.STOPPED + signal.SIGINT
-    watch = held.enter_context(Watch(hosts, speech.doing))
+    watch = stack.enter_context(Watch(hosts, speech.doing))
     with StopRequest() as stop:
         state, signum = train(job, state, stop, watch, speech)
     if signum is not None:
-        told = (
+        text = (
             f"the last architecture is in {job.run.checkpoints()[-1]}"
             if job.search
             else resume_command(job)
         )
-        print(f"stopped; {'' if job.search else 'to go on: '}{told}", file=sys.stderr)
+        print(f"stopped; {'' if job.search else 'to go on: '}{text}", file=sys.stderr)
         return ExitCode.STOPPED + signum
     try:
         finish(job, state, watch)
@@ -125,8 +127,8 @@ def finish(job: Job, state: Any, watch: Watch) -> None:
         print(replace(change, step=change.step + 1))
     if (loss := held_out_loss(job, state, watch)) is not None:
         baseline = job.data.baseline_loss
-        told = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
-        print(f"held-out loss {loss:.4f}{told}")
+        suffix = "" if math.isnan(baseline) else f", predicting by frequency alone {baseline:.4f}"
+        print(f"held-out loss {loss:.4f}{suffix}")
     if not (job.options.export or job.options.export_weights):
         return
     watch.progress("the export")

@@ -123,10 +123,10 @@ class Recording:
     """
 
     def __init__(self, job: Job, first: int) -> None:
-        self._job, wanted = job, job.options.profile
-        self._steps = min(wanted or job.options.timeline_steps, job.steps - first)
+        self._job, count = job, job.options.profile
+        self._steps = min(count or job.options.timeline_steps, job.steps - first)
         # The second step is the first that has compiled everything.
-        self._begin = None if wanted is None else min(first + 1, job.steps - self._steps)
+        self._begin = None if count is None else min(first + 1, job.steps - self._steps)
         self._begun: int | None = None
         self._done = False
         job.pipe.session.monitor(kept=self._steps)
@@ -221,10 +221,10 @@ def train(
     """
     first, patience = state.step, job.options.early_stop
     seen = evaluations_before(job)
-    told = (
+    text = (
         f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
     )
-    print(f"{job.workload.title}: {told}, run in {job.run.path}", flush=True)
+    print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
     if job.hosts.process == 0:
         tidy(job, seen)
     # A run that ended early ends again when it is resumed.
@@ -309,14 +309,14 @@ class _Log:
             loss: on held-out batches after it, if they were evaluated.
             hosts: who is told; all processes unless given.
         """
-        own = None
+        ours = None
         if done is not None:
             measured = self._job.pipe.session.measured(before=before)
-            own = (
+            ours = (
                 self._numbers.of(done, measured, self.clock.lap_s()),
                 timeline.busy(measured.spans),
             )
-        signum, line = shared(hosts or self._job.hosts, self._stop.signum, own)
+        signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
         if line is not None and self._log is not None:
             line = replace(
                 line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s()

@@ -32,9 +32,9 @@ def with_compiled_bytes(
         store: where the programs are kept.
         device: what they are compiled for.
     """
-    made: dict[tuple[Hashable, frozenset[str]], Program] = {}
+    program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
-    for layer, body, own, like in zip(
+    for layer, body, costs_of_layer, like in zip(
         traced.graph.layers, traced.bodies, options, alike, strict=True
     ):
         later = [
@@ -43,20 +43,22 @@ def with_compiled_bytes(
             if traced.graph.tensors[t].readers[-1] != layer.id
         ]
         backwards.append([])
-        for option in own:
+        for option in costs_of_layer:
             kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
-            if (like, kept) not in made:
-                made[like, kept] = backward_program(store.layer(body, sorted(kept), later))
-            backwards[-1].append(made[like, kept])
-    distinct = {program.key: program for program in made.values()}
+            if (like, kept) not in program_of:
+                program_of[like, kept] = backward_program(store.layer(body, sorted(kept), later))
+            backwards[-1].append(program_of[like, kept])
+    distinct = {program.key: program for program in program_of.values()}
     executables = store.compile([(program, device) for program in distinct.values()])
     temporary = {
         key: executable.memory_analysis().temp_size_in_bytes
         for key, executable in zip(distinct, executables, strict=True)
     }
     compiled = []
-    for own, programs in zip(options, backwards, strict=True):
+    for costs_of_layer, programs in zip(options, backwards, strict=True):
         least, *more = (temporary[program.key] for program in programs)
-        pairs = zip(own[1:], more, strict=True)
-        compiled.append((own[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in pairs)))
+        pairs = zip(costs_of_layer[1:], more, strict=True)
+        compiled.append(
+            (costs_of_layer[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in pairs))
+        )
     return compiled

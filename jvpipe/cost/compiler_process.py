@@ -23,9 +23,9 @@ def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
     """Serves until there is nothing more to read."""
     lock = Lock()
 
-    def say(told: dict[str, Any]) -> None:
+    def say(message: dict[str, Any]) -> None:
         with lock:
-            outgoing.write(json.dumps(told).encode() + b"\n")
+            outgoing.write(json.dumps(message).encode() + b"\n")
             outgoing.flush()
 
     asked = json.loads(incoming.readline())
@@ -58,9 +58,9 @@ def first_line(error: Exception) -> str:
 
 def _own_output() -> BinaryIO:
     """The standard output, for us alone: what libraries print goes to the other one."""
-    own = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    return own
+    return output
 
 
 if __name__ == "__main__":

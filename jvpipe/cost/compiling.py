@@ -64,8 +64,8 @@ class Sizes:
         >>> Sizes.of(sizes.numbers) == sizes
         True
         """
-        arguments, results, aliased, temporary, code, count, *each = map(int, numbers)
-        apart = tuple(each[:count]), tuple(each[count:])
+        arguments, results, aliased, temporary, code, count, *argument_sizes = map(int, numbers)
+        apart = tuple(argument_sizes[:count]), tuple(argument_sizes[count:])
         return Sizes(arguments, results, aliased, temporary, code, *apart)
 
 
@@ -87,10 +87,10 @@ class _Child:
     words: IO[bytes]
     complaints: IO[bytes]
 
-    def say(self, told: dict[str, Any], text: bytes = b"") -> None:
+    def say(self, message: dict[str, Any], text: bytes = b"") -> None:
         """Sends a line, and a text after it; one that has ended is heard of by its answer."""
         with suppress(BrokenPipeError):
-            self.to.write(json.dumps(told).encode() + b"\n" + text)
+            self.to.write(json.dumps(message).encode() + b"\n" + text)
             self.to.flush()
 
     def give(self, number: int, program: str) -> None:
@@ -133,13 +133,13 @@ class Compiler:
             ValueError: the compiler cannot be asked, and why.
         """
         self.target.check()
-        known = {text: self._known(text) for text in dict.fromkeys(texts)}
-        missing = [text for text, numbers in known.items() if numbers is None]
+        size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
+        missing = [text for text, numbers in size_of.items() if numbers is None]
         if missing:
             for text, numbers in self._compiled(missing):
                 self.archive.keep(numbers, *self._words(text))
-                known[text] = self._said[self._words(text)] = numbers
-        return [Sizes.of(known[text] or ()) for text in texts]
+                size_of[text] = self._said[self._words(text)] = numbers
+        return [Sizes.of(size_of[text] or ()) for text in texts]
 
     def _known(self, text: str) -> list[float] | None:
         words = self._words(text)
@@ -168,8 +168,8 @@ class Compiler:
                 if time.monotonic() - told_s > _BETWEEN_S:
                     told_s = time.monotonic()
                     _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
-                each = answer["arguments"]
-                numbers = *answer["sizes"], len(each), *each, *answer["results"]
+                argument_sizes = answer["arguments"]
+                numbers = *answer["sizes"], len(argument_sizes), *argument_sizes, *answer["results"]
                 yield text, list(map(float, numbers))
 
 
@@ -181,8 +181,8 @@ def compiler_of(target: Target, folder: Path | None) -> Compiler:
 
 def _flags(platform: str) -> str:
     """The flags that the compiler of a platform may know."""
-    given = os.environ.get("XLA_FLAGS", "").split()
-    return " ".join(flag for flag in given if not flag.startswith(_OTHERS.get(platform, ())))
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(flag for flag in flags if not flag.startswith(_OTHERS.get(platform, ())))
 
 
 @contextmanager

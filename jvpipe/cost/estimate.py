@@ -64,19 +64,19 @@ def estimate(
         traced, signatures = replace(traced, graph=in_tiles(traced.graph)), in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     distinct = {id(programs): programs for programs in everything}
-    each = {
+    work_of = {
         key: with_said_work(_work(programs, cluster.device), programs, said)
         for key, programs in distinct.items()
     }
-    works = [each[id(programs)] for programs in everything]
+    works = [work_of[id(programs)] for programs in everything]
     if optimizer is not None:
         works = with_updates(
             works, traced.graph.loss_layer, optimizer, partial(_update_s, device=cluster.device)
         )
     if said and optimizer is not None:
         loss = traced.graph.loss_layer
-        told = enumerate(works)
-        works = [with_said_updates(work, i, loss, optimizer, said) for i, work in told]
+        numbered = enumerate(works)
+        works = [with_said_updates(work, i, loss, optimizer, said) for i, work in numbered]
     options = None
     if fates:
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)

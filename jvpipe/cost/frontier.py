@@ -40,19 +40,19 @@ def recomputes(
         nothing: the programs of its layers with no candidate kept.
         device: the hardware.
     """
-    known: dict[tuple[int, tuple[str, ...]], Recompute] = {}
+    cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
     costs = []
     for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
         key = id(programs), tuple(c.name for c in layer.candidates)
-        if key not in known:
+        if key not in cache:
             results = [
                 body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)
             ]
             sizes = {c.name: c.bytes for c in layer.candidates}
-            known[key] = recompute_of(
+            cache[key] = recompute_of(
                 programs, sizes, results, partial(equation_seconds, device=device)
             )
-        costs.append(known[key])
+        costs.append(cache[key])
     return costs
 
 
@@ -70,30 +70,30 @@ def layer_options(
         recomputed: what dropping candidates costs each layer.
         measured: what it was measured to cost each layer, if it was.
     """
-    known: dict[tuple[int, int], tuple[Option, ...]] = {}
+    cache: dict[tuple[int, int], tuple[Option, ...]] = {}
     by_layer = []
     for layer in traced.graph.layers:
         arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
         recompute, input_bytes = recomputed[layer.id], sum(array.bytes for array in arrays)
         key = id(recompute), input_bytes
-        if key not in known:
+        if key not in cache:
             options = options_of(recompute, input_bytes)
-            known[key] = calibrated(options, measured[layer.id]) if measured else options
+            cache[key] = calibrated(options, measured[layer.id]) if measured else options
         by_layer.append(
-            named(known[key], traced.graph.label(layer), [array.name for array in arrays])
+            named(cache[key], traced.graph.label(layer), [array.name for array in arrays])
         )
     return by_layer
 
 
 def options_of(
-    recompute: Recompute, input_bytes: int = 0, most: int = OPTIONS.options
+    recompute: Recompute, input_bytes: int = 0, count: int = OPTIONS.options
 ) -> tuple[Option, ...]:
     """A layer's options: the first keeps everything, the last recomputes everything.
 
     Args:
         recompute: what dropping the layer's candidates costs.
         input_bytes: inputs that the layer alone holds; some options swap them too.
-        most: how many options there are at most.
+        count: how many options there are at most.
 
     Fates are named as the candidates are; `named` gives them the layer's name.
     """
@@ -103,7 +103,7 @@ def options_of(
     ]
     others = [option for option in options if option not in (everything, nothing)]
     points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
-    chosen = [others[i - 2] for i in _thinned(points, most) if i >= 2]
+    chosen = [others[i - 2] for i in _thinned(points, count) if i >= 2]
     chosen.sort(
         key=lambda option: (
             option.swapped_bytes + option.swaps_input > 0,
@@ -180,10 +180,10 @@ def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
     return kept, option.swapped_bytes + swapped, option.extra_s, option.extra_bytes
 
 
-def _thinned(points: np.ndarray, most: int) -> list[int]:
+def _thinned(points: np.ndarray, count: int) -> list[int]:
     """The first two points, and of the others the Pareto set, thinned."""
     efficient = [i for i in range(2, len(points)) if not _beaten(points, i)]
-    if len(efficient) + 2 <= most:
+    if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
     span = points.max(0)
     scaled = points / np.where(span > 0, span, 1)
@@ -194,10 +194,10 @@ def _thinned(points: np.ndarray, most: int) -> list[int]:
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
     picked, often = np.unique((scaled[ids] @ price).argmin(0), return_counts=True)
     chosen = list(dict.fromkeys([0, 1, *picked[np.argsort(-often, kind="stable")].tolist()]))[
-        : max(most, 2)
+        : max(count, 2)
     ]
     distance = np.abs(scaled[ids][:, None] - scaled[ids][None, chosen]).sum(2).min(1)
-    while len(chosen) < most:
+    while len(chosen) < count:
         chosen.append(int(distance.argmax()))
         distance = np.minimum(distance, np.abs(scaled[ids] - scaled[ids[chosen[-1]]]).sum(1))
     return ids[chosen].tolist()

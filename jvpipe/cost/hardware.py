@@ -150,9 +150,9 @@ class Cluster:
         """
         if len(devices) < 2:
             return INFINITE
-        held = Counter(self.machines_of(devices))
-        inside = _ring(self.peer, max(held.values()))
-        between = _ring(self.network, len(held), min(*held.values(), self.networks))
+        devices_on = Counter(self.machines_of(devices))
+        inside = _ring(self.peer, max(devices_on.values()))
+        between = _ring(self.network, len(devices_on), min(*devices_on.values(), self.networks))
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
@@ -170,10 +170,10 @@ class Cluster:
         """
         at_once = min(self.networks, self.devices_per_machine)
         ways = (
-            _ring(self.peer, most).seconds(size)
+            _ring(self.peer, per_machine).seconds(size)
             + _ring(self.network, machines, at_once).seconds(size)
             for machines in range(1, min(count, self.machines) + 1)
-            if (most := -(-count // machines)) <= self.devices_per_machine
+            if (per_machine := -(-count // machines)) <= self.devices_per_machine
         )
         return min(ways, default=float("inf")) if size else 0.0
 

@@ -62,7 +62,7 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
         start = time.perf_counter()
         for _ in range(times):
             jax.block_until_ready(
-                [run(*given) for run, given in zip(runs[:count], inputs, strict=False)]
+                [run(*arguments) for run, arguments in zip(runs[:count], inputs, strict=False)]
             )
         return time.perf_counter() - start
 

@@ -74,20 +74,20 @@ def links_between(
         other: to which it sends; None: no other device.
         archive: where they may be found, and are kept.
     """
-    known, archive, kinds = (
+    links, archive, kinds = (
         known_links(),
         archive or Archive(),
         (device.device_kind, other.device_kind if other else ""),
     )
-    if kinds not in known:
-        known[kinds] = Links.of(
+    if kinds not in links:
+        links[kinds] = Links.of(
             archive.numbers(
                 lambda: ("links", surroundings(device), *kinds),
                 7,  # see Links.numbers
                 lambda: measure_links(device, other).numbers,
             )
         )
-    return known[kinds]
+    return links[kinds]
 
 
 def measure_links(

@@ -54,7 +54,7 @@ def measure_programs(
     store: ProgramStore,
     programs: Sequence[Program],
     device: Device,
-    known: Runs | None = None,
+    earlier: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Runs:
@@ -64,11 +64,11 @@ def measure_programs(
         store: where they are compiled.
         programs: which.
         device: where they run.
-        known: what was measured before and is not measured again; the others are added.
+        earlier: what was measured before and is not measured again; the others are added.
         room_bytes: that the device has for a program.
         archive: where seconds that earlier processes have measured are found, and others are kept.
     """
-    runs = {} if known is None else known
+    runs = {} if earlier is None else earlier
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
     needs = [executable.memory_analysis() for executable in executables]
@@ -101,7 +101,7 @@ def measured_costs(
     *,
     fates: bool = True,
     split: bool = False,
-    known: Runs | None = None,
+    earlier: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Costs:
@@ -117,7 +117,7 @@ def measured_costs(
             half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
             many bytes each option needs more is what its backward needs as compiled.
         split: whether the halves of backwards are measured too.
-        known: what programs took that were measured before; those measured now are added.
+        earlier: what programs took that were measured before; those measured now are added.
         room_bytes: that the device has for a program; what needs more is estimated by the roofline, at the pace of what
             was measured.
         archive: where seconds are found that were measured before, and kept.
@@ -128,16 +128,16 @@ def measured_costs(
     backwards = {
         share: [backward_program(programs) for programs in kept[share]] for share in shares
     }
-    made = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
+    pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
     for share in shares:
-        made += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
-    made += _halves(kept["all"]) if split else ()
+        pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
+    pairs += _halves(kept["all"]) if split else ()
     updates = optimizer.update if optimizer is not None else ()
-    made += ((piece_program(piece), piece.program) for piece in updates)
-    idle = {program.key: Run(0.0, 0) for program, jaxpr in made if not jaxpr.jaxpr.outvars}
-    busy = {program.key: (program, jaxpr) for program, jaxpr in made if program.key not in idle}
+    pairs += ((piece_program(piece), piece.program) for piece in updates)
+    idle = {program.key: Run(0.0, 0) for program, jaxpr in pairs if not jaxpr.jaxpr.outvars}
+    busy = {program.key: (program, jaxpr) for program, jaxpr in pairs if program.key not in idle}
     runs = measure_programs(
-        store, [program for program, _ in busy.values()], device, known, room_bytes, archive
+        store, [program for program, _ in busy.values()], device, earlier, room_bytes, archive
     )
     runs = idle | runs | _estimated(store, device, runs, busy)
     works = []
@@ -166,10 +166,10 @@ def measured_costs(
 
 def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
     """Yields both halves of every backward that has them."""
-    for made in programs:
-        if made.halves is not None:
-            yield input_program(made), made.halves.input
-            yield weight_program(made), made.halves.weight
+    for compiled in programs:
+        if compiled.halves is not None:
+            yield input_program(compiled), compiled.halves.input
+            yield weight_program(compiled), compiled.halves.weight
 
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
@@ -217,8 +217,10 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 
 
 def _needed_bytes(needs: Any) -> int:
-    held = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    return held + needs.temp_size_in_bytes
+    held_bytes = (
+        needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+    )
+    return held_bytes + needs.temp_size_in_bytes
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[float]:
@@ -242,13 +244,13 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
     while len(taken) <= MEASURING.runs and (
         len(taken) < 3 or sum(taken) < MEASURING.runs * MEASURING.long_s
     ):
-        given = [
+        inputs = [
             kept[i] if i in kept else jax.device_put(x, device, may_alias=False)
             for i, x in enumerate(examples)
         ]
-        jax.block_until_ready(given)
+        jax.block_until_ready(inputs)
         start = time.perf_counter()
-        jax.block_until_ready(executable(*given))
+        jax.block_until_ready(executable(*inputs))
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 

@@ -107,8 +107,8 @@ def costs_of(
         for t in graph.tensors
     )
     ids = tuple(layer.id for layer in graph.layers)
-    told = {"carried": carried(graph), "outline": outline_of(graph, microbatches)}
-    return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, **told)
+    described = {"carried": carried(graph), "outline": outline_of(graph, microbatches)}
+    return Costs(tuple(layers), edges, tuple(model.shared()), ids=ids, **described)
 
 
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
@@ -139,12 +139,18 @@ def split_costs(
         programs: of each layer, with all candidates kept.
         seconds: those of the two halves of some programs.
     """
-    distinct = {id(made): made for made in programs if made.halves is not None}
-    took = {key: seconds(made) for key, made in distinct.items()}
+    distinct = {
+        id(layer_programs): layer_programs
+        for layer_programs in programs
+        if layer_programs.halves is not None
+    }
+    took = {key: seconds(layer_programs) for key, layer_programs in distinct.items()}
     pairs = zip(graph.layers, programs, strict=True)
     return [
-        _split_cost(graph, layer, made, *took[id(made)]) if id(made) in took else None
-        for layer, made in pairs
+        _split_cost(graph, layer, layer_programs, *took[id(layer_programs)])
+        if id(layer_programs) in took
+        else None
+        for layer, layer_programs in pairs
     ]
 
 
@@ -180,12 +186,12 @@ class _Model:
         ] = {}  # the layers whose forward reads or makes a value
         for layer, signature in zip(graph.layers, signatures, strict=True):
             values = {"input": layer.reads, "output": layer.writes}
-            held = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
-            for known, refs in (
-                (self.holders, held),
+            read_values = {values[kind][i] for kind, i in signature.sources if kind != "residual"}
+            for users, refs in (
+                (self.holders, read_values),
                 (self.touching, {*layer.reads, *layer.writes}),
             ):
-                known.update((ref, (*known.get(ref, ()), layer.id)) for ref in refs)
+                users.update((ref, (*users.get(ref, ()), layer.id)) for ref in refs)
         arrays: dict[ValueKind, list[int]] = {
             ValueKind.TENSOR: [t.array.bytes for t in graph.tensors],
             ValueKind.BATCH: [a.bytes for a in graph.batch],
@@ -238,8 +244,8 @@ class _Model:
                 and layers[0] <= layer.id <= layers[-1]
             ):
                 holders = self.holders.get(ref, ())
-                held = bool(holders) if ref.kind == ValueKind.TENSOR else layer.id in holders
-                total += 0 if held else self.bytes[ref]
+                is_held = bool(holders) if ref.kind == ValueKind.TENSOR else layer.id in holders
+                total += 0 if is_held else self.bytes[ref]
         return total
 
     def passing_backward_bytes(self, layer: Layer) -> int:

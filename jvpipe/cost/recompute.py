@@ -106,8 +106,10 @@ class Recompute:
 
     def _prices(self) -> np.ndarray:
         """Seconds per byte, from where everything is kept to where nothing is."""
-        most = self.seconds.sum() / max(min((self.bytes[c] for c in self.choices), default=1), 1)
-        return np.geomspace(most * 1e-5, most * 2, OPTIONS.prices) if most else np.array([])
+        highest = self.seconds.sum() / max(min((self.bytes[c] for c in self.choices), default=1), 1)
+        return (
+            np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices) if highest else np.array([])
+        )
 
     def cut(self, price: float) -> frozenset[int]:
         """The candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
@@ -130,11 +132,11 @@ class Recompute:
             np.arange(n) + 2 + n,
             np.arange(columns) + 2 + 2 * n,
         )
-        own = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
-        scale = OPTIONS.flow_units / max(own.sum() + self.seconds.sum(), 1e-300)
+        weights = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
+        scale = OPTIONS.flow_units / max(weights.sum() + self.seconds.sum(), 1e-300)
         endless = 2 * OPTIONS.flow_units
         edges = [(0, needed[p], endless) for p in self.parents[-1]]
-        edges += [(needed[c], recomputed[c], int(own[c] * scale)) for c in range(n)]
+        edges += [(needed[c], recomputed[c], int(weights[c] * scale)) for c in range(n)]
         edges += [(recomputed[c], needed[p], endless) for c in range(n) for p in self.parents[c]]
         edges += [
             (recomputed[c], equation[e], endless)
@@ -168,7 +170,7 @@ def recompute_of(
         seconds: how long each of some equations takes, given them and their outputs.
     """
     backward = merged_equations(nothing.backward).jaxpr
-    repeated, wanted = _repeated(backward, len(nothing.signature.sources))
+    repeated, needed = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
     named = {
         v: _name(backward.eqns[i]) for v, i in maker.items() if _name(backward.eqns[i]) in sizes
@@ -186,7 +188,7 @@ def recompute_of(
                 todo += jaxprs.variables(backward.eqns[maker[v]].invars)
         return names, eqns
 
-    direct, always = made_of(wanted)
+    direct, always = made_of(needed)
     operands = {name: jaxprs.variables(backward.eqns[maker[v]].invars) for v, name in named.items()}
     lineage: dict[str, tuple[set[str], set[int]]] = {}
     todo = sorted(direct)
@@ -223,8 +225,8 @@ def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
         else:
             pulled.update(eqn.outvars)
             read += eqn.invars
-    made = {v for i in repeated for v in backward.eqns[i].outvars}
-    return repeated, [v for v in jaxprs.variables(read) if v in made]
+    outputs = {v for i in repeated for v in backward.eqns[i].outvars}
+    return repeated, [v for v in jaxprs.variables(read) if v in outputs]
 
 
 def _name(eqn: JaxprEqn) -> str:

@@ -133,12 +133,12 @@ class Kernels:
     def _written(
         self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str, fuses: bool
     ) -> set[Var]:
-        wanted = list(jaxprs.variables(outputs))
+        needed = list(jaxprs.variables(outputs))
         for eqn in eqns:
             if _is_kernel(eqn, platform) or not (fuses or _is_free(eqn)):
-                wanted += eqn.outvars
-                wanted += jaxprs.variables(eqn.invars) if _reads_memory(eqn, platform) else ()
-        return {self.root.get(v, v) for v in wanted}
+                needed += eqn.outvars
+                needed += jaxprs.variables(eqn.invars) if _reads_memory(eqn, platform) else ()
+        return {self.root.get(v, v) for v in needed}
 
     def _traced(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
         """The values in memory that an equation is made of, and the operations since then."""
@@ -221,7 +221,7 @@ def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
     """Equations with bodies of their own: a scan's as often as it runs, a while's once, of branches the longest."""
-    each = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
+    body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":
-        return max(each)
-    return sum(each) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        return max(body_seconds)
+    return sum(body_seconds) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)

@@ -61,8 +61,8 @@ def with_said_updates(
     holders = (layer, None) if layer == loss else (layer,)
     pieces = [piece for piece in optimizer.update if piece.layer in holders]
     programs = [piece_program(piece, keeps=keeps) for piece in pieces for keeps in (False, True)]
-    most = max(work.update_temporary_bytes, *_temporaries(said, *programs))
-    return replace(work, update_temporary_bytes=most)
+    largest = max(work.update_temporary_bytes, *_temporaries(said, *programs))
+    return replace(work, update_temporary_bytes=largest)
 
 
 def with_said_options(
@@ -81,8 +81,8 @@ def with_said_options(
         store: where programs are kept.
         said: by the compiler.
     """
-    told = []
-    for layer, body, work, own in zip(
+    layers = []
+    for layer, body, work, programs_of_layer in zip(
         traced.graph.layers, traced.bodies, works, options, strict=True
     ):
         later = [
@@ -90,19 +90,22 @@ def with_said_options(
             for t in layer.reading(ValueKind.TENSOR)
             if traced.graph.tensors[t].readers[-1] != layer.id
         ]
-        known: dict[int, int] = {0: 0}
+        said_bytes: dict[int, int] = {0: 0}
         extra: list[int | None] = []
-        for option in own:
+        for option in programs_of_layer:
             kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
             programs = store.known_layer(body, kept, later)
-            most = None if programs is None else _most(said, programs, work)
-            extra.append(most)
-            if most is not None:
-                known[option.extra_bytes] = max(known.get(option.extra_bytes, 0), most)
-        told.append(
-            tuple(_with_extra(option, x, known) for option, x in zip(own, extra, strict=True))
+            largest = None if programs is None else _most(said, programs, work)
+            extra.append(largest)
+            if largest is not None:
+                said_bytes[option.extra_bytes] = max(said_bytes.get(option.extra_bytes, 0), largest)
+        layers.append(
+            tuple(
+                _with_extra(option, x, said_bytes)
+                for option, x in zip(programs_of_layer, extra, strict=True)
+            )
         )
-    return told
+    return layers
 
 
 def _most(said: Said, programs: LayerPrograms, work: Work) -> int | None:
@@ -120,12 +123,12 @@ def _most(said: Said, programs: LayerPrograms, work: Work) -> int | None:
     )
 
 
-def _with_extra(option: Option, said: int | None, known: Mapping[int, int]) -> Option:
+def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
     """Returns an option with the compiler's bytes for it, or for options that compute about as much again."""
     if said is not None:
         return replace(option, extra_bytes=max(option.extra_bytes, said))
-    modelled = np.array(sorted(known))
-    more = np.array([known[x] - x for x in sorted(known)])
+    modelled = np.array(sorted(said_bytes))
+    more = np.array([said_bytes[x] - x for x in sorted(said_bytes)])
     excess = float(np.interp(option.extra_bytes, modelled, more))
     return replace(option, extra_bytes=option.extra_bytes + max(0, round(excess)))
 

@@ -32,9 +32,9 @@ def parts_of(product: Product, cores: int) -> int:
     if 256 * m * n * k < _FEW_OPERATIONS * moved:
         return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
     tiles = product.b * -(-m // _TILE[0]) * -(-n // _TILE[1])
-    wanted = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
-    most = 1 << max(1, k // _SHORTEST).bit_length() - 1
-    return _power(min(wanted, most))
+    target = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
+    largest = 1 << max(1, k // _SHORTEST).bit_length() - 1
+    return _power(min(target, largest))
 
 
 def split_bytes(product: Product, cores: int) -> int:

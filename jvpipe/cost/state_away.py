@@ -23,13 +23,13 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
     for leaf, layer in optimizer.holders:
         if layer is not None and optimizer.state[leaf].parameter in away:
             sizes[layer] += optimizer.state[leaf].array.bytes
-    held = min(UPDATES_HELD * max(sizes), sum(sizes))
+    held_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = (
         replace(
             layer,
             optimizer_bytes=layer.optimizer_bytes - size,
             state_bytes=layer.state_bytes - size,
-            temporary_bytes=layer.temporary_bytes + held,
+            temporary_bytes=layer.temporary_bytes + held_bytes,
         )
         for layer, size in zip(costs.layers, sizes, strict=True)
     )

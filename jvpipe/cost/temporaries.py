@@ -75,7 +75,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = _with_relaid(steps, _relaid(jaxpr))
         size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    alive, most = Counter[bool](), 0  # what is small and what is not
+    alive, peak = Counter[bool](), 0  # what is small and what is not
     ending: dict[int, Counter[bool]] = {}
     for i, step in enumerate(steps):
         for v in step.writes - elsewhere:
@@ -83,9 +83,9 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
             alive += made
             ending[last.get(v, i)] = ending.get(last.get(v, i), Counter()) + made
         beside = max(0, alive[True] - device.scratch_bytes)
-        most = max(most, alive[False] + beside + step.own_bytes)
+        peak = max(peak, alive[False] + beside + step.own_bytes)
         alive -= ending.get(i, Counter())
-    return most
+    return peak
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,10 @@ class _Step:
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        made = kernels.written.intersection(eqn.outvars)
-        yield _Step(frozenset(kernel.reads), frozenset(made), _loop(eqn), _own_bytes(eqn, device))
+        outputs = kernels.written.intersection(eqn.outvars)
+        yield _Step(
+            frozenset(kernel.reads), frozenset(outputs), _loop(eqn), _own_bytes(eqn, device)
+        )
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
@@ -193,11 +195,11 @@ def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
 
 def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
     """The steps, the first of which that reads an input that is relaid makes its copy."""
-    told, left = [], set(relaid)
+    marked, left = [], set(relaid)
     for step in steps:
-        told.append(replace(step, writes=step.writes | (step.reads & left)))
+        marked.append(replace(step, writes=step.writes | (step.reads & left)))
         left -= step.reads
-    return told
+    return marked
 
 
 def _tpu_bytes(v: Var, halves: set[Var]) -> int:

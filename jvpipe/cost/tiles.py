@@ -54,8 +54,8 @@ def in_tiles(value: T) -> T:
     if type(value) is tuple:
         return tuple(map(in_tiles, value))
     if is_dataclass(value) and not isinstance(value, type):
-        told = {field.name: getattr(value, field.name) for field in fields(value)}
-        return replace(value, **{name: in_tiles(x) for name, x in told.items()})
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{name: in_tiles(x) for name, x in values.items()})
     return value
 
 
@@ -72,8 +72,8 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     layout = header.partition("entry_computation_layout={")[2]
     arguments, _, results = layout.partition("->")
     sides = (arguments, _closed(results))
-    told = [tuple(laid_bytes(m.group()) for m in _SHAPE.finditer(side)) for side in sides]
-    return told[0], told[1]
+    sizes = [tuple(laid_bytes(m.group()) for m in _SHAPE.finditer(side)) for side in sides]
+    return sizes[0], sizes[1]
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:

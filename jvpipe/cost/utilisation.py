@@ -48,12 +48,12 @@ def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | 
     Returns:
         None if the peak of a device is not known; that of a CPU is not.
     """
-    known = [known_accelerator(kind) for kind in kinds]
-    if None in known:
+    accelerators = [known_accelerator(kind) for kind in kinds]
+    if None in accelerators:
         return None
     work = product_flops(eqn for body in traced.bodies for eqn in body.eqns)
     seconds = 0.0
     for dtype, count in work.items():
-        peak = sum(peak_per_s(device, dtype) for device in known if device is not None)
+        peak = sum(peak_per_s(device, dtype) for device in accelerators if device is not None)
         seconds += (1 + BACKWARD) * microbatches * count / peak
     return seconds

@@ -187,10 +187,10 @@ class Row:
         number = {b: i for i, b in enumerate(self.reads)}
         for b in (b for part in self.parts for b in part.writes):
             number.setdefault(b, len(number))
-        each = [(row.reads, row.writes) for row in (*self.parts, self)]
+        touched = [(row.reads, row.writes) for row in (*self.parts, self)]
         return tuple(
             (tuple(number[b] for b in reads), tuple(number[b] for b in writes))
-            for reads, writes in each
+            for reads, writes in touched
         )
 
     def __str__(self) -> str:

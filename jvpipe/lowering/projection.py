@@ -19,24 +19,24 @@ from jvpipe.ir.values import NONE
 from jvpipe.lowering.receipts import crossings
 
 
-def projected(lowered: Lowered, processes: Sequence[int], own: int) -> Lowered:
+def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
     """Returns the rows of one process. The buffer table stays that of all, so that numbers mean the same everywhere.
 
     Args:
         lowered: a step with its receipts.
         processes: of each place.
-        own: the process.
+        process: the process.
     """
 
     def local(buffers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(b for b in buffers if processes[lowered.buffers[b].place] == own)
+        return tuple(b for b in buffers if processes[lowered.buffers[b].place] == process)
 
     crossing = {x.row: x for x in crossings(lowered, processes)}
     rows: list[Row] = []
     for number, row in enumerate(lowered.rows):
         x = crossing.get(number)
-        here = processes[row.place] == own
-        if not here and (x is None or x.target != own):
+        here = processes[row.place] == process
+        if not here and (x is None or x.target != process):
             continue
         row = replace(row, frees=local(row.frees))
         if x is None:

@@ -125,9 +125,9 @@ class Slicing(ReplicaParts):
         sliced = self._layouts[op.run.layout].sliced
         of_replicas = [sliced[e] for e in self.where.slices(op.layer) if e is not None]
         if KINDS[op.kind].between:  # the second half of a backward
-            left = [each.halves[op.layer].handed for each in of_replicas]
+            left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
-            left = [each.signatures[op.layer].residuals for each in of_replicas]
+            left = [replica.signatures[op.layer].residuals for replica in of_replicas]
         return min((sum(array.bytes for array in arrays) for arrays in left), default=0)
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:

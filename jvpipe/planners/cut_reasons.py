@@ -26,15 +26,15 @@ def device_reasons(problem: Problem) -> list[str]:
     >>> device_reasons(problem)
     ['micro-batches pass device 0: 24.00 GiB; device 1: 11.00 GiB, layers take 2.00 times as long']
     """
-    told = []
+    reasons = []
     for place, group in enumerate(problem.groups):
         limit, times = problem.limit_of(place), group.mean_slowness
         facts = [] if limit is None else [format_bytes(limit)]
         facts += [f"layers take {times:.2f} times as long"] if group.slowness else []
-        told.append(
+        reasons.append(
             f"{problem.name_of(place)}: {', '.join(facts)}" if facts else problem.name_of(place)
         )
-    return [f"micro-batches pass {'; '.join(told)}"] if told else []
+    return [f"micro-batches pass {'; '.join(reasons)}"] if reasons else []
 
 
 def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: int) -> str:

@@ -70,8 +70,8 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
     if not seconds[-1]:
         return []
     often = "once a step" if problem.updates == 1 else f"{problem.updates:g} times a step"
-    least, most = (f"{1e3 * s:.2f}" for s in (seconds[0], seconds[-1]))
-    took = most if least == most else f"{least} to {most}"
+    least, longest = (f"{1e3 * s:.2f}" for s in (seconds[0], seconds[-1]))
+    took = longest if least == longest else f"{least} to {longest}"
     return [f"an update takes {took} ms on a stage, {often}"]
 
 

@@ -44,9 +44,9 @@ def shape_reasons(
         kinds: the best plan of each kind of shape that was looked at.
     """
     best_s = simulated_step_s(problem, evaluate(problem, decision).stages)
-    own = shape_of(problem).kind
+    present_kind = shape_of(problem).kind
     others = sorted(
-        (plan for kind, plan in kinds.items() if kind != own), key=lambda plan: plan.step_s
+        (plan for kind, plan in kinds.items() if kind != present_kind), key=lambda plan: plan.step_s
     )
     lines = []
     for plan in others:

@@ -50,12 +50,16 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     stages = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
-        matches = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
+        matches = [
+            [name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names
+        ]
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
                 close = (
-                    ", ".join(nearest(pattern, [name for known in names for name in known]))
+                    ", ".join(
+                        nearest(pattern, [name for stage_names in names for name in stage_names])
+                    )
                     or "none"
                 )
                 raise ValueError(
@@ -88,15 +92,17 @@ def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str])
     names = [_trained(graph, stage) for stage in plan.stages]
     fates = [dict(stage.state_fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
-        matches = [[name for name in known if fnmatchcase(name, pattern)] for known in names]
+        matches = [
+            [name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names
+        ]
         if not any(matches):
-            every = [name for known in names for name in known]
+            every = [name for stage_names in names for name in stage_names]
             raise ValueError(
                 f"unknown parameter '{pattern}' in state_fates: no path matches, the nearest are "
                 f"{', '.join(nearest(pattern, every)) or 'none'}"
             )
-        for each, matched in zip(fates, matches, strict=True):
-            each.update(dict.fromkeys(matched, Fate(fate)))
+        for stage_fates, matched in zip(fates, matches, strict=True):
+            stage_fates.update(dict.fromkeys(matched, Fate(fate)))
     both = zip(plan.stages, fates, strict=True)
     return replace(plan, stages=tuple(replace(stage, state_fates=f) for stage, f in both))
 
@@ -110,7 +116,7 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
         cuts: layers per stage.
     """
     fates, state_fates = (
-        {name: fate for each in of_stages for name, fate in each.items()}
+        {name: fate for stage_fates in of_stages for name, fate in stage_fates.items()}
         for of_stages in (
             [stage.fates for stage in plan.stages],
             [stage.state_fates for stage in plan.stages],
@@ -119,14 +125,14 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     stages = []
     for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
-        held = [name for name in _trained(graph, stage) if name in state_fates]
-        known = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        wanted = fates | dict(old.fates)  # a value that two stages hold has a fate in each
+        swapped = [name for name in _trained(graph, stage) if name in state_fates]
+        possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
+        carried = fates | dict(old.fates)  # a value that two stages hold has a fate in each
         stages.append(
             replace(
                 stage,
-                fates={name: fate for name, fate in wanted.items() if name in known[fate]},
-                state_fates={name: state_fates[name] for name in held},
+                fates={name: fate for name, fate in carried.items() if name in possible[fate]},
+                state_fates={name: state_fates[name] for name in swapped},
             )
         )
     return replace(plan, stages=tuple(stages))
@@ -149,16 +155,16 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     layers = [graph.layers[i] for i in stage.layers]
     names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
     for tensor in graph.tensors:
-        read, made = not inside.isdisjoint(tensor.readers), tensor.producer in inside
-        if made if FATES[fate].again else read:
+        read, makes = not inside.isdisjoint(tensor.readers), tensor.producer in inside
+        if makes if FATES[fate].again else read:
             names.append(tensor.array.name)
     return names
 
 
 def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
     """The paths of the parameters that a stage updates."""
-    own = (p for layer in stage.layers for p in graph.trained(graph.owned(layer)))
-    return [graph.parameters[p].array.name for p in own]
+    trained = (p for layer in stage.layers for p in graph.trained(graph.owned(layer)))
+    return [graph.parameters[p].array.name for p in trained]
 
 
 def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:

@@ -121,12 +121,12 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
         return
     bare = {v: _jax.new_variable(_jax.aval(v)) for v in values}
     shapes = [jax.ShapeDtypeStruct(_jax.aval(v).shape, _jax.aval(v).dtype) for v in values]
-    held = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier([*map(_jax.laid_out, xs)]))(
+    laid_out = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier([*map(_jax.laid_out, xs)]))(
         shapes
     ).jaxpr
-    ends = dict(zip((*held.invars, *held.outvars), (*bare.values(), *values), strict=True))
+    ends = dict(zip((*laid_out.invars, *laid_out.outvars), (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
-    for each in held.eqns:
+    for each in laid_out.eqns:
         invars, outvars = ([ends.get(v, v) for v in vs] for vs in (each.invars, each.outvars))
         yield each.replace(invars=invars, outvars=outvars)
 

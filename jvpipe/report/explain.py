@@ -80,9 +80,9 @@ def stage_table(
     for s, stage in enumerate(plan.stages):
         where = ", ".join(str(devices[d]) for d in stage.devices)
         layers = f"{stage.layers[0]} to {stage.layers[-1]}"
-        most = [peak.bytes for d in stage.devices if (peak := peaks[d])]
-        told = format_bytes(max(most)) if most else "known elsewhere"
-        rows.append((s, where, layers, _parameters(graph, stage), told))
+        peak_sizes = [peak.bytes for d in stage.devices if (peak := peaks[d])]
+        written = format_bytes(max(peak_sizes)) if peak_sizes else "known elsewhere"
+        rows.append((s, where, layers, _parameters(graph, stage), written))
     return columns(rows)
 
 
@@ -98,11 +98,11 @@ def _peak(peak: Peak | None) -> str:
     """Says what a device holds at most, when, and of what."""
     if peak is None:
         return "its peak is known to its process"
-    told = f"peak {format_bytes(peak.bytes)}"
+    text = f"peak {format_bytes(peak.bytes)}"
     if peak.row is None:
-        return told
+        return text
     return (
-        told
+        text
         + f"\n  peak at {peak.row}: "
         + ", ".join(f"{owner} {format_bytes(size)}" for owner, size in peak.holders)
     )
@@ -111,9 +111,11 @@ def _peak(peak: Peak | None) -> str:
 def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> str:
     layer = graph.layers[i]
     residual = sum(c.bytes for c in layer.candidates)
-    held = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
+    parameter_bytes = sum(graph.parameters[p].array.bytes for p in graph.owned(i))
     seconds = f"  {1e3 * layer_s[i]:8.3f} ms" if layer_s else ""
-    sizes = f"{format_bytes(held):>11} parameters {format_bytes(residual):>11} candidates"
+    sizes = (
+        f"{format_bytes(parameter_bytes):>11} parameters {format_bytes(residual):>11} candidates"
+    )
     return f"layer {i:>3} {graph.label(layer):<36} {sizes}{seconds}"
 
 
@@ -124,10 +126,10 @@ def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]
     names += [graph.tensors[t].array.name for t in layer.writing(ValueKind.TENSOR)]
     states = [graph.parameters[p].array.name for p in graph.owned(i)]
-    told = [("", names, stage.fates), ("optimizer state of ", states, stage.state_fates)]
+    parts = [("", names, stage.fates), ("optimizer state of ", states, stage.state_fates)]
     return "".join(
         f"; {fate} {what}{', '.join(chosen)}"
-        for what, those, fates in told
+        for what, those, fates in parts
         for fate in Fate
         if fate is not Fate.KEEP and (chosen := [n for n in those if fates.get(n) == fate])
     )

@@ -38,10 +38,10 @@ def check_format(path: str | Path) -> None:
     ...
     ValueError: plan.json: no picture ends in '.json', use one of ...png...
     """
-    known = FigureCanvasAgg.get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in known:
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in formats:
         raise ValueError(
-            f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(known))}"
+            f"{path}: no picture ends in {Path(path).suffix!r}, use one of {', '.join(sorted(formats))}"
         )
 
 
@@ -92,10 +92,10 @@ def _from_zero(picture: Picture) -> Picture:
 def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
     """Tells when each place begins to hold how many bytes, if it ever holds any; the host is the last."""
     found: dict[str, tuple[list[float], list[int]]] = {}
-    for place, at_s, held in levels:
+    for place, at_s, held_bytes in levels:
         times_s, sizes = found.setdefault(place, ([], []))
         times_s.append(at_s)
-        sizes.append(held)
+        sizes.append(held_bytes)
     places = sorted(found, key=lambda place: place == _HOST)
     return {place: found[place] for place in places if max(found[place][1])}
 
@@ -126,10 +126,10 @@ def _draw_rows(
         tick.set_fontsize(9 if rows[row] > 0.3 else 6.5)
     axes.tick_params(left=False, bottom=False)
     axes.spines[:].set_visible(False)
-    known = [
+    kinds = [
         look for look in dict.fromkeys(info.look for info in KINDS.values()) if look in by_look
     ]
-    _legend(axes, [Patch(color=colour, label=name) for name, colour in known])
+    _legend(axes, [Patch(color=colour, label=name) for name, colour in kinds])
 
 
 def _labels(spans: Sequence[Span]) -> Iterator[tuple[str, str, float, float]]:
@@ -184,16 +184,16 @@ def _draw_curves(
             linewidth=1.3,
             label=f"{place}: {format_bytes(max(sizes))}",
         )
-    most = max(max(sizes) for _, sizes in curves.values())
+    highest = max(max(sizes) for _, sizes in curves.values())
     # One line is enough where all have the same limit.
     alike = len(set(limits.values())) == 1
     for place, limit in list(limits.items())[: 1 if alike else None]:
-        told = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"
-        if limit > _MOST_ROOM * most:
-            axes.plot([], [], " ", label=f"{told}, above")
+        label = f"{'limit' if alike else f'limit of {place}'}: {format_bytes(limit)}"
+        if limit > _MOST_ROOM * highest:
+            axes.plot([], [], " ", label=f"{label}, above")
         else:
             colour = "black" if alike else colours.get(place, "black")
-            axes.axhline(limit, color=colour, linestyle="--", linewidth=1, label=told)
+            axes.axhline(limit, color=colour, linestyle="--", linewidth=1, label=label)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(_binary_ticks(axes.get_ylim()[1]))
     axes.yaxis.set_major_formatter(
@@ -205,9 +205,9 @@ def _draw_curves(
     _legend(axes, axes.get_legend_handles_labels()[0])
 
 
-def _binary_ticks(most: float) -> MultipleLocator:
+def _binary_ticks(highest: float) -> MultipleLocator:
     """Places four to eight ticks at round multiples of a power of two."""
-    return MultipleLocator(2.0 ** max(0, math.floor(math.log2(max(most, 8.0) / 4))))
+    return MultipleLocator(2.0 ** max(0, math.floor(math.log2(max(highest, 8.0) / 4))))
 
 
 def _legend(axes: Axes, handles: Sequence[Artist]) -> None:

@@ -69,7 +69,7 @@ class StepMetrics:
                 case int() | float():
                     numbers[name] = value
                 case Mapping():
-                    numbers |= {f"{name}/{key}": each for key, each in value.items()}
+                    numbers |= {f"{name}/{key}": number for key, number in value.items()}
                 case tuple() if name == "staleness":
                     numbers[name] = max(value)
         return numbers

@@ -93,7 +93,7 @@ class WeightsAndBiases(_Sent):
         # A resumed run goes on under the id of the run before.
         if not named.exists():
             named.write_text(uuid.uuid4().hex[:8])
-        given = {
+        options = {
             "project": "jvpipe",
             "name": run.folder.name,
             "dir": str(run.folder),
@@ -101,7 +101,9 @@ class WeightsAndBiases(_Sent):
         }
         settings = wandb.Settings(silent=True, console="off")
         try:
-            self._run = wandb.init(**given, id=named.read_text(), resume="allow", settings=settings)
+            self._run = wandb.init(
+                **options, id=named.read_text(), resume="allow", settings=settings
+            )
         except wandb.Error as problem:
             reason = str(problem).splitlines()[0].rstrip(".")
             raise ValueError(
@@ -134,8 +136,8 @@ class MLflow:
     def log(self, step: int, metrics: Numbers) -> None:
         """Takes the numbers of a step."""
         now_ms = int(time.time() * 1000)
-        told = [self._metric(name, float(x), now_ms, step) for name, x in metrics.items()]
-        self._client.log_batch(self._id, metrics=told)
+        sent = [self._metric(name, float(x), now_ms, step) for name, x in metrics.items()]
+        self._client.log_batch(self._id, metrics=sent)
 
     def close(self) -> None:
         """Ends the run."""

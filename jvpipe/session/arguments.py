@@ -54,11 +54,11 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     return int(value)
 
 
-def positive(name: str, value: Any, most: float = math.inf) -> float:
+def positive(name: str, value: Any, largest: float = math.inf) -> float:
     """Checks a number above 0, and not above a limit if there is one."""
     number = is_whole(value) or isinstance(value, float | np.floating)
-    if not number or not 0 < value < math.inf or value > most:
-        limit = "" if most == math.inf else f", and at most {most:.3g}"
+    if not number or not 0 < value < math.inf or value > largest:
+        limit = "" if largest == math.inf else f", and at most {largest:.3g}"
         raise ValueError(f"{name} must be a number above 0{limit}, not {brief(value)}")
     return float(value)
 
@@ -113,9 +113,9 @@ def checked_schedule(name: str, schedule: Any) -> Schedule:
     )
 
 
-def checked_stages(name: str, stages: Any, most: int) -> int | Plan:
+def checked_stages(name: str, stages: Any, largest: int) -> int | Plan:
     """Checks the number of stages, or takes a plan."""
-    return stages if isinstance(stages, Plan) else whole_number(name, stages, most=most)
+    return stages if isinstance(stages, Plan) else whole_number(name, stages, most=largest)
 
 
 def checked_fates(name: str, fates: Any, of: str) -> dict[str, str]:

@@ -273,11 +273,11 @@ def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShap
         if not problem.replicated:
             return ChosenShape(problem.devices, why)
         try:
-            held = held_bytes_of(planned.plan)
+            device_bytes = held_bytes_of(planned.plan)
         except ValueError as unlike:  # a layer leaves other things on slices than on the whole
             return _one_each(measurement, str(unlike))
         limits = [problem.limit_of(place) or math.inf for place in problem.places]
-        over = max(size - limit for size, limit in zip(held, limits, strict=True))
+        over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))
         if over <= 0:
             return ChosenShape(problem.devices, why, planned)
         # The next plan is asked for under a limit that is smaller by what this one holds too much.

@@ -148,10 +148,10 @@ def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
 def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError unless the run's key is of the kind that the model was traced with."""
     rng = session.trees.rng
-    own = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
-    if meta["key"] != own:
+    ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
+    if meta["key"] != ours:
         raise ValueError(
-            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's is {own}: "
+            f"{path} was saved with the key {meta['key']} (words, kind), this pipeline's is {ours}: "
             "give init such a key"
         )
 
@@ -171,8 +171,8 @@ def _placed(session: Session, path: str | Path, saved: Saved, compiled: Compiled
     """Places the arrays of a state at rest."""
     saving, meta = _saving(session, compiled), saved.meta
     # Each process reads what it is to hold, and nothing else.
-    wanted = saving.own(0)
-    leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(wanted)))
+    names = saving.own(0)
+    leaves = read_together(session.settings.hosts, lambda: saving.leaves(path, saved.read(names)))
     step, updates = int(meta["step"]), int(meta["updates"])
     return session.place(session.compiled_plans, compiled, leaves, saved_words(meta), step, updates)
 
@@ -181,8 +181,8 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     """Places the arrays of a state in flight each where it lay."""
     hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
     stream_steps = int(in_flight["steps"])
-    wanted = _saving(session, compiled).own(stream_steps)
-    arrays = read_together(hosts, lambda: saved.read(wanted))
+    names = _saving(session, compiled).own(stream_steps)
+    arrays = read_together(hosts, lambda: saved.read(names))
     # In flight everything is placed where it lay, so making it takes no more than running.
     session.reset(compiled, compiled.peaks)
     try:

@@ -261,8 +261,8 @@ class CompiledPlans:
         plan = Plan.from_json(json.loads(hosts.decided("plan", decide)))
         if decided:
             return decided[0]
-        told = replace(planner, settings=replace(self.settings, stages=plan))
-        return told.plan(traced, finer=finer)
+        with_plan = replace(planner, settings=replace(self.settings, stages=plan))
+        return with_plan.plan(traced, finer=finer)
 
     def _split_alike(self, traced: Traced, params: Tree) -> Traced | None:
         """Splits a model as the present one is, if it has the same layers and the same tree of parameters."""
@@ -327,15 +327,15 @@ class CompiledPlans:
     def compile_everywhere(self) -> None:
         """Compiles all that training needs on every device of this process, so that any layer can run on any."""
         # Any layer may come to any device of this process by a later plan.
-        every = [replace(each, grouped=False) for each in (self.current, *self._warmup.values())]
+        every = [replace(plan, grouped=False) for plan in (self.current, *self._warmup.values())]
         for compiled in every:
             compiled.peaks  # noqa: B018 - what is asked for is compiled, where the plan has it
-        own = [device for device in self.settings.devices if _jax.is_own(device)]
+        local = [device for device in self.settings.devices if _jax.is_own(device)]
         programs = [
             self.current.placing.initial_program(piece) for piece in self.current.optimizer.init
         ]
         programs += [program for compiled in every for program in compiled.executables.values()]
-        self._store.compile([(program, device) for program in programs for device in own])
+        self._store.compile([(program, device) for program in programs for device in local])
 
 
 def loop_reasons(traced: Traced) -> list[str]:

@@ -99,7 +99,10 @@ def predict(session: Session, state: State, batch: Tree, function: Function) -> 
     live = session.ledger.live[: len(compiled.devices)]
     counted = _bytes(compiled.persistent, len(live))
     # The peak of a forward counts its own arrays, which the ledger counts as well.
-    beside = [x + more - own for x, more, own in zip(live, copied, counted, strict=True)]
+    beside = [
+        x + more - counted_bytes
+        for x, more, counted_bytes in zip(live, copied, counted, strict=True)
+    ]
     with _holding(session, compiled, "the rest of the state", beside, copied):
         values = session.readable(_forward(session, compiled, state, arrays, batch, words=None))
     groups = len(compiled.traced.graph.aux_groups)

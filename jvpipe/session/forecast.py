@@ -146,8 +146,8 @@ class Forecast:
             name: self.problem.limit_of(d)
             for d, name in enumerate(found.resources[: found.devices])
         }
-        told = {name: limit for name, limit in limits.items() if limit is not None}
-        timeline_figure(found.picture(), Path(path), told, title)
+        limited = {name: limit for name, limit in limits.items() if limit is not None}
+        timeline_figure(found.picture(), Path(path), limited, title)
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""

@@ -320,12 +320,12 @@ class Measurement:
         """Describes each process as a machine, with the measured links within this one and between them."""
         first, links = next(filter(is_own, self.devices)), self.links
         peer, network = links.send if links else INFINITE, self.bench.between_hosts or INFINITE
-        each = len(self.devices)
+        count = len(self.devices)
         if self.bench.between_hosts is not None:
-            each = per_machine([device.process_index for device in self.devices])
+            count = per_machine([device.process_index for device in self.devices])
         # The last machine may have fewer devices than the others.
-        machines = -(-len(self.devices) // each)
-        return Cluster("here", accelerator_of(first), each, machines, peer=peer, network=network)
+        machines = -(-len(self.devices) // count)
+        return Cluster("here", accelerator_of(first), count, machines, peer=peer, network=network)
 
     def slices(self) -> tuple[LocalCosts, int]:
         """Returns the costs on a whole micro-batch and on slices of it, and the fewest examples that a slice has.
@@ -368,11 +368,11 @@ def per_machine(processes: Sequence[int]) -> int:
     >>> per_machine([0, 0, 1, 1]), per_machine([0, 0, 1]), per_machine([0, 1, 0]), per_machine([0, 1, 1])
     (2, 2, 1, 1)
     """
-    known = list(dict.fromkeys(processes))
-    each = processes.count(known[0])
+    distinct = list(dict.fromkeys(processes))
+    count = processes.count(distinct[0])
     # Devices stand together if process p has the p-th block of them.
-    together = [known.index(p) for p in processes] == [i // each for i in range(len(processes))]
-    return each if together else 1
+    together = [distinct.index(p) for p in processes] == [i // count for i in range(len(processes))]
+    return count if together else 1
 
 
 def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:

@@ -60,12 +60,12 @@ def away_s(plan: Plan, sizes: Mapping[str, int], host: Link) -> float:
         sizes: of each parameter's state.
         host: the link of each device to its host.
     """
-    held: dict[int, int] = {}
+    held_bytes: dict[int, int] = {}
     for stage in plan.stages:
         away = sum(sizes.get(name, 0) for name, fate in stage.state_fates.items() if fate == "swap")
         for device in stage.devices:
-            held[device] = held.get(device, 0) + away
-    return max(map(host.seconds, held.values()))
+            held_bytes[device] = held_bytes.get(device, 0) + away
+    return max(map(host.seconds, held_bytes.values()))
 
 
 def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
@@ -95,16 +95,16 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     return replace(plan, stages=tuple(stages))
 
 
-def room_left(plan: Plan, held: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
+def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
     """Counts the bytes that each device of a plan has left.
 
     Args:
         plan: whose devices they are.
-        held: what the fullest device of each stage holds.
+        held_bytes: what the fullest device of each stage holds.
         limits: of each device.
     """
     room: dict[int, int] = {}
-    for stage, size in zip(plan.stages, held, strict=True):
+    for stage, size in zip(plan.stages, held_bytes, strict=True):
         for device in stage.devices:
             # A device of several stages has what the fullest of them leaves.
             room[device] = min(room.get(device, limits[device]), limits[device] - size)
@@ -176,9 +176,9 @@ class ModelPlanner:
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
         settings = self.settings
-        given = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
+        by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
         chooses = find_planner(settings.planner).fate_rule is FateRule.CHOOSES
-        if given or not chooses or not settings.limits or settings.checkpoint is not None:
+        if by_user or not chooses or not settings.limits or settings.checkpoint is not None:
             return {}
         sizes = state_bytes(traced.graph, self.cut(traced))
         host = settings.host_limit_bytes
@@ -313,8 +313,8 @@ class ModelPlanner:
         # Programs of other processes cannot be compiled here: one device stands for all.
         placing = replace(compiled.placing, devices=devices)
         both = zip(compiled.peaks, placing.peaks(self.leaves), strict=True)
-        held = [max(step.bytes, making.bytes) for step, making in both]
-        return [max(held[device] for device in stage.devices) for stage in compiled.plan.stages]
+        peaks = [max(step.bytes, making.bytes) for step, making in both]
+        return [max(peaks[device] for device in stage.devices) for stage in compiled.plan.stages]
 
     def _to_run(self, traced: Traced, plan: Plan) -> CompiledPlan:
         """Compiles a plan for all processes; what was checked in one process alone, if that is all there are."""

@@ -36,14 +36,14 @@ def switch_model(
         StageError: something failed on the way; its `state` is the present model's, drained and whole.
     """
     session.check_state(state)
-    known, present = session.known_models, session.compiled_plans
-    compiled_plans = known.compiled_for(present, loss_fn, params, model_state)
+    models, present = session.known_models, session.compiled_plans
+    compiled_plans = models.compiled_for(present, loss_fn, params, model_state)
     old, new = present.current, compiled_plans.current
     values = {
         "parameter": jax.tree.leaves(compiled_plans.trees.stacks.split(params)),
         "state": jax.tree.leaves(model_state),
     }
-    switch = plan_model_switch(old, new, values, known.parked, session.limits)
+    switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")
     session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
     state = session.drain(state)

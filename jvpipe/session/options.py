@@ -161,7 +161,7 @@ class PipelineOptions:
 
     stages: int | None = option(
         None,
-        partial(checked_stages, most=MOST_PLACES),
+        partial(checked_stages, largest=MOST_PLACES),
         "Over how many devices, or groups of --replicas; 2 if left out, decided with --replicas auto and by plan with "
         "--devices.",
         "pipeline",

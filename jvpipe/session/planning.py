@@ -64,8 +64,8 @@ class _Asker:
         """
         # By its devices a stage is found again in whatever order the problem has them.
         less = {group.devices: group.less_bytes for group in problem.groups}
-        held = zip(self.held_bytes_of(plan), plan.stages, strict=True)
-        return [size + less.get(stage.devices, 0) for size, stage in held]
+        stage_sizes = zip(self.held_bytes_of(plan), plan.stages, strict=True)
+        return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
         """Asks a planner that chooses fates without a limit; returns the plan if the lists say that it keeps the limit.
@@ -156,13 +156,14 @@ class _Asker:
                 enough,
             )
         less = {group.devices: group.less_bytes for group in problem.groups}
-        own = limit - less[problem.where[stage]]
+        stage_limit = limit - less[problem.where[stage]]
         same = tuple(replace(group, less_bytes=0, slowness=()) for group in problem.groups)
         # The limit that would do is one for all devices, as if they were alike.
         alike = self.floor(replace(problem, groups=same), 0).bytes
         return MemoryLimitExceeded(
             f"no plan of {self.planner} keeps the limits of the devices: at best {problem.name_of(stage)}, which "
-            f"may hold {own:,} bytes, would hold {enough - limit:,} more. {alike:,} bytes for each would do; so may "
+            f"may hold {stage_limit:,} bytes, would hold {enough - limit:,} more. {alike:,} bytes "
+            f"for each would do; so may "
             "more stages or more micro-batches",
             alike,
         )
@@ -205,8 +206,8 @@ def decide(
         return planned
     assert least is not None
     if planner.as_paper:
-        told = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
-        _log.warning(told, planner.name, limit)
+        message = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
+        _log.warning(message, planner.name, limit)
     return answered(planner.name, least.problem, least.floor.decision, places)
 
 
@@ -234,10 +235,10 @@ def planned_again(
     devices = [planned.plan.stages[s].devices[0] for s in first]
     names = [group.name for group in problem.groups]
     limits = [problem.limit_of(place) for place in range(problem.devices)]
-    known = [limit for limit in limits if limit is not None]
-    problem = problem.told_apart([slowness[s] for s in first], known, names, devices)
+    reported = [limit for limit in limits if limit is not None]
+    problem = problem.told_apart([slowness[s] for s in first], reported, names, devices)
     places = tuple(devices[place] for place in problem.places)
-    if known and held_bytes_of is not None:
+    if reported and held_bytes_of is not None:
         return _Asker(planner.name, places, True, held_bytes_of).within(problem)
     try:
         return ask(planner.name, problem, places, fixed=True)

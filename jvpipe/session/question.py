@@ -231,12 +231,12 @@ class Question(Training):
         used = cluster.accelerators[:devices]
         limits = limits_of_each(memory_limit, devices) or tuple(x.memory_bytes for x in used)
         batch = jax.tree.leaves(self.batch)[0].shape[0]
-        most = pins.size or batch
-        whole = self.trace(most)
+        largest = pins.size or batch
+        whole = self.trace(largest)
         optimizer = self.cut(whole, whole.traced)
-        costs = {most: self.costs(cluster, whole.traced, optimizer)}
+        costs = {largest: self.costs(cluster, whole.traced, optimizer)}
         operations = [eqn.primitive for eqn in whole.traced.loss.eqns]
-        for b in smaller(most, devices):
+        for b in smaller(largest, devices):
             if 1 in costs:
                 break
             # A loss of other layers or operations at this size has no replicas with so few examples.
@@ -244,10 +244,10 @@ class Question(Training):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
-        slowness = self.slowness(cluster, whole.traced, costs[most], devices)
+        slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
         limit, apart = groups_apart(slowness, limits, [x.name for x in used])
         model = Problem(
-            costs[most],
+            costs[largest],
             self.schedule.chunks,
             self.schedule,
             1,
@@ -413,9 +413,9 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
-    held = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
-    if held > MOST_BYTES:
+    held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
+    if held_bytes > MOST_BYTES:
         raise ValueError(
-            f"the model takes {held} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
+            f"the model takes {held_bytes} bytes with {in_flight} micro-batches in flight, at most {MOST_BYTES} can be "
             "planned: correct the sizes, or use smaller micro-batches"
         )

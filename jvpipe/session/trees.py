@@ -107,11 +107,11 @@ def _feedable(leaf: Any) -> Any:
     return np.asarray(leaf).astype(canonical(leaf.dtype), copy=False)
 
 
-def _nearest_divisors(size: int, wanted: int) -> str:
+def _nearest_divisors(size: int, target: int) -> str:
     # Divisors come in pairs, n and size / n.
     small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
     divisors = sorted({*small, *(size // n for n in small)})
-    below, above = [n for n in divisors if n < wanted], [n for n in divisors if n > wanted]
+    below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
     return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"
 
 
@@ -164,11 +164,11 @@ class Trees:
         return self.stacks.split(self.params)
 
 
-def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
+def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
     """Returns the leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
 
     Args:
-        given: arrays.
+        tree: arrays.
         split: the shapes of the pipeline's own tree, its stacks split.
         stacks: these.
         what: what the tree is, for the message.
@@ -186,14 +186,14 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
     ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
     # Compared as the caller knows the tree: with stacks whole, not in slices.
-    wanted = stacks.join(
+    expected = stacks.join(
         split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
     )
-    there, here = map(_types, (abstract(given), wanted))
+    there, here = map(_types, (abstract(tree), expected))
     for path, needed in here.items():
-        if (own := there.get(path, "missing")) != needed:
-            raise ValueError(f"{what}: '{path}' is {own}, it must be {needed}")
-    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        if (found_leaf := there.get(path, "missing")) != needed:
+            raise ValueError(f"{what}: '{path}' is {found_leaf}, it must be {needed}")
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
         more = next(
             (f"there is no '{path}'" for path in there if path not in here),
             "the containers are others",
@@ -202,7 +202,7 @@ def leaves_like(given: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any
             f"{what}: {more} in the tree of this pipeline: give one with the same leaves"
         )
     leaves = zip(
-        jax.tree.leaves(stacks.split_like(split, given)), jax.tree.leaves(split), strict=True
+        jax.tree.leaves(stacks.split_like(split, tree)), jax.tree.leaves(split), strict=True
     )
     return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
 

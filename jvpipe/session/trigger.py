@@ -96,8 +96,8 @@ def all_of(parts: Sequence[Seen]) -> Seen:
     >>> all_of([Seen([1.0, 0.0], [0.5, 0.0]), Seen([0.0, 2.0], [0.0, 0.0])])
     Seen(layer_s=[1.0, 2.0], exposed_s=[0.5, 0.0])
     """
-    layer_s = [sum(each) for each in zip(*(part.layer_s for part in parts), strict=True)]
-    exposed_s = [sum(each) for each in zip(*(part.exposed_s for part in parts), strict=True)]
+    layer_s = [sum(seconds) for seconds in zip(*(part.layer_s for part in parts), strict=True)]
+    exposed_s = [sum(seconds) for seconds in zip(*(part.exposed_s for part in parts), strict=True)]
     return Seen(layer_s, exposed_s)
 
 
@@ -216,10 +216,10 @@ class Trigger:
         expected, rule = self._expected, self.rule
         assert expected is not None
         slowness = self.slowness(plan, seen)
-        own = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
-        far = (own > rule.layer) | (own < 1 / rule.layer)
-        own = np.where(far, own, 1.0)
-        seconds = expected * own
+        ratio = np.array(seen.layer_s) / (expected * np.repeat(slowness, plan.cuts))
+        far = (ratio > rule.layer) | (ratio < 1 / rule.layer)
+        ratio = np.where(far, ratio, 1.0)
+        seconds = expected * ratio
 
         def step_s(cuts: Sequence[int]) -> float:
             starts = np.cumsum([0, *cuts[:-1]])
@@ -240,7 +240,7 @@ class Trigger:
         enough = gain_s > now_s * (rule.gain_home if goes_home else rule.gain)
         if not enough or cuts == plan.cuts or cuts in self._refused:
             return None
-        times = tuple(tuple((f * own).tolist()) for f in slowness)
+        times = tuple(tuple((f * ratio).tolist()) for f in slowness)
         return Replan(cuts, self._why(plan, seen, goes_home), gain_s, times)
 
     def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:

@@ -48,7 +48,7 @@ def point(option: Option, input_bytes: int) -> tuple[float, ...]:
 def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_included() -> None:
     found = {
         (o.kept_bytes, o.extra_s): dict(o.fates)
-        for o in options_of(THREE, most=100)
+        for o in options_of(THREE, count=100)
         if not o.swapped_bytes
     }
     assert found == {
@@ -62,14 +62,14 @@ def test_without_swaps_the_options_are_the_efficient_subsets_non_convex_ones_inc
 
 
 def test_swapping_trades_kept_bytes_one_for_one() -> None:
-    for option in options_of(THREE, most=100):
+    for option in options_of(THREE, count=100):
         dropped = [name for name, fate in option.fates.items() if fate == "recompute"]
         swapped = [name for name, fate in option.fates.items() if fate == "swap"]
         sizes = dict(zip(THREE.names, THREE.bytes, strict=True))
         assert option.swapped_bytes == sum(sizes[name] for name in swapped)
         assert option.kept_bytes == 7 - option.swapped_bytes - sum(sizes[name] for name in dropped)
         assert option.extra_bytes == sum(sizes[name] for name in dropped)
-    assert any(o.swapped_bytes == 7 and o.extra_s == 0 for o in options_of(THREE, most=100))
+    assert any(o.swapped_bytes == 7 and o.extra_s == 0 for o in options_of(THREE, count=100))
 
 
 @settings(max_examples=60, deadline=None)

@@ -60,18 +60,18 @@ def test_what_there_is_no_room_for_is_estimated_and_not_run(
 ) -> None:
     model, store, device = traced("mlp"), shared_store(), jax.devices()[0]
     known = {}
-    measured = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, known=known)
+    measured = measured_costs(model, device, store, optimizer("mlp"), MICROBATCHES, earlier=known)
     guessed = estimate(model, PRESETS["cpu"], optimizer("mlp"), MICROBATCHES)
     forwards = [forward_program(made).key for made in layer_programs(store, model, "all")]
     left = {key: run for key, run in known.items() if key != forwards[0]}
     monkeypatch.setattr("jvpipe.cost.measure._seconds", lambda *_: pytest.fail("this was run"))
     costs = measured_costs(
-        model, device, store, optimizer("mlp"), MICROBATCHES, known=left, room_bytes=0
+        model, device, store, optimizer("mlp"), MICROBATCHES, earlier=left, room_bytes=0
     )
     assert forwards[0] not in left, "a later look may find room"
     assert costs.layers[1].backward_s == measured.layers[1].backward_s
     alone = measured_costs(
-        model, device, store, optimizer("mlp"), MICROBATCHES, known={}, room_bytes=0
+        model, device, store, optimizer("mlp"), MICROBATCHES, earlier={}, room_bytes=0
     )
     for a, b in zip(alone.layers, guessed.layers, strict=True):
         assert a.forward_s == pytest.approx(b.forward_s)
@@ -94,9 +94,9 @@ def test_halves_of_backwards_are_measured_if_somebody_asks() -> None:
     """What W still reads: of tanh(x @ w + b) the cotangent, x, and the product, all of one size; nothing is handed."""
     model, store, device = traced("mlp"), ProgramStore(), jax.devices()[0]
     known = {}
-    whole = measured_costs(model, device, store, fates=False, known=known)
+    whole = measured_costs(model, device, store, fates=False, earlier=known)
     asked = len(known)
-    halved = measured_costs(model, device, store, fates=False, split=True, known=known)
+    halved = measured_costs(model, device, store, fates=False, split=True, earlier=known)
     alike = len({id(made) for made in layer_programs(store, model) if made.halves})
     assert len(known) == asked + 2 * alike
     assert all(layer.split is None for layer in whole.layers)

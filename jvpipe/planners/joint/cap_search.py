@@ -195,7 +195,7 @@ class _Boxes:
         sums, phases = self.objective.sums(seconds), self.objective.phases(seconds)
         low = [least_max(phase) for phase in phases]
         self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_sum(sums)[0])))
-        caps = tuple(self._cap_s() - sum(low) + own for own in low)
+        caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
         through = map(self.objective.summed, sums_through(_under(sums, phases, caps)))
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
         kept = [np.flatnonzero(x <= enough_s) for x in through]
@@ -221,12 +221,12 @@ def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> li
 def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
     """What is left of a box whose least sum is that of a path with these maxima: boxes below them, each halved."""
     boxes = []
-    for phase, most in enumerate(maxima):
-        above = (*high[:phase], float(np.nextafter(most, 0)), *high[phase + 1 :])
+    for phase, maximum in enumerate(maxima):
+        above = (*high[:phase], float(np.nextafter(maximum, 0)), *high[phase + 1 :])
         if above[phase] >= low[phase]:
             middle = (low[phase] + above[phase]) / 2
             boxes.append((low, (*above[:phase], middle, *above[phase + 1 :])))
             if middle < above[phase]:
                 boxes.append(((*low[:phase], middle, *low[phase + 1 :]), above))
-        low = (*low[:phase], most, *low[phase + 1 :])
+        low = (*low[:phase], maximum, *low[phase + 1 :])
     return boxes

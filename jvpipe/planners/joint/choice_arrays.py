@@ -66,9 +66,9 @@ class Choices:
                 handed[row, c] = handed_bytes(costs, row, taken)
             for c, left in ((RECOMPUTE, layer.input_bytes), (RECOMPUTE_CHAIN, 0)):
                 handed[row, c] = handed_bytes(costs, row, LayerBytes(left, 0, 0, 0.0))
-        given = np.array([float(layer.input_bytes) for layer in layers])
+        input_bytes = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
-        kept[:, RECOMPUTE] = given
+        kept[:, RECOMPUTE] = input_bytes
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
         forward = np.array([layer.forward_s for layer in layers])
@@ -85,7 +85,7 @@ class Choices:
             working,
             residual,
             again,
-            given,
+            input_bytes,
             temporary,
         )
 
@@ -119,14 +119,16 @@ class Choices:
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
         """Lists of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
-        held = [self.held_bytes(flight, every) for flight in flights]
-        numbers = np.stack([*held, self.working_bytes, -self.left_bytes])[..., :RECOMPUTE_CHAIN]
+        held_bytes = [self.held_bytes(flight, every) for flight in flights]
+        numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])[
+            ..., :RECOMPUTE_CHAIN
+        ]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
-            own = numbers[:, row, columns]
+            chosen = numbers[:, row, columns]
             # [a, b]: column b is never worse than a
-            no_worse = (own[:, None, :] <= own[:, :, None]).all(0)
+            no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
             runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
@@ -141,8 +143,8 @@ class Choices:
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
         """Counts what choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
         k, between = flight
-        held = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
-        return held + between * self.handed_bytes[layers] if between else held
+        total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
+        return total + between * self.handed_bytes[layers] if between else total
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
         """The bytes per micro-batch that layers' choices swap."""

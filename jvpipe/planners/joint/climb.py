@@ -194,9 +194,9 @@ class Climb:
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
         """Yields the plan with bound s at other places, and the next one as far; without a limit at all places."""
         free = self.problem.memory_limit_bytes is None
-        most = len(self._cuts) if free else self.places
+        count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
-            for bounds in moved_bounds(decision.bounds, self._cuts, run, most, first=s):
+            for bounds in moved_bounds(decision.bounds, self._cuts, run, count, first=s):
                 yield from self.refitted(bounds)
 
     def _shifted(self, decision: Decision) -> Iterator[Decision]:

@@ -87,8 +87,8 @@ class Reach:
         cuts, reached = self.pricing.segments.cuts, [0]
         for s in range(self.pricing.segments.problem.stages):
             ends = (
-                np.searchsorted(paid, paid[reached[-1]] + most, "right") - 1
-                for paid, most in self._paid(s, cap_s)
+                np.searchsorted(paid, paid[reached[-1]] + limit, "right") - 1
+                for paid, limit in self._paid(s, cap_s)
             )
             reached.append(int(cuts[np.searchsorted(cuts, min(ends), "right") - 1]))
         return reached
@@ -98,8 +98,8 @@ class Reach:
         cuts, reached = self.pricing.segments.cuts, [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
             begins = (
-                np.searchsorted(paid, paid[reached[-1]] - most)
-                for paid, most in self._paid(s, cap_s)
+                np.searchsorted(paid, paid[reached[-1]] - limit)
+                for paid, limit in self._paid(s, cap_s)
             )
             reached.append(int(cuts[np.searchsorted(cuts, max(begins))]))
         return reached[::-1]
@@ -115,10 +115,10 @@ class Reach:
     def _sums(self, s: int, prices: Prices) -> OverJ:
         if (s, prices) not in self.known:
             pricing, (alpha, mu) = self.pricing.at(s), prices
-            extra_s, link_s, held = pricing.table(s, slice(None))
+            extra_s, link_s, held_bytes = pricing.table(s, slice(None))
             there = np.isfinite(extra_s)
             seconds = alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * (alpha > 0) * link_s
-            least = np.where(there, seconds + mu * held, np.inf).min(1)
+            least = np.where(there, seconds + mu * held_bytes, np.inf).min(1)
             fixed = alpha * pricing.segments.compute_of(s) + mu * pricing.segments.static_bytes(s)
             self.known[s, prices] = sums(np.where(np.isfinite(least), least, 0.0)) + fixed
         return self.known[s, prices]
@@ -129,9 +129,9 @@ def area(windows: Sequence[Cuts]) -> int:
     return sum(len(a) * len(b) for a, b in pairwise(windows))
 
 
-def _evenly(cuts: Cuts, most: int) -> Cuts:
+def _evenly(cuts: Cuts, count: int) -> Cuts:
     """So many of the cuts, evenly spread."""
-    return cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), most)).astype(int))]
+    return cuts[np.unique(np.linspace(0, len(cuts) - 1, min(len(cuts), count)).astype(int))]
 
 
 def bounded(
@@ -146,10 +146,10 @@ def bounded(
         cells: between them, at most.
         narrow: keeps so many of some cuts.
     """
-    thinned, most = list(windows), max(map(len, windows))
-    while area(thinned) > cells and most > 2:
-        most = most * 4 // 5
-        thinned = [narrow(cuts, most) for cuts in windows]
+    thinned, count = list(windows), max(map(len, windows))
+    while area(thinned) > cells and count > 2:
+        count = count * 4 // 5
+        thinned = [narrow(cuts, count) for cuts in windows]
     return thinned
 
 
@@ -161,16 +161,16 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
     for s, cuts in enumerate(segments.windows):
         near = cuts[np.abs(total[cuts] - s * mean_s) <= CUTS.spread_stages * mean_s]
         windows.append(near if len(near) else cuts[np.abs(total[cuts] - s * mean_s).argmin()][None])
-    return bounded(windows, cells, lambda cuts, most: _narrow(segments, cuts, most))
+    return bounded(windows, cells, lambda cuts, count: _narrow(segments, cuts, count))
 
 
-def _narrow(segments: Segments, cuts: Cuts, most: int) -> Cuts:
+def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     """So many of the cuts: of each of as many parts of the seconds between them, the one that fewest bytes cross."""
-    if len(cuts) <= most:
+    if len(cuts) <= count:
         return cuts
     total = segments.compute_s[cuts]
     part = np.minimum(
-        (total - total[0]) / max(total[-1] - total[0], 1e-300) * most, most - 1
+        (total - total[0]) / max(total[-1] - total[0], 1e-300) * count, count - 1
     ).astype(int)
     order = np.lexsort((segments.crossing_bytes[cuts], part))
     first = np.flatnonzero(np.diff(part[order], prepend=-1))

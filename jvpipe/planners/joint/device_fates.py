@@ -76,13 +76,13 @@ class DeviceFates:
     ) -> Fates | None:
         """Chooses for the stages of one device: all is kept if that fits."""
         moments = asked[d]
-        held = [self._keeping(problem, cell) for cell in cells]
+        keeping = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
-        if limit is None or joint_bytes(held, moments) <= limit:
+        if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
         lot = self._lot(problem, cells, moments)
-        room = float(limit - sum(stage.static for stage in held))
-        if max(stage.reducing for stage in held) > room:
+        room = float(limit - sum(stage.static for stage in keeping))
+        if max(stage.reducing for stage in keeping) > room:
             return None  # whatever is chosen, replicas have no room to add up gradients
         if (lot, room) not in self.known:
             self.known[lot, room] = self._sought(problem, d, lot, room)
@@ -102,14 +102,14 @@ class DeviceFates:
         compute_s = sum(stage.compute_s for stage in stages)
         # Without swaps, fates do not change the link to the host, whatever else it carries.
         traffic_s = sum(stage.link_s for stage in stages) * self.swaps
-        most = float("inf")
+        best = float("inf")
         if problem.host_limit_bytes is not None:
             replicas = (problem.group(s).replicas for s in range(problem.stages))
             every = zip(replicas, problem.in_flight, strict=True)
-            most = problem.host_limit_bytes / sum(r * k for r, k in every)
+            best = problem.host_limit_bytes / sum(r * k for r, k in every)
         search = FateSearch(
             self.pricing,
-            FateQuery(lot, compute_s, traffic_s, room, most),
+            FateQuery(lot, compute_s, traffic_s, room, best),
             prices=self.prices.get(d),
         )
         self.prices[d] = search.prices
@@ -118,7 +118,7 @@ class DeviceFates:
         taken, fates = MinBytesSearch(self.pricing, lot).fewest(exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
-        return fates if taken <= room and swapped <= most else None
+        return fates if taken <= room and swapped <= best else None
 
     def _emptiest(self, problem: Problem, d: int, cells: Sequence[Cell]) -> Fates:
         """Chooses the fewest bytes for the stages of one device."""
@@ -132,8 +132,8 @@ class DeviceFates:
 
     def _lot(self, problem: Problem, cells: Sequence[Cell], moments: Sequence[Holding]) -> Lot:
         """Describes the layers of a device; values that several layers read are held whatever is chosen."""
-        given = self.pricing.at(cells[0][0]).segments.given
-        shared = [float(given(i)[i:j].sum()) for _, i, j in cells]
+        freed = self.pricing.at(cells[0][0]).segments.given
+        shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]
         base = [
             sum(k * size for (k, _), size in zip(moment, shared, strict=True)) for moment in moments
         ]

@@ -43,29 +43,29 @@ def orders(problem: Problem) -> list[Problem]:
     if not devices or problem.replicated:
         return [problem]
     if _all_orders(problem):
-        wanted = _distinct(problem)
+        count = _distinct(problem)
     else:
         keys = [x.mean_slowness for x in groups], [float(x.less_bytes) for x in groups]
-        wanted = [
+        count = [
             sorted(devices, key=key.__getitem__, reverse=back)
             for key in keys
             for back in (False, True)
         ]
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
-    for order in [list(devices), *wanted]:
+    for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
     return [problem.in_order(order) for order in by_kind.values()]
 
 
 def _all_orders(problem: Problem) -> bool:
     """Whether all orders are looked at."""
-    counts = Counter(each.kind for each in problem.groups).values()
+    counts = Counter(group.kind for group in problem.groups).values()
     return factorial(len(problem.groups)) // prod(map(factorial, counts)) <= PLAN.device_orders
 
 
 def _distinct(problem: Problem) -> list[list[int]]:
     """The orders that differ in the kinds of their devices."""
-    kinds = [each.kind for each in problem.groups]
+    kinds = [group.kind for group in problem.groups]
     of_kind = {kind: [d for d, other in enumerate(kinds) if other == kind] for kind in kinds}
     rows = _arrangements(Counter(kinds))
     return [[of_kind[kind][row[:at].count(kind)] for at, kind in enumerate(row)] for row in rows]
@@ -107,9 +107,9 @@ def least_bound(problem: Problem) -> float:
         return lower_bound(problem)
     if _all_orders(problem):
         return min(map(lower_bound, orders(problem)))
-    every = [each.slowness or (1.0,) * len(problem.costs.layers) for each in problem.groups]
+    every = [group.slowness or (1.0,) * len(problem.costs.layers) for group in problem.groups]
     fastest = tuple(map(min, zip(*every, strict=True)))
-    best = tuple(replace(each, slowness=fastest, less_bytes=0) for each in problem.groups)
+    best = tuple(replace(group, slowness=fastest, less_bytes=0) for group in problem.groups)
     return lower_bound(replace(problem, groups=best))
 
 

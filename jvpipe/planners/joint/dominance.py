@@ -104,7 +104,7 @@ class Growth:
             return [np.flatnonzero(allowed) for allowed in table.allowed[self.at]]
         flights = (tuple(x) for x in zip(*self.lot.moments, strict=True))
         every = zip(flights, self.lot.layers, strict=True)
-        return [x for each, layers in every for x in table.min_bytes_columns(each)[layers]]
+        return [x for flight, layers in every for x in table.min_bytes_columns(flight)[layers]]
 
     def _look_ahead(self) -> None:
         """Bounds what the layers to come hold and need, from each one on, at each moment."""
@@ -128,8 +128,8 @@ class Growth:
         # micro-batch: the most of that from each layer on, over what all of them hold at least.
         over = top + behind[:, :-1] - self.least_to_come[:, :-1]
         most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
-        most = most_over + self.least_to_come[:, :-1]
-        self.most_to_come = np.append(most, np.full((len(most), 1), -np.inf), axis=1)
+        largest = most_over + self.least_to_come[:, :-1]
+        self.most_to_come = np.append(largest, np.full((len(largest), 1), -np.inf), axis=1)
 
     def until_end(self, inside: np.ndarray, after: np.ndarray, skipped: int = 0) -> np.ndarray:
         """Sums from each layer on: over its stage one number per layer, over later stages another.
@@ -169,9 +169,9 @@ class Growth:
         ends_stage = at in self.lasts  # and with it the last run
         grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
         self._grow_beyond(states, grown, run, at)
-        held = states[self.fixed_rows :][:, :, None] + self.held[:, None, at, columns]
+        held_bytes = states[self.fixed_rows :][:, :, None] + self.held[:, None, at, columns]
         is_possible = np.isfinite(beyond_held(grown))
-        grown[self.fixed_rows :] = np.where(is_possible, held, np.inf)
+        grown[self.fixed_rows :] = np.where(is_possible, held_bytes, np.inf)
         if self.fixed_rows > MOST:
             grown[MOST] = states[MOST][:, None]
             if ends_stage:
@@ -224,10 +224,10 @@ class Growth:
         beyond = beyond_held(states) + self.spare_to_come[:, done, None]
         beyond = np.maximum(beyond, self.most_to_come[:, done, None])
         if self.fixed_rows > MOST:
-            most = states[MOST]
+            largest = states[MOST]
             if self.lot.halves:
-                most = np.maximum(most, self._beyond_halves(states, done))
-            beyond = np.maximum(beyond, most + self.least_to_come[:, done, None])
+                largest = np.maximum(largest, self._beyond_halves(states, done))
+            beyond = np.maximum(beyond, largest + self.least_to_come[:, done, None])
         return np.asarray((states[self.fixed_rows :] + beyond).max(0))
 
     def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:

@@ -109,16 +109,16 @@ class Pricing:
             traffic_s: seconds of the link without swaps.
         """
         s, i, j = cell
-        extra_s, link_s, held = self.table(s, slice(i, j))
-        held[-1] += self.choices.working_bytes[j - 1]
-        return Relaxation(extra_s, link_s, held, room_bytes, compute_s, traffic_s)
+        extra_s, link_s, held_bytes = self.table(s, slice(i, j))
+        held_bytes[-1] += self.choices.working_bytes[j - 1]
+        return Relaxation(extra_s, link_s, held_bytes, room_bytes, compute_s, traffic_s)
 
     def least_bytes(self, block: Block) -> Grid:
         """Bounds the peak bytes of a block's segments from below."""
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s, _, held = self.table(block.s, layers)
-        held = np.where(np.isfinite(extra_s), held, np.inf)
-        taken = self._over(held, self.choices.working_bytes[layers], block)
+        extra_s, _, held_bytes = self.table(block.s, layers)
+        held_bytes = np.where(np.isfinite(extra_s), held_bytes, np.inf)
+        taken = self._over(held_bytes, self.choices.working_bytes[layers], block)
         working = spread_max(self.choices.least_working_bytes, block)
         return block.fixed_bytes + np.maximum(taken, working)
 
@@ -131,10 +131,12 @@ class Pricing:
             mu: seconds per byte that is held.
         """
         layers = slice(block.starts[0], block.ends[-1])
-        extra_s, link_s, held = self.table(block.s, layers)
+        extra_s, link_s, held_bytes = self.table(block.s, layers)
         there = np.isfinite(extra_s)
         cost = np.where(
-            there, alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held, np.inf
+            there,
+            alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held_bytes,
+            np.inf,
         )
         paid = self._over(cost, mu * self.choices.working_bytes[layers], block)
         free = mu * (self.limit_bytes - block.fixed_bytes)
@@ -166,16 +168,16 @@ class DualBounds:
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
     def __init__(self, asked: Sequence[Relaxation]) -> None:
-        extra_s, link_s, held, room, compute_s, traffic_s = zip(*asked, strict=True)
-        self.extra_s, self.link_s, self.held = map(np.concatenate, (extra_s, link_s, held))
+        extra_s, link_s, held_bytes, room, compute_s, traffic_s = zip(*asked, strict=True)
+        self.extra_s, self.link_s, self.held = map(np.concatenate, (extra_s, link_s, held_bytes))
         self.there = np.isfinite(self.extra_s)
         self.extra_s = np.where(self.there, self.extra_s, 0.0)
-        sizes = [len(each) for each in extra_s]
+        sizes = [len(column) for column in extra_s]
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         self.room, self.compute_s, self.traffic_s = map(np.array, (room, compute_s, traffic_s))
-        most = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
-        self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(most, 1.0)
+        largest = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
+        self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(largest, 1.0)
         self.best = np.full(len(asked), -np.inf)
         self.prices = np.zeros((len(asked), 2))
 
@@ -222,13 +224,13 @@ class DualBounds:
             self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf
         )
         chosen = np.arange(len(cost)), cost.argmin(1)
-        held, extra_s, link_s = (
+        held_bytes, extra_s, link_s = (
             np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s)
         )
         compute_s, link_s, over = (
             self.compute_s + extra_s,
             self.traffic_s + link_s,
-            held - self.room,
+            held_bytes - self.room,
         )
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
         better = dual > self.best

@@ -105,11 +105,11 @@ class _Search:
 
 def _untimed(problem: Problem) -> Problem:
     """The problem with seconds that no clock has measured, the same on all devices, and without a limit."""
-    known: dict[int, Costs] = {}
+    cache: dict[int, Costs] = {}
 
     def untimed(costs: Costs) -> Costs:
         """The same bytes; groups that share costs share these too."""
-        if id(costs) not in known:
+        if id(costs) not in cache:
             layers = tuple(
                 replace(
                     x,
@@ -119,8 +119,8 @@ def _untimed(problem: Problem) -> Problem:
                 )
                 for x in costs.layers
             )
-            known[id(costs)] = replace(costs, layers=layers)
-        return known[id(costs)]
+            cache[id(costs)] = replace(costs, layers=layers)
+        return cache[id(costs)]
 
     groups = tuple(
         replace(group, slowness=(), costs=group.costs and untimed(group.costs))
@@ -173,13 +173,13 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
     others = [
         (*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)
     ]
-    own = counted(plan.decision)
-    most = own.static + LIMIT.near * (own.peak - own.static)
+    stages = counted(plan.decision)
+    limit = stages.static + LIMIT.near * (stages.peak - stages.static)
     counts = {
         decision: counted(decision).peak
         for decision in _valid(problem, [(bounds, x) for x in others])
     }
-    yield from sorted((x for x, peak in counts.items() if peak <= most), key=counts.__getitem__)
+    yield from sorted((x for x, peak in counts.items() if peak <= limit), key=counts.__getitem__)
 
 
 def _ways(problem: Problem, layer: int) -> list[int]:
@@ -190,10 +190,10 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 
 
 def _valid(
-    problem: Problem, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
     """Returns the proposals that are plans, once layers that run again without an input have got one."""
-    for bounds, choices in wanted:
+    for bounds, choices in proposals:
         mended = list(choices)
         for layer, choice in enumerate(choices):
             if choice == RECOMPUTE_CHAIN and (layer in bounds or mended[layer - 1] >= 0):

@@ -38,8 +38,12 @@ def lower_bound(problem: Problem) -> float:
         return _of_any_order(problem)
     # Fates are chosen as if transfers were hidden; what these take at least is counted after.
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
-    own = problem.schedule
-    stream = Schedule(name=own.name, lists=own.lists, synchronous=False) if own.synchronous else own
+    schedule = problem.schedule
+    stream = (
+        Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
+        if schedule.synchronous
+        else schedule
+    )
     solution = solve(replace(alone, schedule=stream), pricing_of(alone))
     if not solution.feasible:
         return np.inf

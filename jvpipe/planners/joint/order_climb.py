@@ -236,10 +236,10 @@ class _Neighbours:
             more: steps by which the list becomes longer.
         """
         course = self.course
-        held, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
+        held_bytes, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
         for step in steps:
-            held += course.bytes[step]
-            if held > room:
+            held_bytes += course.bytes[step]
+            if held_bytes > room:
                 return
         here, end = course.lists[d], first + len(steps) - more
         seconds, source, to, answers = course.seconds, course.source, course.to, course.answers

@@ -12,7 +12,7 @@ from jvpipe.planners.model.segments import Cuts
 
 
 def moved_bounds(
-    bounds: Sequence[int], cuts: Cuts, run: int = 1, most: int = 1, first: int | None = None
+    bounds: Sequence[int], cuts: Cuts, run: int = 1, count: int = 1, first: int | None = None
 ) -> list[tuple[int, ...]]:
     """Lists the bounds with some beside each other moved, all of them as far and the same way.
 
@@ -20,7 +20,7 @@ def moved_bounds(
         bounds: of the stages, the first and the last of which stay.
         cuts: where a stage may begin or end.
         run: how many are moved together.
-        most: places by which they are moved at most.
+        count: places by which they are moved at most.
         first: of those that are moved; any unless given.
 
     >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
@@ -29,7 +29,7 @@ def moved_bounds(
     at = [int(place) for place in np.searchsorted(cuts, bounds)]
     neighbours = []
     for s in range(1, len(bounds) - run) if first is None else [first]:
-        for by in (step * sign for step in range(1, most + 1) for sign in (-1, 1)):
+        for by in (step * sign for step in range(1, count + 1) for sign in (-1, 1)):
             moved = [place + by for place in at[s : s + run]]
             if s + run < len(at) and at[s - 1] < moved[0] and moved[-1] < at[s + run]:
                 inner = (int(cuts[place]) for place in moved)

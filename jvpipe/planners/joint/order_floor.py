@@ -84,9 +84,11 @@ class _Emptiest:
     def _fullness(self, decision: Decision) -> list[int]:
         """The limits that devices need, the largest first."""
         problem = self.problem
-        held, groups = evaluate(problem, decision).device_bytes, problem.groups
-        less = [each.less_bytes for each in groups] or [0] * len(held)
-        return sorted((size + more for size, more in zip(held, less, strict=True)), reverse=True)
+        device_bytes, groups = evaluate(problem, decision).device_bytes, problem.groups
+        less = [group.less_bytes for group in groups] or [0] * len(device_bytes)
+        return sorted(
+            (size + more for size, more in zip(device_bytes, less, strict=True)), reverse=True
+        )
 
     def _of_cuts(self, bounds: Sequence[int]) -> Decision:
         """Makes the plan of these cuts whose devices hold the least, each for itself."""

@@ -55,7 +55,7 @@ class Listing:
         patience: float,
         *,
         eager: bool = False,
-        most: Sequence[int] = (),
+        in_flight: Sequence[int] = (),
     ) -> None:
         """Runs at once.
 
@@ -64,13 +64,13 @@ class Listing:
             cap_bytes: per device, what may be in flight.
             patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
             eager: whether a forward that is ready comes before a backward.
-            most: micro-batches that each stage may have in flight; none: as many as there is room for.
+            in_flight: micro-batches that each stage may have in flight; none: as many as there is room for.
         """
         self.loads, self.patience, self.eager = loads, patience, eager
-        self.most = most or [loads.microbatches] * len(loads.places)
+        self.most = in_flight or [loads.microbatches] * len(loads.places)
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
         units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
-        self.devices = [_Device(*each) for each in zip(on, cap_bytes, units, strict=True)]
+        self.devices = [_Device(*parts) for parts in zip(on, cap_bytes, units, strict=True)]
         self.forward, self.backward = (
             _Way.of(len(loads.places), loads.microbatches) for _ in range(2)
         )

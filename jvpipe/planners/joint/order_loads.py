@@ -60,7 +60,9 @@ class Loads:
         for d in range(problem.devices):
             limit = problem.limit_of(d)
             here = [stage.held for stage, place in zip(stages, places, strict=True) if place == d]
-            fixed = sum(held.static for held in here) + max(held.beyond for held in here)
+            fixed = sum(stage_bytes.static for stage_bytes in here) + max(
+                stage_bytes.beyond for stage_bytes in here
+            )
             room_bytes.append(float("inf") if limit is None else float(limit - fixed))
         # Half of what two stages exchange goes each way.
         ways_s = [
@@ -104,11 +106,11 @@ class Loads:
 
     def peak_bytes(self, steps: Sequence[Step]) -> float:
         """The most that micro-batches in flight hold on a device that takes these steps."""
-        held = most = 0.0
+        now_bytes = peak = 0.0
         for kind, s, _ in steps:
-            held += self._more_bytes[kind][s]
-            most = max(most, held)
-        return most
+            now_bytes += self._more_bytes[kind][s]
+            peak = max(peak, now_bytes)
+        return peak
 
     @cached_property
     def _more_bytes(self) -> dict[Kind, list[float]]:
@@ -140,12 +142,12 @@ class Loads:
 
     def _most_in_flight(self, order: Order) -> list[int]:
         """Counts the most micro-batches that each stage has in flight under an order."""
-        most, now = [0] * len(self.places), [0] * len(self.places)
+        peaks, now = [0] * len(self.places), [0] * len(self.places)
         for steps in order:
             for kind, s, _ in steps:
                 now[s] += KINDS[kind].in_flight
-                most[s] = max(most[s], now[s])
-        return most
+                peaks[s] = max(peaks[s], now[s])
+        return peaks
 
     def bound_s(self) -> float:
         """Seconds that no order is below: each device's work, from when its first micro-batch can be there."""

@@ -61,20 +61,20 @@ def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
     some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
-    own = [one for one in candidates if one.family == one.problem.schedule.name]
-    best += [one for one in _of_families(own, EFFORT.rules_moved) if one not in best]
+    same_family = [one for one in candidates if one.family == one.problem.schedule.name]
+    best += [one for one in _of_families(same_family, EFFORT.rules_moved) if one not in best]
     some = _best_of([*some, *_moved(best)])[: EFFORT.kept]
     some = _best_of([*some, *_climbed(some)])
     return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
 
 
-def _of_families(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
+def _of_families(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
-    best = first_of_families(near)[:most]
+    best = first_of_families(near)[:count]
     few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
     others = [one for one in near if one not in best] if few else []
-    return [*best, *others[:most]]
+    return [*best, *others[:count]]
 
 
 def first_of_families(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -101,10 +101,10 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
-    own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
-    many = len(one.decision.choices) > PLAN.hasty_layers and own.memory_limit_bytes is not None
+    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
+    many = len(one.decision.choices) > PLAN.hasty_layers and problem.memory_limit_bytes is not None
     ways = [] if many else [one.fates]
-    decision = Climb(own, ways, RULE.moved_tasks, places=1).climbed(one.decision)
+    decision = Climb(problem, ways, RULE.moved_tasks, places=1).climbed(one.decision)
     if decision != one.decision:
         moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
         yield from fitting(moved, one.order)

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
-RULES = tuple(Rule(*each) for each in product((False, True), repeat=3))
+RULES = tuple(Rule(*switches) for switches in product((False, True), repeat=3))
 
 
 @dataclass
@@ -102,11 +102,11 @@ class Rounds:
             device, last = self._devices[s], s + 1 == self._count
             arrives_s = ready_s + (0.0 if last else loads.return_s[s + 1]) - loads.early_s[s]
             taking_s, kept = loads.seconds[Kind.F][s], loads.kept_bytes[s]
-            end_s, held = device.end_s, device.held_bytes
-            while 1 + more[s] < loads.microbatches and held + kept <= self._rooms[s]:
+            end_s, held_bytes = device.end_s, device.held_bytes
+            while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 if (end_s if self._rule.late else end_s + taking_s) >= arrives_s:
                     break
-                end_s, held, more[s] = end_s + taking_s, held + kept, more[s] + 1
+                end_s, held_bytes, more[s] = end_s + taking_s, held_bytes + kept, more[s] + 1
             ready_s = max(end_s, arrives_s) + loads.seconds[self._first_half(s)][s]
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:

@@ -234,15 +234,15 @@ def _of_cuts(
             lists[decision, ()] = None
             yield from ruled(one, decision, fates)
     if placed[0].memory_limit_bytes is not None:
-        for most, moments in _moments(placed[0], few=few):
+        for in_flight, moments in _moments(placed[0], few=few):
             roomy = fates.fastest(placed[0], bounds, moments)
             if roomy and few:
-                lists[roomy, most] = None
+                lists[roomy, in_flight] = None
             if roomy:
                 lists[roomy, ()] = None
-    for decision, most in lists:
+    for decision, in_flight in lists:
         if Loads.of(placed[0], decision).bound_s() < below_s:
-            yield from _listed(placed[0], decision, fates, most)
+            yield from _listed(placed[0], decision, fates, in_flight)
 
 
 def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
@@ -260,16 +260,16 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
     for first, falling in product((n for n in every if n <= limit), range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
-            each = [max(1, first - falling * d) for d in range(problem.devices)]
-            full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in each]
+            counts = [max(1, first - falling * d) for d in range(problem.devices)]
+            full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
             chunk = [0] * problem.devices
-            most = list[int]()
+            in_flight = list[int]()
             for d in problem.places:
-                most.append(full[d][chunk[d]][0])
+                in_flight.append(full[d][chunk[d]][0])
                 chunk[d] += 1
-            yield tuple(most), [[moment, *_between(moment)] for moment in full]
+            yield tuple(in_flight), [[moment, *_between(moment)] for moment in full]
             if few:
-                yield tuple(most), [[moment] for moment in full]
+                yield tuple(in_flight), [[moment] for moment in full]
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
@@ -295,7 +295,7 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
 
 
 def _listed(
-    problem: Problem, decision: Decision, fates: DeviceFates, most: tuple[int, ...] = ()
+    problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
 ) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads, D = Loads.of(problem, decision), problem.devices
@@ -303,13 +303,13 @@ def _listed(
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in ORDER.caps]
-    rooms = [each for each in capped if max(map(sub, each, loads.room_bytes)) < 0 and not most]
+    rooms = [room for room in capped if max(map(sub, room, loads.room_bytes)) < 0 and not in_flight]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
         for patience, eager in product(ORDER.patiences, (False, True)):
-            order = Listing(loads, caps, patience, eager=eager, most=most).order
+            order = Listing(loads, caps, patience, eager=eager, most=in_flight).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
-    if most:
+    if in_flight:
         return
     for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
         yield from fitting(plain, order, f"{name}, in rounds")
@@ -362,18 +362,18 @@ def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
 
     With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
     """
-    usual, devices, most = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
+    usual, devices, in_flight = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
     yield from usual
-    while most < devices and all(any(decision.choices) for _, decision in usual):
+    while in_flight < devices and all(any(decision.choices) for _, decision in usual):
         fewer = list(
             _planned(
                 problem,
-                OneFOneB(most=[min(most, devices - d) for d in range(devices)]),
+                OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)]),
                 refine=False,
             )
         )
         yield from fewer
-        most = 2 * most if fewer else devices
+        in_flight = 2 * in_flight if fewer else devices
 
 
 def _floors(problem: Problem) -> Iterator[OrderFloor]:

@@ -111,7 +111,7 @@ def _emptier(
 
     while before != bounds:
         before = bounds
-        bounds = min([before, *moved_bounds(before, cuts, most=PLAN.places)], key=held_bytes)
+        bounds = min([before, *moved_bounds(before, cuts, count=PLAN.places)], key=held_bytes)
         yield bounds
 
 

@@ -266,14 +266,14 @@ class Table:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
         query, pricing = self.query(cell), self.stage(cell).pricing
         choices = pricing.choices
-        held, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
+        held_bytes, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
         layers = np.arange(*cell[1:])
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
-        if held > query.room_bytes or swapped > query.most_swapped_bytes:
+        if held_bytes > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, np.inf, np.inf)
         link_s = query.traffic_s + 2 * pricing.segments.problem.host.seconds(swapped)
         compute_s = query.compute_s + float(pricing.extra_s(cell[0])[layers, choices_of].sum())
-        return StageChoices(choices_of, max(compute_s, link_s), held, 0.0)
+        return StageChoices(choices_of, max(compute_s, link_s), held_bytes, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
         """Gives a cell's seconds, those of its forward, and those of the link before it."""

@@ -126,14 +126,14 @@ def paths(ground: Ground, stages: int, floor_s: float) -> Iterator[Path]:
 
 def _longer(ground: Ground, after: _Ways, e: int, floor_s: float) -> _Ways:
     """Finds the ways of e stages, from those of one less."""
-    best, given = _Ways.none(*after.sum_s.shape), ground.segments.pins.replicas
+    best, replicas = _Ways.none(*after.sum_s.shape), ground.segments.pins.replicas
     rows, rest = (
         np.arange(len(ground.cuts))[:, None],
         ground.segments.shapes.batch // ground.size - 1,
     )
     for k, r in enumerate(ground.counts):
         units = r // ground.unit
-        if units >= ground.places or (given and r != given[-e]):
+        if units >= ground.places or (replicas and r != replicas[-e]):
             continue
         m, behind = slice(units, None), slice(ground.places - units)
         readers, sizes = after.kth[:, behind], ground.crossing_bytes[rows, after.cut[:, behind]]

@@ -103,11 +103,13 @@ class Peaks:
             cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
             lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
             search = MinBytesSearch(self.pricing, lot)
-            held, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
+            held_bytes, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
             longer = self.bytes[s][: a + 1, b:]
-            np.maximum(longer, longer_bytes(self.pricing, self.blocks[s], a, b, held), out=longer)
+            np.maximum(
+                longer, longer_bytes(self.pricing, self.blocks[s], a, b, held_bytes), out=longer
+            )
             reducing = float(self.blocks[s].reducing_bytes[a, b])
-            self.bytes[s][a, b] = max(fixed + held, reducing)
+            self.bytes[s][a, b] = max(fixed + held_bytes, reducing)
         return float(self.bytes[s][a, b])
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
@@ -124,16 +126,16 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
     peaks, rounds = Peaks(pricing, cuts), 0
     best: MinBytesPlan | None = None
     while True:
-        most, rounds = least_max(peaks.bytes), rounds + 1
-        if most == np.inf:
+        highest, rounds = least_max(peaks.bytes), rounds + 1
+        if highest == np.inf:
             return None
-        _, places = least_sum([np.where(peak <= most, peak, np.inf) for peak in peaks.bytes])
+        _, places = least_sum([np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes])
         assert places is not None, "there are as many cuts as stages need"
         below = float(best.peak_bytes) if best else np.inf
         taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
         if taken < below:
             best = peaks.plan(places)
-        if best and best.peak_bytes <= most * (1 if peaks.exact else 1 + LIMIT.tolerance):
+        if best and best.peak_bytes <= highest * (1 if peaks.exact else 1 + LIMIT.tolerance):
             return best
         if (
             rounds > (LIMIT.rounds_with_plan if best else LIMIT.rounds_without_plan)
@@ -142,7 +144,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
             return best
 
 
-def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) -> Grid:
+def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held_bytes: float) -> Grid:
     """Bounds the peak bytes from below of segments with all layers of one that holds so many beside what is fixed.
 
     Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
@@ -154,7 +156,7 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
         block: the segments of a stage.
         a: the place of the known segment's start.
         b: the place of its end.
-        held: its bytes beside what is fixed.
+        held_bytes: its bytes beside what is fixed.
     """
     choices, starts, last = pricing.at(block.s).choices, block.starts[: a + 1], block.ends[b] - 1
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
@@ -168,7 +170,13 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held: float) ->
     )
     ended[0] = 0.0
     shared = block.shared_bytes[: a + 1, b:]
-    return block.fixed_bytes[: a + 1, b:] + held - begun[:, None] - ended - (shared - shared[:, :1])
+    return (
+        block.fixed_bytes[: a + 1, b:]
+        + held_bytes
+        - begun[:, None]
+        - ended
+        - (shared - shared[:, :1])
+    )
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
@@ -176,13 +184,14 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     plan, limit = min_bytes_plan(pricing), int(pricing.limit_bytes)
     i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
     over, problem = plan.peak_bytes - limit, pricing.segments.problem
-    own = limit - problem.less_bytes(plan.stage)
+    stage_limit = limit - problem.less_bytes(plan.stage)
     unlike = any(group.less_bytes for group in problem.groups)
     where = f" of {problem.name_of(plan.stage)}" if unlike else " per device"
-    each = ", or as much more on each device" if unlike else ""
+    per_device = ", or as much more on each device" if unlike else ""
     return Infeasible(
-        f"no plan keeps the limit of {own} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
-        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{each}; raise the limit, "
+        f"no plan keeps the limit of {stage_limit} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
+        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{per_device}; "
+        "raise the limit, "
         "add stages, or use smaller micro-batches",
         stage=plan.stage,
         excess_bytes=over,

@@ -76,24 +76,28 @@ class FateSearch:
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
         self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
-        held, self.room = growth.held[self.moment], query.room_bytes - base[self.moment]
-        last = np.zeros_like(held)
+        held_bytes, self.room = growth.held[self.moment], query.room_bytes - base[self.moment]
+        last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         asked = Relaxation(
-            extra_s, link_s, held + last, self.room, query.compute_s, query.traffic_s
+            extra_s, link_s, held_bytes + last, self.room, query.compute_s, query.traffic_s
         )
         self.prices = self.alpha, self.mu = prices or DualBounds([asked]).solve()[0]
         # Bounds of what the layers to come take.
         finite_s = np.where(there, extra_s, 0.0)
         cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
-        paid = (cost + self.mu * held).min(1)
-        spared = (cost + self.mu * (held - table.left_bytes[at])).min(1) - self.mu * growth.given
-        self.cost_to_come = to_come((cost + self.mu * (held + last)).min(1))
+        paid = (cost + self.mu * held_bytes).min(1)
+        spared = (cost + self.mu * (held_bytes - table.left_bytes[at])).min(
+            1
+        ) - self.mu * growth.given
+        self.cost_to_come = to_come((cost + self.mu * (held_bytes + last)).min(1))
         self.paid_to_come, self.spare_to_come = to_come(paid), growth.until_end(spared, paid)
         self.extra_to_come = to_come(extra_s.min(1))
         self.last_bytes = float(table.least_working_bytes[at[-1]])
         left = table.left_bytes[at]
-        self.expected = self._expected(cost + self.mu * held, finite_s, link_s, held, left)
+        self.expected = self._expected(
+            cost + self.mu * held_bytes, finite_s, link_s, held_bytes, left
+        )
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
         """What the layers to come will probably take: each its best choices, but in sum what the prices stand for.
@@ -161,12 +165,12 @@ class FateSearch:
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held, beyond = self._held_bytes(states), self.mu * beyond_held(states)
+            held_bytes, beyond = self._held_bytes(states), self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
             if self.growth.fixed_rows > MOST:
-                most = self.mu * states[MOST] + self.paid_to_come[done]
-                to_come = np.maximum(to_come, most)
-            priced = priced + self.mu * np.where(fits, held - query.room_bytes, 0.0) + to_come
+                largest = self.mu * states[MOST] + self.paid_to_come[done]
+                to_come = np.maximum(to_come, largest)
+            priced = priced + self.mu * np.where(fits, held_bytes - query.room_bytes, 0.0) + to_come
         else:
             priced = priced + self.cost_to_come[done]
         return np.where(
@@ -175,11 +179,11 @@ class FateSearch:
 
     def _fittest(self, states: States, bound: np.ndarray, done: int, width: int) -> np.ndarray:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
-        extra_s, link_s, held, left = (expected[done] for expected in self.expected)
+        extra_s, link_s, held_bytes, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         if self.growth.fixed_rows > MOST:
             beyond = np.maximum(beyond, states[MOST])
-        over = self._held_bytes(states) + held + beyond - self.query.room_bytes
+        over = self._held_bytes(states) + held_bytes + beyond - self.query.room_bytes
         compute_s = self.query.compute_s + states[EXTRA] + extra_s
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)

@@ -107,10 +107,10 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
     every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in CUTS.transfer_factors)
-    known = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
-    if not known:
+    every_path = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
+    if not every_path:
         return []
-    every = np.array(list(known))
+    every = np.array(list(every_path))
     loads_s = [stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
     ranked = least_steps_s(problem, np.array(loads_s)).argsort(kind="stable")
     decisions = []
@@ -137,16 +137,16 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         return solution
     pricing, decision = solution.table.pricing, solution.decision()
     k = [flying * problem.group(s).replicas for s, flying in enumerate(pricing.segments.in_flight)]
-    wanted = []
+    moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
         # Choices of other stages may be columns that this one's layers do not have.
         inside = (0,) * i + decision.choices[i:j]
         swapped = pricing.at(s).choices.swapped(inside)
-        wanted.append(k[s] * float(swapped[i:j].sum()))
-    if sum(wanted) <= limit:
+        moves.append(k[s] * float(swapped[i:j].sum()))
+    if sum(moves) <= limit:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
-    parts = [limit * want / sum(wanted) // kept for want, kept in zip(wanted, k, strict=True)]
+    parts = [limit * want / sum(moves) // kept for want, kept in zip(moves, k, strict=True)]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

@@ -32,22 +32,22 @@ class Trips:
     def paths(self) -> Iterator[tuple[int, ...]]:
         """Yields the places of cuts worth a look; each path once."""
         least_s = self.least_cap_s()
-        known = set()
+        seen = set()
         for cap in CUTS.trip_caps if np.isfinite(least_s) else ():
             for share in CUTS.trip_weights:
                 places = self.path(cap * least_s, share)
-                if places and places not in known:
-                    known.add(places)
+                if places and places not in seen:
+                    seen.add(places)
                     yield places
 
     def least_cap_s(self) -> float:
         """The least cap under which there are cuts, nearly; infinite if there are none."""
         every = [self.seconds, self.comm_s, self.busy_s]
-        most = [
+        caps = [
             max((x[np.isfinite(x)].max(initial=0.0) for x in matrices), default=0.0)
             for matrices in every
         ]
-        low, high = 0.0, sum(most) + 1e-300
+        low, high = 0.0, sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
         while high - low > CUTS.trip_tolerance * high:
@@ -68,8 +68,8 @@ class Trips:
                 there &= self.busy_s[s] <= cap_s
             summed = total[:, None] + t + c
             spare = np.where(there, np.maximum(grown, -cap_s), 0.0)
-            wanted = grown if np.isinf(share) else summed + share * spare
-            best = np.where(there, wanted, np.inf).argmin(0)
+            target = grown if np.isinf(share) else summed + share * spare
+            best = np.where(there, target, np.inf).argmin(0)
             at = best, np.arange(len(best))
             over, total = grown[at], np.where(there[at], summed[at], np.inf)
             came.append(best)

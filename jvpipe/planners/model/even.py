@@ -25,9 +25,9 @@ def even(problem: Problem) -> Decision:
     (0, 3, 5, 7)
     """
     cuts, stages = Segments(problem).cuts, problem.stages
-    wanted = [*accumulate(even_counts(len(problem.costs.layers), stages))][:-1]
+    targets = [*accumulate(even_counts(len(problem.costs.layers), stages))][:-1]
     places = [0]
-    for s, cut in enumerate(wanted):
+    for s, cut in enumerate(targets):
         first, last = (
             places[-1] + 1,
             len(cuts) - stages + s,
@@ -44,8 +44,8 @@ def even_counts(layers: int, stages: int) -> list[int]:
     >>> even_counts(7, 3)
     [3, 2, 2]
     """
-    each, more = divmod(layers, stages)
-    return [each + (s < more) for s in range(stages)]
+    share, more = divmod(layers, stages)
+    return [share + (s < more) for s in range(stages)]
 
 
 def balanced(
@@ -59,7 +59,9 @@ def balanced(
         layer_s: seconds of each layer's forward and backward, on a device as the costs say.
     """
     times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
-    totals = np.array([np.concatenate([[0.0], np.cumsum(layer_s * each)])[cuts] for each in times])
+    totals = np.array(
+        [np.concatenate([[0.0], np.cumsum(layer_s * device_times)])[cuts] for device_times in times]
+    )
     places = np.array(problem.places)
     best = _least_longest(totals[places])
 

@@ -90,7 +90,7 @@ def bubble_fraction(
         for tasks in lists
         for task in tasks
     )
-    busy_s += sum(problem.updates * each.replicas * each.update_s for each in stages)
+    busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(len(devices) for devices in set(problem.where))
     return 1.0 - busy_s / (there * step_s) if step_s else 0.0
 
@@ -159,7 +159,7 @@ def _lists(schedule: Schedule, devices: int, microbatches: int, count: int) -> T
     if not schedule.synchronous:
         return tuple(tuple(with_updates(tasks, schedule.period(microbatches))) for tasks in lists)
     stages = (sorted({task.stage for task in tasks}) for tasks in lists)
-    updates = ([Task(s, Kind.U, count - 1) for s in each] for each in stages)
+    updates = ([Task(s, Kind.U, count - 1) for s in of_device] for of_device in stages)
     return tuple((*tasks, *more) for tasks, more in zip(lists, updates, strict=True))
 
 

@@ -30,11 +30,13 @@ class KeepAll:
             self.segments.fixed_bytes(s, self.cuts, self.cuts),
         )
         static = fixed - on_device_bytes(in_flight, self._block.shared_bytes)
-        held = StageBytes(in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes)
+        stage_bytes = StageBytes(
+            in_flight, static, self.kept_bytes, np.zeros(()), self.beyond_bytes
+        )
         if self.problem.group(s).replicas == 1:
-            return self._inside(held.peak)
+            return self._inside(stage_bytes.peak)
         reducing_bytes = self.segments.block(s, self.cuts, self.cuts).reducing_bytes
-        return self._inside(np.maximum(held.peak, reducing_bytes))
+        return self._inside(np.maximum(stage_bytes.peak, reducing_bytes))
 
     @cached_property
     def _block(self) -> Block:

@@ -55,21 +55,21 @@ class LocalSegments:
         """The cuts that are looked at."""
         return np.array(self.pins.bounds) if self.pins.bounds else self.few(self.cuts, MOST_CUTS)
 
-    def few(self, cuts: Cuts, most: int) -> Cuts:
+    def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks few cuts: of each share of seconds and gradients the one where least crosses.
 
         Args:
             cuts: all that there are, the ends of the model included.
-            most: how many are wanted at most; twice as many as given stages need, all the same.
+            count: how many are wanted at most; twice as many as given stages need, all the same.
         """
-        most = max(most, 2 * (self.pins.count or 0))
-        if len(cuts) <= most:
+        count = max(count, 2 * (self.pins.count or 0))
+        if len(cuts) <= count:
             return cuts
         costs = self.shapes.local.at(self.shapes.sizes[len(self.shapes.sizes) // 2])
         segments, inner = Segments(_of_stages(costs, 1, 1)), cuts[1:-1]
         works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
         work = sum(x[inner] / max(x[-1], 1e-30) for x in works) / 2
-        shares = np.ceil(work * (most - 2))
+        shares = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
         chosen = {shares[at]: int(inner[at]) for at in fewest_last}
         return np.array([cuts[0], *sorted(chosen.values()), cuts[-1]])
@@ -161,8 +161,8 @@ class LocalSegments:
 
         For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
         """
-        most, feeds = min(self.shapes.devices, size), self.pins.feeds
-        least = {-(-size // r): r for r in range(most, 0, -1) if feeds(r, size)}
+        limit, feeds = min(self.shapes.devices, size), self.pins.feeds
+        least = {-(-size // r): r for r in range(limit, 0, -1) if feeds(r, size)}
         return tuple(sorted(least.values()))
 
 

@@ -74,10 +74,10 @@ class Pins:
             "replicas": _length(self.replicas),
             "cuts": _length(self.cuts),
         }
-        told = {name: count for name, count in said.items() if count is not None}
-        if len(set(told.values())) > 1:
+        counts = {name: count for name, count in said.items() if count is not None}
+        if len(set(counts.values())) > 1:
             raise ValueError(
-                f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} are of {list(told.values())} "
+                f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} are of {list(counts.values())} "
                 "stages: give as many of each, or leave some out"
             )
         for name, numbers in (
@@ -109,17 +109,17 @@ class Pins:
         """Raises ValueError for replicas that a micro-batch cannot feed."""
         if self.size is not None and batch % self.size:
             raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
-        most, there = max(self.replicas or (1,)), self.size or batch
-        if not self.feeds(most, there):
+        largest, there = max(self.replicas or (1,)), self.size or batch
+        if not self.feeds(largest, there):
             what = f"micro-batches of {self.size}" if self.size else f"a batch of {batch}"
             raise ValueError(
-                f"{most} replicas cannot share {what} examples, each needs {self.least_slice}: use at most "
-                f"{max(1, there // self.least_slice)} replicas, or {most * self.least_slice} examples"
+                f"{largest} replicas cannot share {what} examples, each needs {self.least_slice}: use at most "
+                f"{max(1, there // self.least_slice)} replicas, or {largest * self.least_slice} examples"
             )
 
 
 UNPINNED = Pins()
 
 
-def _length(given: tuple[int, ...] | None) -> int | None:
-    return None if given is None else len(given)
+def _length(counts: tuple[int, ...] | None) -> int | None:
+    return None if counts is None else len(counts)

@@ -218,15 +218,15 @@ class Problem:
         """The layers, as the devices of each place take them."""
         if not self.groups:
             return [self.costs.layers] * self.devices
-        known: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
+        cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
         every = []
         for group in self.groups:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
-            if key not in known:
+            if key not in cache:
                 slower = zip(costs.layers, group.slowness, strict=True) if group.slowness else ()
-                known[key] = tuple(layer.slower(by) for layer, by in slower) or costs.layers
-            every.append(known[key])
+                cache[key] = tuple(layer.slower(by) for layer, by in slower) or costs.layers
+            every.append(cache[key])
         return every
 
     @property

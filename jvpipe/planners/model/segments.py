@@ -175,22 +175,22 @@ class Segments:
             self._early_known[more] = joined_spans(parts)
         return self._early_known[more].over(starts, ends)
 
-    def late_bytes(self, most: int, starts: Cuts, ends: Cuts) -> Grid:
+    def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts cotangents that wait (mirrored): once for every stage up to the next reader's, at most d further.
 
         Args:
-            most: how many stages there are behind this one, or as far as a cotangent goes.
+            count: how many stages there are behind this one, or as far as a cotangent goes.
             starts: where segments begin.
             ends: where they end.
         """
         hops = self._cotangents
-        if most not in self._late_known:
-            fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, most + 1)]
+        if count not in self._late_known:
+            fars = [(d, hops.at(hops.b - hops.a >= d)) for d in range(1, count + 1)]
             parts = [
                 (self._mirrored(far.b - d + 1), self._mirrored(far.a), far.bytes) for d, far in fars
             ]
-            self._late_known[most] = joined_spans(parts)
-        return self._backwards(self._late_known[most], starts, ends)
+            self._late_known[count] = joined_spans(parts)
+        return self._backwards(self._late_known[count], starts, ends)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -199,9 +199,9 @@ class Segments:
         forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
         cuts = np.array([b for b in range(self.n + 1) if b not in forbidden])
         if len(cuts) <= stages:
-            most = len(cuts) - 1
+            last = len(cuts) - 1
             raise ValueError(
-                f"{stages} stages: layers that must share a stage leave {most} pieces, use at most {most} stages"
+                f"{stages} stages: layers that must share a stage leave {last} pieces, use at most {last} stages"
             )
         return cuts
 
@@ -228,8 +228,8 @@ class Segments:
             self.in_flight[s - d] - self.in_flight[s - d + 1]
             for d in range(1, min(s, self._values.reach) + 1)
         )
-        most = min(self.problem.stages - 1 - s, self._cotangents.longest)
-        return self.early_bytes(more, starts, ends) + self.late_bytes(most, starts, ends)
+        count = min(self.problem.stages - 1 - s, self._cotangents.longest)
+        return self.early_bytes(more, starts, ends) + self.late_bytes(count, starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """Counts parameters, gradients, optimizer, shared values, what waits, and what the device may not hold.
@@ -369,12 +369,14 @@ def surely_spared_bytes(
     """
     sizes = [layer.state_bytes for layer in layers]
     total = between(sums(layer.state_bytes for layer in layers), starts, ends)
-    most = np.zeros_like(total)
+    largest = np.zeros_like(total)
     for size in sorted(set(sizes) - {0}):
         there = between(sums(x == size for x in sizes), starts, ends)
         larger = between(sums(x if x >= size else 0 for x in sizes), starts, ends)
-        most = np.where(there > 0, np.maximum(most, (larger - size) // replicas + size), most)
-    return np.maximum(total - most, 0)
+        largest = np.where(
+            there > 0, np.maximum(largest, (larger - size) // replicas + size), largest
+        )
+    return np.maximum(total - largest, 0)
 
 
 def sums(values: Iterable[float]) -> OverJ:
@@ -397,8 +399,8 @@ def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "
 def _most(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
     """The most that a layer of each segment has."""
     every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
-    each = layers[every - 1]
-    return most_up_to(np.where(every > starts[:, None], each, 0.0), starts, ends)
+    of_layers = layers[every - 1]
+    return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)
 
 
 def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:

@@ -112,11 +112,11 @@ class Shapes:
         """The micro-batch sizes that there can be: the divisors of the batch, falling."""
         if self.pins.size is not None:
             return (self.pins.size,)
-        most = max(self.pins.replicas or (1,))
+        largest = max(self.pins.replicas or (1,))
         return tuple(
             mu
             for mu in range(self.batch, 0, -1)
-            if self.batch % mu == 0 and self.pins.feeds(most, mu)
+            if self.batch % mu == 0 and self.pins.feeds(largest, mu)
         )
 
     @cached_property
@@ -129,13 +129,13 @@ class Shapes:
             two machines of two devices     0 1 | 2 3       append first   0 1 2 3
                                                             scatter first  0 2 1 3
         """
-        devices, each = np.arange(self.devices), self.cluster.devices_per_machine
-        machines = self.devices // each
+        devices, per_machine = np.arange(self.devices), self.cluster.devices_per_machine
+        machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        if each > 1 and machines > 1 and self.devices % each == 0:
+        if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
             groups = [q for q in range(2, machines + 1) if machines % q == 0]
             for q in groups[-2:]:
-                turned = devices.reshape(machines // q, q, each).transpose(0, 2, 1)
+                turned = devices.reshape(machines // q, q, per_machine).transpose(0, 2, 1)
                 orders.append(tuple(int(d) for d in turned.ravel()))
         return tuple(orders)
 

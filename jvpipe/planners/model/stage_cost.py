@@ -91,11 +91,11 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         choices: those of all layers of the model.
     """
     layers = problem.layers_on(s)[i:j]
-    held = stage_bytes(problem, s, i, j, choices)
+    held_bytes = stage_bytes(problem, s, i, j, choices)
     costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
     halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
-    swap_s = 2 * problem.host.seconds(held.swapped)
+    swap_s = 2 * problem.host.seconds(held_bytes.swapped)
     traffic_s = peer.seconds(received + returned + sent) if problem.peer_uses_host else 0.0
     reduce_s = _reduce_s(group.reduces, layers, problem.overlaps) if group.replicas > 1 else 0.0
     return StageCost(
@@ -105,7 +105,7 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         swap_s=swap_s,
         comm_s=peer.seconds(received) + peer.seconds(returned),
         link_s=swap_s + traffic_s,
-        held=held,
+        held=held_bytes,
         replicas=group.replicas,
         halves_s=(sum((x for x, _ in halves), 0.0), sum((x for _, x in halves), 0.0)),
         reduce_s=reduce_s,
@@ -152,8 +152,8 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
     """Counts the seconds of an update on a replica: each updates some layers for all, as its share."""
-    each = [layer.update_s for layer in layers]
-    return sum(each) if replicas == 1 else max(*each, sum(each) / replicas)
+    layer_s = [layer.update_s for layer in layers]
+    return sum(layer_s) if replicas == 1 else max(*layer_s, sum(layer_s) / replicas)
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
@@ -193,11 +193,13 @@ def stage_bytes(
     shared = [0] * (
         j - i
     )  # by the first layer that holds a value: it lies until that one's backward
-    for held in costs.shared_at(i, j):
-        if held.per_version:
-            parameters += held.bytes
+    for shared_value in costs.shared_at(i, j):
+        if shared_value.per_version:
+            parameters += shared_value.bytes
         else:
-            shared[min(layer for layer in held.layers if layer >= i) - i] += held.bytes
+            shared[min(layer for layer in shared_value.layers if layer >= i) - i] += (
+                shared_value.bytes
+            )
     # A backward goes from the last layer to the first. While a layer works, what later ones left is
     # gone, and if backwards run in halves, what they handed over is there instead.
     beyond = between = later = handed = 0
@@ -266,33 +268,37 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     for place, stage in zip(problem.places, stages, strict=True):
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)
-    return tuple(joint_bytes(held, vectors) for held, vectors in zip(mine, every, strict=True))
+    return tuple(
+        joint_bytes(of_stages, vectors) for of_stages, vectors in zip(mine, every, strict=True)
+    )
 
 
-def needed_limit_bytes(problem: Problem, held: Sequence[int]) -> int:
+def needed_limit_bytes(problem: Problem, device_sizes: Sequence[int]) -> int:
     """Counts the least limit, that of the roomiest device, under which devices may hold so many bytes each."""
     if not problem.groups:
-        return max(held)
-    return max(size + each.less_bytes for size, each in zip(held, problem.groups, strict=True))
+        return max(device_sizes)
+    return max(
+        size + group.less_bytes for size, group in zip(device_sizes, problem.groups, strict=True)
+    )
 
 
-def joint_bytes(held: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
+def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
     """Counts the most that the stages of one device hold at once.
 
     Args:
-        held: what each of its stages holds.
+        of_stages: what each of its stages holds.
         vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
     """
 
     def held_bytes(moment: Holding) -> float:
-        pairs = zip(held, moment, strict=True)
+        pairs = zip(of_stages, moment, strict=True)
         return sum(
             on_device_bytes(k, x.kept, x.swapped) + handed * x.handed for x, (k, handed) in pairs
         )
 
-    training = max(map(held_bytes, vectors)) + max(x.beyond for x in held)
-    reducing = max(x.reducing for x in held)
-    return int(sum(x.static for x in held) + max(training, reducing))
+    training = max(map(held_bytes, vectors)) + max(x.beyond for x in of_stages)
+    reducing = max(x.reducing for x in of_stages)
+    return int(sum(x.static for x in of_stages) + max(training, reducing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,10 +343,10 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
 
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     """Counts what a decision takes, from what its stages take."""
-    held = device_bytes(problem, stages)
-    limit_bytes = needed_limit_bytes(problem, held)
+    device_sizes = device_bytes(problem, stages)
+    limit_bytes = needed_limit_bytes(problem, device_sizes)
     step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
-    return Evaluation(tuple(stages), step_s, bottleneck_s, held, limit_bytes)
+    return Evaluation(tuple(stages), step_s, bottleneck_s, device_sizes, limit_bytes)
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
@@ -373,8 +379,8 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
         forward = [c.forward_s for c in stages]
         backward = [t - f for t, f in zip(each_s, forward, strict=True)]
         links = [c.comm_s / 2 for c in stages]
-        most = max(*forward, *links) + max(*backward, *links)
-        return sum(forward) + sum(backward) + transfers + (m - 1) * most
+        longest_s = max(*forward, *links) + max(*backward, *links)
+        return sum(forward) + sum(backward) + transfers + (m - 1) * longest_s
     return sum(each_s) / chunks + transfers + (m - 1 / chunks) * slowest
 
 

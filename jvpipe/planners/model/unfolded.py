@@ -61,7 +61,7 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
         budget: the part of it.
     """
     groups = tuple(
-        replace(each, less_bytes=each.less_bytes * budget // limit) for each in apart.groups
+        replace(group, less_bytes=group.less_bytes * budget // limit) for group in apart.groups
     )
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
@@ -116,12 +116,12 @@ def _infeasible(
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
     evaluation = evaluate(problem, decision)
-    held, enough = evaluation.device_bytes, max(evaluation.limit_bytes, limit + 1)
-    over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(held)]
+    device_sizes, enough = evaluation.device_bytes, max(evaluation.limit_bytes, limit + 1)
+    over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]
     d = over.index(max(over))
     return Infeasible(
         f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: device {d} would "
-        f"hold {held[d]} bytes. Raise the limit, add devices, or use smaller micro-batches",
+        f"hold {device_sizes[d]} bytes. Raise the limit, add devices, or use smaller micro-batches",
         stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,
