@@ -220,7 +220,7 @@ class Measurement:
             microbatches,
             fates=settings.asks_fates,
             split=may_split(schedule, self.stages // schedule.chunks, microbatches),
-            known=self.bench.runs,
+            earlier=self.bench.runs,
             **self._timed,
         )
 

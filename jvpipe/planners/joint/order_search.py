@@ -306,7 +306,7 @@ def _listed(
     rooms = [room for room in capped if max(map(sub, room, loads.room_bytes)) < 0 and not in_flight]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
         for patience, eager in product(ORDER.patiences, (False, True)):
-            order = Listing(loads, caps, patience, eager=eager, most=in_flight).order
+            order = Listing(loads, caps, patience, eager=eager, in_flight=in_flight).order
             if order is not None:
                 yield from fitting(plain, order, f"{name}, listed")
     if in_flight:
