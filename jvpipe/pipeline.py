@@ -100,10 +100,10 @@ class Pipeline:
             added or "same" on all, of leaves of the model state by path. Later patterns win.
         grad_norm: also report the global norm of the gradient.
         group: consecutive layers of a stage run as one program in each direction, with the same results bitwise as
-            layers apart, which False keeps. It takes fewer dispatches, which is what limits small layers and fast
-            devices, and longer to compile. Unless given, on all devices but CPUs. Layers that call the host run by
-            programs of their own, and so do those that have moved, until their groups are compiled beside the run. If
-            groups would not keep the limit, and under `sharding`, layers stay apart.
+            layers apart. It takes fewer dispatches, which is what limits small layers and fast devices, and longer to
+            compile. Layers that call the host run by programs of their own, and so do those that have moved, until
+            their groups are compiled beside the run. If groups would not keep the limit, and under `sharding`, layers
+            stay apart.
         remeasure: measure again what an earlier process has measured. Seconds are kept, and found again, if JAX has a
             compilation cache on disk (`jax_compilation_cache_dir`), and nowhere else.
 
@@ -152,7 +152,7 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
-        group: bool | None = None,
+        group: bool = False,
         remeasure: bool = False,
     ) -> None:
         options = checked(PIPELINE, locals())

@@ -85,8 +85,8 @@ class Forecast:
 
         For this, and for nothing else here, programs are compiled for the device at hand. What other hardware makes of
         them is its own compiler's affair: `plan_for(..., compile=True)` asks it, and each stage's `compiled_bytes` are
-        what it says. Without, temporaries are counted by rules that GPUs' and
-        TPUs' compilers were seen to follow: a few percent of a stage too high or too low.
+        what it says. Without, temporaries are counted by rules that GPUs' and TPUs' compilers were seen to
+        follow: some percent of a stage too high or too low.
 
         Raises:
             ValueError: the problem is of no model.

@@ -361,11 +361,10 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
-    group: bool | None = option(
-        None,
+    group: bool = option(
+        False,
         checked_flag,
-        "Consecutive layers of a stage run as one program, bitwise identical to layers apart; if left out, on all "
-        "devices but CPUs.",
+        "Consecutive layers of a stage run as one program, bitwise identical to layers apart.",
         "run",
         "",
         RUNS,

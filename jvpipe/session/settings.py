@@ -158,11 +158,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
-    group = take("group")
-    if group is None:
-        group = used[0].platform != "cpu"
-    if laid is not None:  # each layer's programs say how its arrays lie over a mesh
-        group = False
+    # Over a mesh each layer's programs say how its arrays lie.
+    group = take("group") and laid is None
     return Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,

@@ -73,7 +73,7 @@ def test_a_group_is_one_program_per_direction() -> None:
     _, _, apart = trained(m, 2, "1f1b")
     _, _, pipe = trained(m, 2, "1f1b", group=True)
     assert (layer_programs(pipe), layer_programs(apart)) == (4, 10)
-    assert not apart.session.compiled.grouped, "on CPUs layers stay apart unless that is asked for"
+    assert not apart.session.compiled.grouped, "layers stay apart unless groups are asked for"
 
 
 def moved(
