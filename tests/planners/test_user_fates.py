@@ -86,7 +86,7 @@ def test_a_value_that_is_no_candidate_takes_the_nearest(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "jvpipe"):
         plan = with_fates(chain(), PLAN, {"blocks/*/attention/softmax": "recompute"})
     assert set(plan.stages[0].fates) == {"blocks/0/attention/dot_0", "blocks/0/attention/dot_1"}
-    assert "'blocks/*/attention/softmax' is no candidate: the nearest are taken" in caplog.text
+    assert "'blocks/*/attention/softmax' is not a candidate: the nearest are taken" in caplog.text
 
 
 @pytest.mark.parametrize(
