@@ -287,8 +287,8 @@ def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
     leave = "micro-batches leave" if microbatches > 1 else "micro-batch leaves"
     return (
         f"{microbatches} {leave} {devices} devices idle for about {share:.0%} of a step under "
-        f"{schedule.name}: use microbatches={devices} or more, unless the loss tells the examples of a batch from one "
-        "another (contrastive), which with smaller micro-batches is another loss"
+        f"{schedule.name}: use microbatches={devices} or more, unless the loss compares the examples of a batch "
+        "(contrastive losses, batch norm), which with smaller micro-batches is another loss"
     )
 
 

@@ -241,6 +241,11 @@ def _traced(
             error.add_note(
                 "The loss was traced without a key: if it needs one, give it to init, jax.random.key(0)."
             )
+        if isinstance(error, TypeError):  # a loss of (params, x, y) takes the key for y
+            error.add_note(
+                "The loss was called with (params, batch, rng), or (params, model_state, batch, rng) with has_state; "
+                "one of other arguments is wrapped: lambda params, batch, rng: loss(params, *batch)."
+            )
         raise
 
 

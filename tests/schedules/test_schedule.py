@@ -92,6 +92,6 @@ def test_few_microbatches_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         find_schedule("1f1b").warn_of_idle(4, 1)
     assert caplog.messages == [
         "1 micro-batch leaves 4 devices idle for about 75% of a step under 1f1b: use microbatches=4 or more, "
-        "unless the loss tells the examples of a batch from one another (contrastive), which with smaller "
+        "unless the loss compares the examples of a batch (contrastive losses, batch norm), which with smaller "
         "micro-batches is another loss"
     ]
