@@ -282,7 +282,7 @@ def even_places(planned: Planned, inside: Mapping[int, Sequence[Place]]) -> list
             work_s = time * (at_s[None, ends] - at_s[starts, None])
             yield np.where(work_s > 0, work_s + link_s[starts, None], np.inf)
 
-    least_s = least_max(list(matrices()))
+    least_s = least_max(matrices())
     if not np.isfinite(least_s):
         return []
     sent = np.array([float(cut.sent_bytes) for cut in cuts])
@@ -302,18 +302,19 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    crossing = [0] * (len(layer_s) + 1)
+    # What goes between two layers, and past a layer, by the number of the later layer, and of that layer.
+    crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
     for edge in costs.edges:
-        for k in range(edge.producer + 1, max(edge.readers, default=edge.producer) + 1):
+        last = max(edge.readers, default=edge.producer)
+        for k in range(edge.producer + 1, last + 1):
             crossing[k] += edge.bytes
+            over[k] += edge.bytes if k < last else 0
     joined = {k for group in costs.together for k in range(min(group) + 1, max(group) + 1)}
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
-        over = sum(e.bytes for e in costs.edges if e.producer < layer < max(e.readers, default=0))
-        cuts += [
-            _Cut(before_s + place.share * seconds, over + place.sent_bytes, layer, place.before_end)
-            for place in inside.get(layer, ())
-        ]
+        for place in inside.get(layer, ()):
+            at_s = before_s + place.share * seconds
+            cuts.append(_Cut(at_s, over[layer] + place.sent_bytes, layer, place.before_end))
         before_s += seconds
         if layer + 1 not in joined:
             cuts.append(_Cut(before_s, crossing[layer + 1]))

@@ -53,7 +53,7 @@ def least_sum(matrices: Iterable[Matrix]) -> tuple[float, Places | None]:
     return least_path(matrices, np.add)
 
 
-def least_max(matrices: Sequence[Matrix]) -> float:
+def least_max(matrices: Iterable[Matrix]) -> float:
     """Returns the largest number on the path whose largest number is least.
 
     >>> least_max([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
