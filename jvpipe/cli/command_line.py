@@ -153,17 +153,28 @@ def names() -> str:
     <BLANKLINE>
     Planners: even, ...
     """
-    found_models = [f"{name} ({_sizes(name)})" for name in models.NAMES]
+    known = names_by_option()
+    found_models = [f"{name} ({_sizes(name)})" for name in known["model"]]
     found_models += [point.name for point in entry_points(group=ENTRY_POINTS)]
     lists = {
-        "Planners": [planner.name for planner in PLANNERS],
-        "Schedules": list(SCHEDULES),
-        "Hardware": [*PRESETS, "or a TOML file"],
+        "Planners": known["planner"],
+        "Schedules": known["schedule"],
+        "Hardware": [*known["hardware"], "or a TOML file"],
     }
     lines = [f"Models: {', '.join(found_models)}; your own as file.py:NAME or package.module:NAME."]
     return "\n\n".join(
         [*lines, *(f"{kind}: {', '.join(members)}." for kind, members in lists.items())]
     )
+
+
+def names_by_option() -> dict[str, list[str]]:
+    """Lists the names that jvpipe itself knows, by the option that takes them."""
+    return {
+        "model": list(models.NAMES),
+        "planner": [planner.name for planner in PLANNERS],
+        "schedule": list(SCHEDULES),
+        "hardware": list(PRESETS),
+    }
 
 
 def _sizes(name: str) -> str:

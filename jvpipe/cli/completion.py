@@ -4,11 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from jvpipe import models
-from jvpipe.cli.command_line import add_options
-from jvpipe.cost.presets import PRESETS
-from jvpipe.papers.registry import PLANNERS
-from jvpipe.schedules import SCHEDULES
+from jvpipe.cli.command_line import add_options, names_by_option
 from jvpipe.session.options import PipelineOptions, options_of
 from jvpipe.util.extras import extra
 from jvpipe.util.names import did_you_mean
@@ -45,13 +41,7 @@ def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str
 
 def _complete(action: Any, file: Mapping[str, Any], folder: Mapping[str, Any]) -> None:
     """Says what may follow an option: one of some names, a file or a folder."""
-    names = {
-        "model": models.NAMES,
-        "schedule": SCHEDULES,
-        "planner": [planner.name for planner in PLANNERS],
-        "hardware": PRESETS,
-    }
-    action.choices = names.get(action.dest)
+    action.choices = names_by_option().get(action.dest)
     if action.metavar in ("FILE", "PATH"):
         action.complete = file
     elif action.metavar == "FOLDER":

@@ -11,7 +11,7 @@ from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.said import Said
 from jvpipe.cost.targets import Target
 from jvpipe.ir.optimizer import Optimizer
-from jvpipe.papers.registry import PLANNERS, FateRule, find_planner
+from jvpipe.papers.registry import PLANNERS, find_planner
 from jvpipe.planners.answer import Answer, best_first
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
@@ -200,7 +200,7 @@ class _Asking:
         Args:
             kept: the answer with all of it on the devices.
         """
-        chooses = [find_planner(name).fate_rule is FateRule.CHOOSES for name in self.names]
+        chooses = [find_planner(name).chooses_fates for name in self.names]
         if self.question.state_fates or chooses != [True]:
             return False
         best = kept.answers[0]

@@ -12,7 +12,7 @@ from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan
-from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
@@ -177,7 +177,7 @@ class ModelPlanner:
         """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
         settings = self.settings
         by_user = isinstance(settings.stages, Plan) or settings.fates or settings.state_fates
-        chooses = find_planner(settings.planner).fate_rule is FateRule.CHOOSES
+        chooses = find_planner(settings.planner).chooses_fates
         if by_user or not chooses or not settings.limits or settings.checkpoint is not None:
             return {}
         sizes = state_bytes(traced.graph, self.cut(traced))

@@ -76,7 +76,7 @@ class _Asker:
         limit = problem.memory_limit_bytes
         assert limit is not None
         counted_limit = LIMITS.counted_times * limit
-        chooses = find_planner(self.planner).fate_rule is FateRule.CHOOSES
+        chooses = find_planner(self.planner).chooses_fates
         if not chooses or least_kept_bytes(problem) > counted_limit:
             return None
         planned = self.ask(replace(problem, memory_limit_bytes=None, host_limit_bytes=None))

@@ -113,7 +113,7 @@ class Settings(Training):
     @property
     def chooses_fates(self) -> bool:
         """Whether the planner chooses fates: one that does, under a limit."""
-        return bool(self.limits) and find_planner(self.planner).fate_rule is FateRule.CHOOSES
+        return bool(self.limits) and find_planner(self.planner).chooses_fates
 
     @property
     def asks_fates(self) -> bool:

@@ -44,6 +44,11 @@ class Planner:
     shape_rule: ShapeRule | None = None
 
     @property
+    def chooses_fates(self) -> bool:
+        """Whether it decides what is kept, swapped and computed again."""
+        return self.fate_rule is FateRule.CHOOSES
+
+    @property
     def shapes(self) -> bool:
         """Whether it decides how many devices each stage has."""
         return not self.as_paper or self.shape_rule is not None
