@@ -38,6 +38,7 @@ def one(name: str, stages: int, cache: str, *, group: bool, steps: int = 10) -> 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     import jvpipe
+    from experiments.schedules.clock import timed
     from experiments.throughput.data import (
         MICRO_BATCHES,
         Sizes,
@@ -59,13 +60,7 @@ def one(name: str, stages: int, cache: str, *, group: bool, steps: int = 10) -> 
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(state)
     found = {"start_s": time.perf_counter() - start_s}
-    taken_s, host_s = [], []
-    for _ in range(steps):
-        began_s = time.perf_counter()
-        state, _ = pipe.step(state, batch)
-        host_s.append(time.perf_counter() - began_s)
-        jax.block_until_ready(state)
-        taken_s.append(time.perf_counter() - began_s)
+    taken_s, host_s = timed(pipe, state, batch, steps)
     peak_bytes = max(pipe.ledger.peak_bytes.values())
     return found | {
         "step_s": statistics.median(taken_s),

@@ -6,7 +6,6 @@ stages that planners count with.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.schedules.clock import step_s
 from jvpipe.cost.measure import measure_programs
 from jvpipe.ir.kinds import KINDS, Link
 from jvpipe.ir.rows import Row
@@ -129,7 +129,7 @@ def run(case: Case) -> tuple[float, float]:
     )
     planned = pipe.session.planned
     assert planned is not None, "a planner was asked"
-    taken, simulated_s = [], planned.step_s
+    simulated_s = planned.step_s
     if pipe.session.compiled.schedule.synchronous:
         simulated_s = by_rows_s(pipe)
     else:
@@ -141,12 +141,7 @@ def run(case: Case) -> tuple[float, float]:
             jax.block_until_ready(state)
             run_s.append(time.perf_counter() - start_s)
         return simulated_s, (run_s[1] - run_s[0]) / STEPS
-    for _ in range(1 + STEPS):
-        start_s = time.perf_counter()
-        state, _ = pipe.step(state, batch)
-        jax.block_until_ready(state)
-        taken.append(time.perf_counter() - start_s)
-    return simulated_s, statistics.median(taken[1:])
+    return simulated_s, step_s(pipe, state, batch, warm=1, steps=STEPS)
 
 
 def by_rows_s(pipe: Any) -> float:
