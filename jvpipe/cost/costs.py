@@ -4,7 +4,7 @@ Everything is for one micro-batch on one device. Where the numbers come from is 
 from the jaxpr, or read from a profile that others took.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -129,6 +129,18 @@ class Shared:
     layers: tuple[int, ...]
     bytes: int
     per_version: bool = False
+
+
+def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
+    """Returns the bounds between layers at which no stage may end, for they are inside of a group of one stage.
+
+    Args:
+        groups: layers that must share a stage.
+
+    >>> sorted(bounds_inside([(1, 3), (5,)]))
+    [2, 3]
+    """
+    return {bound for group in groups for bound in range(min(group) + 1, max(group) + 1)}
 
 
 @dataclass(frozen=True)

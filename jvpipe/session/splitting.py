@@ -18,6 +18,7 @@ import numpy as np
 
 from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.cost import roofline
+from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
@@ -309,7 +310,7 @@ def _cuts(
         for k in range(edge.producer + 1, last + 1):
             crossing[k] += edge.bytes
             over[k] += edge.bytes if k < last else 0
-    joined = {k for group in costs.together for k in range(min(group) + 1, max(group) + 1)}
+    joined = bounds_inside(costs.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 import numpy as np
 from jaxtyping import Float
 
-from jvpipe.cost.costs import Costs, Option
+from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
@@ -32,7 +32,7 @@ class LocalSegments:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes, self.pins = shapes, shapes.pins
         costs = shapes.local.costs[-1]
-        forbidden = {b for group in costs.together for b in range(min(group) + 1, max(group) + 1)}
+        forbidden = bounds_inside(costs.together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
         if crossed := sorted(forbidden & set(self.pins.bounds or ())):
             raise ValueError(

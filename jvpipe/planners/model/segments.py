@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.costs import Costs, LayerCost, bounds_inside
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
@@ -195,8 +195,8 @@ class Segments:
     @cached_property
     def cuts(self) -> Cuts:
         """Where a stage may begin or end; ValueError if `together` leaves too few places for the stages."""
-        together, stages = self.problem.together, self.problem.stages
-        forbidden = {b for group in together for b in range(min(group) + 1, max(group) + 1)}
+        stages = self.problem.stages
+        forbidden = bounds_inside(self.problem.together)
         cuts = np.array([b for b in range(self.n + 1) if b not in forbidden])
         if len(cuts) <= stages:
             last = len(cuts) - 1
