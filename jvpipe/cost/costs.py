@@ -132,7 +132,7 @@ class Shared:
 
 
 def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
-    """Returns the bounds between layers at which no stage may end, for they are inside of a group of one stage.
+    """Returns the bounds between layers that lie inside a group of layers, where no stage may end.
 
     Args:
         groups: layers that must share a stage.
