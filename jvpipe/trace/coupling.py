@@ -1,9 +1,13 @@
-"""Where the examples of a micro-batch meet in a loss, so that splitting a batch makes it another loss.
+"""Whether the loss of a batch is the mean of the losses of its micro-batches, and if not, why.
 
-The loss is followed at two sizes, as replicas need it (`jvpipe.trace.spread`), but nothing is excused: a batch norm is
-coupled here, although replicas may normalise by statistics of their own. Only what the loss itself is made of counts,
-for metrics and model state may look at all examples as they like.
+A mean over examples is. A sum is not, nor is a loss in which examples meet: an in-batch softmax, a batch norm, a
+maximum, a mean over a varying number of items. The loss is followed at two sizes, as replicas need it
+(`jvpipe.trace.spread`), but nothing is excused: replicas may normalise by statistics of their own, and still a batch
+norm makes another loss of smaller batches. Only what the loss itself is made of counts, because metrics and model state
+may look at all examples as they like.
 """
+
+import logging
 
 from jvpipe._jax import Atom, JaxprEqn
 from jvpipe.ir.examples import Over
@@ -14,20 +18,42 @@ from jvpipe.trace.reductions import Lies
 from jvpipe.trace.slices import places
 from jvpipe.trace.spread import CoupledError, Spreading, reaching
 
+_log = logging.getLogger("jvpipe")
 
-def where_examples_meet(traced: Traced) -> str | None:
-    """Returns the first place where examples of a micro-batch meet.
 
-    A mean or a sum over examples is the same however a batch is split; an in-batch softmax, statistics of a batch norm,
-    a maximum, or a mean over a varying number of items are not. The loss is traced once or twice more, at other sizes;
-    nothing is compiled.
+def warn_of_splitting(traced: Traced, microbatches: int) -> None:
+    """Warns that splitting a batch into micro-batches makes another loss of it.
+
+    Args:
+        traced: the layers on a whole micro-batch.
+        microbatches: how many a batch is split into.
+    """
+    reason = None if microbatches == 1 else why_splitting_matters(traced)
+    if reason is None:
+        return
+    _log.warning(
+        "each batch is split into %d micro-batches, because microbatches was not given, but the loss of a batch is not "
+        "the mean of the losses of its micro-batches (%s). Say microbatches=1 for the loss of whole batches, or "
+        "microbatches=%d if each micro-batch may be a batch of its own; a sum, or a mean over a varying number of "
+        "items, returns jvpipe.Weighted(total, weight)",
+        microbatches,
+        reason,
+        microbatches,
+    )
+
+
+def why_splitting_matters(traced: Traced) -> str | None:
+    """Returns why the loss of a batch is not the mean of the losses of its parts, and the place where this is decided.
+
+    The loss is traced once or twice more, at other sizes; nothing is compiled.
 
     Args:
         traced: the layers on a whole micro-batch.
 
     Returns:
-        The layer and the equation there, and what it does; None for a mean or a sum over examples, and where the loss
-        does not take other numbers of examples or is another program on them, so that nothing can be said.
+        The layer and the equation there, and what it does. None for a mean over examples and for a `jvpipe.Weighted` of
+        two sums, and where the loss does not take other numbers of examples or is another program on them, so that
+        nothing can be said.
     """
     loss, place_of = traced.loss, places(traced)
     assert loss.of_size is not None, "a loss that was not traced from a function"
@@ -47,14 +73,18 @@ def where_examples_meet(traced: Traced) -> str | None:
         spreading.run(eqns, double_eqns)
     except CoupledError as coupled:
         return coupled.where or None
-    fitting = {Over.NONE, Over.SUM} if loss.weighted else {Over.NONE, Over.SUM, Over.MEAN}
+    fitting = {Over.NONE, Over.SUM} if loss.weighted else {Over.NONE, Over.MEAN}
     both = zip(results, double_results, strict=True)
-    if all(spreading.lies(*atoms).over in fitting for atoms in both):
+    unfit = {spreading.lies(*atoms).over for atoms in both} - fitting
+    if not unfit:
         return None
-    layer = traced.graph.layers[traced.graph.loss_layer]
-    return (
-        f"layer {traced.graph.label(layer)}: the loss is neither a mean nor a sum over its examples"
+    kind = (
+        "a sum over its examples"
+        if unfit == {Over.SUM}
+        else "neither a mean nor a sum over its examples"
     )
+    layer = traced.graph.layers[traced.graph.loss_layer]
+    return f"layer {traced.graph.label(layer)}: the loss is {kind}"
 
 
 def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:

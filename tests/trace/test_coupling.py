@@ -1,4 +1,4 @@
-"""Where the examples of a micro-batch meet: nowhere in a mean or a sum, else the place is told."""
+"""Why the loss of a batch is not the mean of those of its micro-batches; nothing is said of a mean."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.trace.coupling import where_examples_meet
+from jvpipe.trace.coupling import why_splitting_matters
 from jvpipe.trace.graph import build_graph
 from jvpipe.trace.loss import trace_loss
 
@@ -19,7 +19,7 @@ PARAMS = {"v": np.ones((4, 8), np.float32), "w": np.ones((8, 8), np.float32)}
 def place(loss_fn: Callable[..., Any], examples: int = 6, **options: Any) -> str | None:
     """Where examples meet in a loss of (params, x [examples, 4], rng)."""
     batch = np.ones((examples, 4), np.float32)
-    return where_examples_meet(build_graph(trace_loss(loss_fn, PARAMS, batch, None, **options)))
+    return why_splitting_matters(build_graph(trace_loss(loss_fn, PARAMS, batch, None, **options)))
 
 
 def hidden(params: Any, x: jax.Array) -> jax.Array:
@@ -65,16 +65,23 @@ def over_items(params: Any, x: jax.Array, rng: Any) -> jax.Array:
     return jnp.sum(hidden(params, x)) / jnp.sum(x > 0, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("loss_fn", [squared, summed, weighted])
+@pytest.mark.parametrize("loss_fn", [squared, weighted])
 @pytest.mark.parametrize("examples", [1, 2, 5])
-def test_examples_meet_nowhere_in_a_mean_or_a_sum(
+def test_splitting_does_not_matter_to_a_mean_nor_to_a_weighted_of_sums(
     loss_fn: Callable[..., Any], examples: int
 ) -> None:
     assert place(loss_fn, examples) is None
 
 
+@pytest.mark.parametrize("examples", [1, 6])
+def test_a_sum_is_no_mean_of_the_sums_of_its_parts(examples: int) -> None:
+    found = place(summed, examples)
+    assert found is not None
+    assert found.endswith("the loss is a sum over its examples")
+
+
 @pytest.mark.parametrize("examples", [1, 2, 6])
-def test_they_meet_in_the_logits_of_an_in_batch_softmax(examples: int) -> None:
+def test_examples_meet_in_the_logits_of_an_in_batch_softmax(examples: int) -> None:
     found = place(contrastive, examples)
     assert found is not None
     assert "'dot_general' in in_batch makes" in found
@@ -93,7 +100,7 @@ def test_they_meet_in_a_batch_norm() -> None:
 def test_a_batch_norm_that_the_model_state_remembers_is_no_exception() -> None:
     batch, state = np.ones((6, 4), np.float32), np.zeros(8, np.float32)
     traced = build_graph(trace_loss(remembered, PARAMS, batch, None, state, has_state=True))
-    found = where_examples_meet(traced)
+    found = why_splitting_matters(traced)
     assert found is not None
     assert "gives single examples" in found
 
