@@ -1,7 +1,8 @@
-"""Measured seconds on disk, beside the compilation cache: two runs of one command then decide on the same numbers.
+"""Measured numbers on disk, beside the compilation cache: two runs of a command then plan on the same numbers.
 
-Each number lies in a file of its own, named by a digest of what was measured and where: processes do not wait for each
-other, and a file that is damaged is as good as none.
+What was measured and where is a tuple of texts, the description. The numbers of each description lie
+in a file of their own, named by a digest of it: processes do not wait for each other, and a damaged
+file is treated as if it did not exist.
 """
 
 import hashlib
@@ -23,10 +24,13 @@ FOLDER = "jvpipe-measured"
 
 @dataclass(frozen=True)
 class Archive:
-    """Numbers by what they are of; without a folder nothing is kept.
+    """Numbers by their descriptions.
 
-    Where all is to be measured again, only what was kept since is looked at. What is measured while others work is not
-    kept.
+    Attributes:
+        folder: where they lie; None if nothing is kept.
+        again: whether everything is measured again; only files in `since` are read then.
+        busy: whether the machine is doing other work, in which case measurements are not kept.
+        since: the files that this archive has written.
     """
 
     folder: Path | None = None
@@ -36,7 +40,7 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """In the compilation cache's folder, if JAX was given one on this machine's disk."""
+        """Returns the archive in the folder of the compilation cache, if JAX has one on a local disk."""
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
@@ -44,13 +48,7 @@ class Archive:
     def numbers(
         self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]
     ) -> list[float]:
-        """The numbers that were kept, or else those measured now, which are kept.
-
-        Args:
-            what: says what they are of; asked only if there is a folder.
-            count: how many there are; others were not kept by this version.
-            measure: is asked where none are kept.
-        """
+        """Returns the numbers of one description, measured now if none are kept; see `each`."""
         return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
 
     def each(
@@ -60,50 +58,53 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """The numbers of each of several things that were kept, or else are measured now, and kept.
+        """Returns the numbers of several things; those that are not kept are measured now, and kept.
 
         Args:
-            what: says what the numbers of one of them are of; asked only if there is a folder.
-            things: how many they are; those with equal descriptions are one.
-            count: how many numbers each has; others were not kept by this version.
-            measure: measures together those of which none are kept.
+            what: returns the description of the i-th; it is not called without a folder.
+            things: their number; things with equal descriptions are measured once.
+            count: how many numbers each has; a file with another count is from another version.
+            measure: measures some of them together, given their places.
         """
         if self.folder is None:
             return list(measure(list(range(things))))
-        words = [tuple(what(i)) for i in range(things)]
-        kept = {
-            one: numbers for one in set(words) if len(numbers := self.find(*one) or []) == count
-        }
-        missing = {one: i for i, one in enumerate(words) if one not in kept}
+        descriptions = [tuple(what(i)) for i in range(things)]
+        kept: dict[tuple[str, ...], list[float]] = {}
+        missing: dict[tuple[str, ...], int] = {}
+        for i, description in enumerate(descriptions):
+            numbers = self.find(*description)
+            if numbers is not None and len(numbers) == count:
+                kept[description] = numbers
+            else:
+                missing[description] = i
         measured = measure(list(missing.values())) if missing else ()
-        for one, numbers in zip(missing, measured, strict=True):
-            self.keep(numbers, *one)
-            kept[one] = numbers
-        return [kept[one] for one in words]
+        for description, numbers in zip(missing, measured, strict=True):
+            self.keep(numbers, *description)
+            kept[description] = numbers
+        return [kept[description] for description in descriptions]
 
     def find(self, *what: str) -> list[float] | None:
-        """The numbers that were kept; None if there are none that can be read."""
+        """Returns the numbers of a description; None if none are kept that can be read."""
         if self.folder is None or (self.again and self._path(what) not in self.since):
             return None
         try:
             kept = json.loads(self._path(what).read_text())
             numbers = [float(x) for x in kept["measured"]]
-            return (
-                numbers
-                if kept["digest"] == _digest(numbers) and min(numbers, default=0.0) >= 0
-                else None
-            )
+            digest = kept["digest"]
         except (OSError, ValueError, TypeError, KeyError):
             return None
+        is_whole = digest == _digest(numbers) and min(numbers, default=0.0) >= 0
+        return numbers if is_whole else None
 
     def keep(self, numbers: Sequence[float], *what: str) -> None:
-        """Keeps numbers, whole or not at all; a full or broken disk does not stop the run."""
+        """Keeps the numbers of a description; a full or broken disk does not stop the run."""
         if self.folder is None or self.busy:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.folder, suffix=".draft", delete=False) as file:
                 json.dump({"measured": list(numbers), "digest": _digest(numbers)}, file)
+            # Renaming is atomic: no process ever reads half of a file.
             os.replace(file.name, self._path(what))
             self.since.add(self._path(what))
         except OSError:
@@ -111,16 +112,17 @@ class Archive:
 
     def _path(self, what: Sequence[str]) -> Path:
         assert self.folder is not None
-        return self.folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()}.json"
+        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        return self.folder / f"{digest}.json"
 
 
 def _digest(numbers: Sequence[float]) -> str:
-    """Tells numbers that were damaged on the disk from those that were kept."""
+    """Returns a digest by which numbers that were damaged on disk are recognised."""
     return hashlib.sha256(json.dumps(list(map(float, numbers))).encode()).hexdigest()
 
 
 def surroundings(device: Device) -> str:
-    """Lists what seconds on a device depend on beside the program: its kind and number, cores, versions, flags."""
+    """Describes what seconds depend on beside the program: kind and number of devices, cores, versions, flags."""
     cores = os.environ.get("NPROC", ""), str(os.cpu_count()), os.environ.get("XLA_FLAGS", "")
     kind = device.platform, device.device_kind, str(jax.local_device_count(device.platform))
     return " ".join((*kind, *cores, version("jax"), version("jaxlib")))

@@ -1,7 +1,7 @@
-"""The temporary bytes of backwards, told by the compiler: how it lays values out cannot be modelled.
+"""The temporary bytes of backwards as the compiler reports them: its layouts cannot be modelled.
 
-A backward that recomputes half of its layer may need more than one that recomputes all of it, or as much as one that
-is given everything.
+A backward that recomputes half of its layer may need more than one that recomputes all of it, or as
+much as one that is given everything. So each option's backward is compiled; none is run.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,8 +10,7 @@ from dataclasses import replace
 from jvpipe._jax import Device
 from jvpipe.cost.costs import Option
 from jvpipe.ir.fates import left_by
-from jvpipe.ir.values import ValueKind
-from jvpipe.programs.model import backward_program
+from jvpipe.programs.model import backward_program, partial_inputs
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
@@ -23,42 +22,40 @@ def with_compiled_bytes(
     store: ProgramStore,
     device: Device,
 ) -> list[tuple[Option, ...]]:
-    """The options of all layers with `extra_bytes` as compiled; nothing is run, backwards alike are compiled once.
+    """Returns the options of all layers with `extra_bytes` as compiled.
 
     Args:
         traced: the model.
         options: of each layer, the first of which keeps everything.
-        alike: of each layer, what is equal for layers with the same programs.
+        alike: a key per layer, equal for layers with the same programs: these are compiled once.
         store: where the programs are kept.
         device: what they are compiled for.
     """
     program_of: dict[tuple[Hashable, frozenset[str]], Program] = {}
     backwards: list[list[Program]] = []
-    for layer, body, costs_of_layer, like in zip(
-        traced.graph.layers, traced.bodies, options, alike, strict=True
-    ):
-        later = [
-            t
-            for t in layer.reading(ValueKind.TENSOR)
-            if traced.graph.tensors[t].readers[-1] != layer.id
-        ]
+    layers = zip(traced.graph.layers, traced.bodies, options, alike, strict=True)
+    for layer, body, of_layer, key in layers:
+        partial = partial_inputs(traced.graph, layer)
         backwards.append([])
-        for option in costs_of_layer:
+        for option in of_layer:
             kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
-            if (like, kept) not in program_of:
-                program_of[like, kept] = backward_program(store.layer(body, sorted(kept), later))
-            backwards[-1].append(program_of[like, kept])
+            if (key, kept) not in program_of:
+                programs = store.layer(body, sorted(kept), partial)
+                program_of[key, kept] = backward_program(programs)
+            backwards[-1].append(program_of[key, kept])
+    # All at once: the store compiles side by side.
     distinct = {program.key: program for program in program_of.values()}
     executables = store.compile([(program, device) for program in distinct.values()])
+    analyses = [executable.memory_analysis() for executable in executables]
     temporary = {
-        key: executable.memory_analysis().temp_size_in_bytes
-        for key, executable in zip(distinct, executables, strict=True)
+        key: analysis.temp_size_in_bytes for key, analysis in zip(distinct, analyses, strict=True)
     }
     compiled = []
-    for costs_of_layer, programs in zip(options, backwards, strict=True):
-        least, *more = (temporary[program.key] for program in programs)
-        pairs = zip(costs_of_layer[1:], more, strict=True)
-        compiled.append(
-            (costs_of_layer[0], *(replace(o, extra_bytes=max(b - least, 0)) for o, b in pairs))
-        )
+    for of_layer, programs in zip(options, backwards, strict=True):
+        least, *others = (temporary[program.key] for program in programs)
+        # The first option's temporaries are the layer's own; the others add to them.
+        with_bytes = [of_layer[0]]
+        for option, size in zip(of_layer[1:], others, strict=True):
+            with_bytes.append(replace(option, extra_bytes=max(size - least, 0)))
+        compiled.append(tuple(with_bytes))
     return compiled

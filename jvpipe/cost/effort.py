@@ -1,21 +1,21 @@
-"""How long devices are measured, and how many options layers have: numbers that trade seconds for better costs."""
+"""The effort of measuring and of offering options: numbers that trade seconds for better costs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MeasuringEffort:
-    """How often programs and copies are run to learn their seconds.
+    """The number of runs of programs and copies from which their seconds are learned.
 
     Attributes:
-        turns: all programs are run one after another, in so many turns: a slow moment of the machine
-            hits all alike, or is left out.
+        turns: rounds in which all programs run one after another. A slow moment of the machine hits
+            all programs alike, or is left out because the least seconds count.
         runs: of a program in a turn, after one that warms up.
-        long_s: programs that take longer are run in the first turn only, and less often.
-        copies: of a size over a link between devices, or between a device and its host.
-        host_copies: of a size over a link between processes, the first of which warms up.
-        lending_turns: in which a device runs alone and beside all others.
-        lending_turn_s: seconds of such a turn on one device, at least: a moment is not enough to tell.
+        long_s: programs that take longer run in the first turn only, and less often.
+        copies: of each size over a link between devices, or between a device and its host.
+        host_copies: of each size over a link between processes, the first of which warms up.
+        lending_turns: rounds in which a device runs alone and then beside all others.
+        lending_turn_s: least seconds of such a round on one device; less would measure noise.
     """
 
     turns: int = 3
@@ -29,13 +29,13 @@ class MeasuringEffort:
 
 @dataclass(frozen=True)
 class OptionEffort:
-    """How many ways to treat what a layer leaves for its backward are offered to planners.
+    """The number of ways to treat a layer's residuals that planners are offered.
 
     Attributes:
-        options: of a layer, at most.
-        all_subsets: up to so many candidates all subsets are tried.
-        prices: of a byte at which a minimum cut is made, else.
-        flow_units: the whole numbers into which all seconds are split for that cut.
+        options: the most that a layer has.
+        all_subsets: the most candidates of a layer of which all subsets are tried.
+        prices: prices of a byte at which a minimum cut is made if there are more candidates.
+        flow_units: the sum of all capacities of that cut, which are whole numbers.
     """
 
     options: int = 24

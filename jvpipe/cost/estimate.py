@@ -1,4 +1,9 @@
-"""The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated."""
+"""The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated.
+
+Seconds come from the roofline (`roofline.py`), temporaries from rules about what compilers do
+(`temporaries.py`). The answers of the device's compiler, if it was asked, replace them where they are
+more. Layers with equal programs are looked at once.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -31,17 +36,17 @@ def estimate(
     store: ProgramStore | None = None,
     said: Said | None = None,
 ) -> Costs:
-    """The costs of a model on a device of a cluster, by the roofline; layers alike are looked at once.
+    """Estimates the costs of a model on a device of a cluster.
 
     Args:
         traced: the model; its arrays may be shapes alone.
         cluster: the hardware.
-        optimizer: counts its state and its updates.
+        optimizer: whose state and updates count; None if they do not.
         microbatches: in a step.
         fates: whether layers have options other than keeping everything.
-        split: whether backwards in halves are looked at too.
+        split: whether backwards in halves are estimated too.
         store: where programs are kept.
-        said: what the compiler of the device has said of programs, which counts where it is more.
+        said: the answers of the device's compiler, by the keys of programs.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.cost.cluster_file import find_cluster
@@ -51,54 +56,53 @@ def estimate(
     ...     for w in params:
     ...         x = jnp.tanh(x @ w)
     ...     return jnp.mean(x**2)
-    >>> weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 3
-    >>> traced = build_graph(trace_loss(loss_fn, weights, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), None))
+    >>> square = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    >>> traced = build_graph(trace_loss(loss_fn, [square] * 3, square, None))
     >>> costs = estimate(traced, find_cluster("v100-a"))
     >>> [round(1e3 * layer.forward_s) for layer in costs.layers]
     [11, 11, 11]
     """
+    device = cluster.device
     store, said = store or shared_store(), said or {}
-    everything = layer_programs(store, traced)
-    signatures = tuple(programs.signature for programs in everything)
-    if cluster.device.platform == "tpu":
+    programs = layer_programs(store, traced)
+    signatures = tuple(of_layer.signature for of_layer in programs)
+    if device.platform == "tpu":
+        # Programs stay as they are; from here on, bytes are those of tiles.
         traced, signatures = replace(traced, graph=in_tiles(traced.graph)), in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
-    distinct = {id(programs): programs for programs in everything}
+    graph = traced.graph
+    distinct = {id(of_layer): of_layer for of_layer in programs}
     work_of = {
-        key: with_said_work(_work(programs, cluster.device), programs, said)
-        for key, programs in distinct.items()
+        key: with_said_work(_work(of_layer, device), of_layer, said)
+        for key, of_layer in distinct.items()
     }
-    works = [work_of[id(programs)] for programs in everything]
+    works = [work_of[id(of_layer)] for of_layer in programs]
     if optimizer is not None:
-        works = with_updates(
-            works, traced.graph.loss_layer, optimizer, partial(_update_s, device=cluster.device)
-        )
-    if said and optimizer is not None:
-        loss = traced.graph.loss_layer
-        numbered = enumerate(works)
-        works = [with_said_updates(work, i, loss, optimizer, said) for i, work in numbered]
+        works = with_updates(works, graph.loss_layer, optimizer, partial(_update_s, device=device))
+        if said:
+            numbered = enumerate(works)
+            works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
     options = None
     if fates:
-        recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), cluster.device)
-        options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed)
+        recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
+        options = layer_options(traced, own_inputs(graph, signatures), recomputed)
         options = with_said_options(traced, works, options, store, said)
-    splits = (
-        split_costs(traced.graph, everything, partial(_halves_s, device=cluster.device))
-        if split
-        else None
-    )
-    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+    splits = split_costs(graph, programs, partial(_halves_s, device=device)) if split else None
+    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
-    assert programs.halves is not None
-    return roofline.seconds(programs.halves.input, device), roofline.seconds(
-        programs.halves.weight, device
-    )
+    halves = programs.halves
+    assert halves is not None
+    return roofline.seconds(halves.input, device), roofline.seconds(halves.weight, device)
 
 
 def _update_s(piece: Piece, device: Accelerator) -> float:
-    """What a piece of the optimizer reads and writes: without products the compiler makes one kernel of it."""
+    """Estimates the seconds of a piece of the optimizer.
+
+    If it has no products the compiler makes one kernel of it, which reads the inputs once and writes
+    the results; the roofline would count several.
+    """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)
     moved = (*piece.program.in_avals, *piece.program.out_avals)

@@ -1,8 +1,8 @@
-"""What devices of a kind reach of their data sheets, and who measured it.
+"""The shares of their data sheets that devices reach, by families of devices, with the source of each number.
 
-Few constants, none of which belongs to a device alone: so what is known of a device at hand holds for one that is not.
-`experiments/predicts` has found those that are marked so here, from what others printed, and judges them by what was
-kept from it.
+The constants are few and none belongs to one device alone, so that they hold for devices that nobody
+measured. `experiments/predicts` fitted those whose source says so to one half of the published
+throughputs; the other half judges them.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Devices that reach the same shares of what their makers state.
+    """Devices that reach the same shares of their makers' figures.
 
     Attributes:
-        products: of the peak of float32, by tiles that fill all cores.
-        memory: of the rate of the memory, by kernels that read and write all of it.
-        launch_s: between two kernels.
+        products: the share of the peak of float32 that tiles reach which fill all cores.
+        memory: the share of the memory's rate that kernels reach.
+        launch_s: seconds between two kernels.
         start: terms that each sum of a product seems to have beside its own (`Tiling`).
-        winograd: of the rate of products, by Winograd's algorithm.
+        winograd: the share of the rate of products that Winograd's algorithm reaches.
     """
 
     products: Constant
@@ -38,12 +38,12 @@ class Family:
     winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
-        """The share of the peak that products of a type reach; only of float32 was it measured."""
+        """Returns the share of the peak that products of a type reach; it was measured for float32 alone."""
         return self.products.value if dtype == "float32" else SHEET.products.value
 
     @property
     def tiling(self) -> Tiling | None:
-        """How its products are dealt out, if that was measured."""
+        """The way products are dealt out to cores; None if it was not measured."""
         if self.start is None or self.winograd is None:
             return None
         return Tiling(self.start.value, self.winograd.value)
@@ -63,15 +63,14 @@ SHEET = Family(
     _MEMORY,
     _LAUNCH_S,
 )
-"""What is assumed where nothing was measured; products are dealt out without loss then."""
+"""The assumption where nothing was measured: products are dealt out without loss."""
 PASCAL = Family(Constant(0.78, _BY_IMAGES), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
 """The P40."""
 VOLTA = Family(Constant(0.85, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
-"""Volta and Turing, products of float32 on their cores."""
+"""Volta and Turing, with products of float32 on the ordinary cores."""
 
-_HOST_S = (
-    1e-5  # an operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch")
-)
+# An operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch").
+_HOST_S = 1e-5
 PYTORCH = Framework("PyTorch", passes=1.2, host_s=_HOST_S)
 """Norms and activations are kernels of their own. Fusing spares up to 23% of the bytes that BERT moves (Ivanov et al.,
 "Data movement is all you need", MLSys 2021): 1.3 times; experiments/predicts, fitted half, finds 1.2 times."""

@@ -1,4 +1,4 @@
-"""What runs programs on a device: how many kernels it makes of equations, and what they move."""
+"""Frameworks that run programs: how many kernels they make of equations, and how many bytes these move."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ class Framework:
 
     Attributes:
         name: of it.
-        fuses: whether elementwise operations are part of the kernels that read them; else each is a kernel.
-        passes: how often the bytes of kernels that are not products pass, beside those of fused kernels.
-        host_s: seconds of the host per kernel; where kernels take less the device waits.
+        fuses: whether elementwise operations join the kernels that read them; if not, each is a kernel.
+        passes: the bytes that kernels other than products move, in units of those that fused kernels move.
+        host_s: seconds of the host per kernel; the device waits if its kernels take less.
     """
 
     name: str

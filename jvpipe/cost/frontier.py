@@ -1,8 +1,9 @@
 """The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
 
-A candidate is kept, swapped to the host and back, or recomputed in the backward. Only choices remain that no other
-one beats in every respect, the non-convex ones included; where they are many, those that some prices of
-bytes and link time pick, and the ones farthest from them. Elementwise values are always recomputed.
+A candidate is kept, swapped to the host and back, or recomputed in the backward; elementwise values
+are always recomputed. Options that another one beats in every respect are left out, and what remains
+need not be convex. If more remain than a layer may have, some are chosen: those that are best at some
+prices of a byte and of link time, then those farthest from the chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured points of a layer: pairs (modelled, measured) of seconds that its backward takes longer."""
+    """Measured points of a layer: pairs (modelled, measured) of the extra seconds of its backward."""
 
     extra_s: tuple[tuple[float, float], ...]
 
@@ -33,27 +34,25 @@ class Calibration:
 def recomputes(
     traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator
 ) -> list[Recompute]:
-    """Finds what dropping candidates costs each layer, by the roofline; equal layers get the same object.
+    """Finds what dropping candidates costs each layer, by the roofline; equal layers share an object.
 
     Args:
         traced: the model.
         nothing: the programs of its layers with no candidate kept.
         device: the hardware.
     """
+    seconds = partial(equation_seconds, device=device)
     cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
-    costs = []
+    by_layer = []
     for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
-        key = id(programs), tuple(c.name for c in layer.candidates)
+        sizes = {c.name: c.bytes for c in layer.candidates}
+        key = id(programs), tuple(sizes)
         if key not in cache:
-            results = [
-                body.candidates.get(v) for v in body.outputs if not isinstance(v, _jax.Literal)
-            ]
-            sizes = {c.name: c.bytes for c in layer.candidates}
-            cache[key] = recompute_of(
-                programs, sizes, results, partial(equation_seconds, device=device)
-            )
-        costs.append(cache[key])
-    return costs
+            outputs = (v for v in body.outputs if not isinstance(v, _jax.Literal))
+            results = [body.candidates.get(v) for v in outputs]
+            cache[key] = recompute_of(programs, sizes, results, seconds)
+        by_layer.append(cache[key])
+    return by_layer
 
 
 def layer_options(
@@ -62,149 +61,162 @@ def layer_options(
     recomputed: Sequence[Recompute],
     measured: Sequence[Calibration] | None = None,
 ) -> list[tuple[Option, ...]]:
-    """The options of every layer; equal layers differ in names alone.
+    """Returns the options of every layer; those of equal layers differ in names alone.
 
     Args:
         traced: the model.
         inputs: the tensors that each layer holds alone.
         recomputed: what dropping candidates costs each layer.
-        measured: what it was measured to cost each layer, if it was.
+        measured: the measured cost of dropping some, for each layer; None if nothing was measured.
     """
     cache: dict[tuple[int, int], tuple[Option, ...]] = {}
     by_layer = []
     for layer in traced.graph.layers:
         arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
-        recompute, input_bytes = recomputed[layer.id], sum(array.bytes for array in arrays)
+        recompute = recomputed[layer.id]
+        input_bytes = sum(array.bytes for array in arrays)
         key = id(recompute), input_bytes
         if key not in cache:
             options = options_of(recompute, input_bytes)
             cache[key] = calibrated(options, measured[layer.id]) if measured else options
-        by_layer.append(
-            named(cache[key], traced.graph.label(layer), [array.name for array in arrays])
-        )
+        names = [array.name for array in arrays]
+        by_layer.append(named(cache[key], traced.graph.label(layer), names))
     return by_layer
 
 
 def options_of(
     recompute: Recompute, input_bytes: int = 0, count: int = OPTIONS.options
 ) -> tuple[Option, ...]:
-    """A layer's options: the first keeps everything, the last recomputes everything.
+    """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
     Args:
         recompute: what dropping the layer's candidates costs.
         input_bytes: inputs that the layer alone holds; some options swap them too.
-        count: how many options there are at most.
+        count: the most options that are returned.
 
     Fates are named as the candidates are; `named` gives them the layer's name.
     """
-    everything, nothing = (_option(recompute, kept) for kept in (recompute.choices, frozenset()))
-    options = [
-        option for kept in recompute.subsets() for option in _swapping(recompute, kept, input_bytes)
-    ]
-    others = [option for option in options if option not in (everything, nothing)]
+    everything = _option(recompute, recompute.choices)
+    nothing = _option(recompute, frozenset())
+    others = []
+    for kept in recompute.subsets():
+        for option in _swapping(recompute, kept, input_bytes):
+            if option not in (everything, nothing):
+                others.append(option)
     points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
     chosen = [others[i - 2] for i in _thinned(points, count) if i >= 2]
-    chosen.sort(
-        key=lambda option: (
-            option.swapped_bytes + option.swaps_input > 0,
-            option.extra_s,
-            option.swapped_bytes,
-        )
-    )
-    return (everything,) if nothing == everything and not chosen else (everything, *chosen, nothing)
+    chosen.sort(key=_rank)
+    if nothing == everything and not chosen:
+        return (everything,)
+    return everything, *chosen, nothing
+
+
+def _rank(option: Option) -> tuple[bool, float, int]:
+    """Sorts options: those that swap nothing first, then by seconds and swapped bytes."""
+    swaps = option.swapped_bytes > 0 or option.swaps_input
+    return swaps, option.extra_s, option.swapped_bytes
 
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
-    """Options whose seconds agree with what was measured; in between they are interpolated."""
+    """Returns options with seconds that agree with the measured ones, interpolated between these."""
     modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
-    measured_s = np.maximum.accumulate(
-        measured_s
-    )  # noise must not make it cheaper to recompute more
-    return tuple(
-        replace(option, extra_s=float(np.interp(option.extra_s, modelled_s, measured_s)))
-        for option in options
-    )
+    # Noise must not make it cheaper to recompute more.
+    measured_s = np.maximum.accumulate(measured_s)
+    extras_s = np.interp([option.extra_s for option in options], modelled_s, measured_s)
+    pairs = zip(options, extras_s.tolist(), strict=True)
+    return tuple(replace(option, extra_s=extra_s) for option, extra_s in pairs)
 
 
 def named(options: Sequence[Option], layer: str, inputs: Sequence[str]) -> tuple[Option, ...]:
-    """The options of one of several equal layers: fates bear its name, swapped inputs their own.
+    """Returns options whose fates bear the name of a layer, and swapped inputs their own.
 
     Args:
-        options: of the first of them.
-        layer: what the one is called.
+        options: with fates named as candidates are.
+        layer: the name of the layer.
         inputs: the names of its inputs.
     """
-    return tuple(
-        replace(
-            option,
-            fates={f"{layer}/{name}": fate for name, fate in option.fates.items()}
-            | (dict.fromkeys(inputs, Fate.SWAP) if option.swaps_input else {}),
-        )
-        for option in options
-    )
+    renamed = []
+    for option in options:
+        fates = {f"{layer}/{name}": fate for name, fate in option.fates.items()}
+        if option.swaps_input:
+            fates |= dict.fromkeys(inputs, Fate.SWAP)
+        renamed.append(replace(option, fates=fates))
+    return tuple(renamed)
 
 
 def _option(
     recompute: Recompute,
-    kept: Iterable[int],
+    kept: frozenset[int],
     swapped: Iterable[int] = (),
     swaps_input: bool = False,
 ) -> Option:
-    used, recomputed = recompute.dropping(frozenset(kept))
+    """Makes an option; kept candidates that nobody needs are dropped, unless all are kept."""
+    used, recomputed = recompute.dropping(kept)
     swapped = used.intersection(swapped)
-    everything = recompute.choices == frozenset(kept)
-    dropped = frozenset() if everything else recompute.choices - used
+    dropped = frozenset() if kept == recompute.choices else recompute.choices - used
     fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
+    fates |= {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
         extra_s=recompute.extra_s(recomputed),
         extra_bytes=sum(recompute.bytes[c] for c in recomputed),
-        fates=fates | {recompute.names[c]: Fate.SWAP for c in sorted(swapped)},
+        fates=fates,
         swaps_input=swaps_input,
     )
 
 
 def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> Iterable[Option]:
-    """A choice of what is kept, with more and more of it swapped: from the largest on, and from the smallest on."""
-    order = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
-    growing = [list(accumulate(([c] for c in by), initial=[])) for by in (order, order[::-1])]
-    swaps = {frozenset(swapped) for sets in growing for swapped in sets}
+    """Yields a choice of what is kept with more and more of it swapped.
+
+    Candidates are swapped from the largest on and from the smallest on: 2 n sets instead of 2^n.
+    """
+    rising = sorted(kept & recompute.choices, key=lambda c: recompute.bytes[c])
+    swaps: set[frozenset[int]] = set()
+    for order in (rising, rising[::-1]):
+        growing = accumulate(([c] for c in order), initial=list[int]())
+        swaps.update(map(frozenset, growing))
     for swapped, with_input in product(swaps, (False, True) if input_bytes else (False,)):
         yield _option(recompute, kept, swapped, with_input)
 
 
 def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
+    """Returns what options are compared by, of which less is better: kept, swapped, seconds, bytes."""
     swapped = input_bytes if option.swaps_input else 0
     kept = option.kept_bytes + input_bytes - swapped
     return kept, option.swapped_bytes + swapped, option.extra_s, option.extra_bytes
 
 
 def _thinned(points: np.ndarray, count: int) -> list[int]:
-    """The first two points, and of the others the Pareto set, thinned."""
-    efficient = [i for i in range(2, len(points)) if not _beaten(points, i)]
+    """Returns the places of the first two points, and of others of the Pareto set, `count` in all.
+
+    Args:
+        points: (points, 4), of which less is better in every column.
+        count: the most places that are returned.
+    """
+    efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
     span = points.max(0)
-    scaled = points / np.where(span > 0, span, 1)
     ids = np.array([0, 1, *efficient])
-    byte, link, more = (
-        prices.ravel() for prices in np.meshgrid(*[np.geomspace(1e-3, 1e3, 13)] * 2, [0.0, 0.5])
-    )
+    scaled = (points / np.where(span > 0, span, 1))[ids]
+    # 13 x 13 prices of a kept and of a swapped byte in seconds, with extra bytes free or at half price.
+    grid = np.geomspace(1e-3, 1e3, 13)
+    byte, link, more = (prices.ravel() for prices in np.meshgrid(grid, grid, [0.0, 0.5]))
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
-    picked, often = np.unique((scaled[ids] @ price).argmin(0), return_counts=True)
-    chosen = list(dict.fromkeys([0, 1, *picked[np.argsort(-often, kind="stable")].tolist()]))[
-        : max(count, 2)
-    ]
-    distance = np.abs(scaled[ids][:, None] - scaled[ids][None, chosen]).sum(2).min(1)
+    # The point that is best at most prices comes first.
+    picked, times = np.unique((scaled @ price).argmin(0), return_counts=True)
+    by_times = picked[np.argsort(-times, kind="stable")].tolist()
+    chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
+    distance = np.abs(scaled[:, None] - scaled[None, chosen]).sum(2).min(1)
     while len(chosen) < count:
         chosen.append(int(distance.argmax()))
-        distance = np.minimum(distance, np.abs(scaled[ids] - scaled[ids[chosen[-1]]]).sum(1))
+        distance = np.minimum(distance, np.abs(scaled - scaled[chosen[-1]]).sum(1))
     return ids[chosen].tolist()
 
 
-def _beaten(points: np.ndarray, i: int) -> bool:
-    """Tells whether a point is Pareto-dominated, or a later duplicate."""
+def _is_beaten(points: np.ndarray, i: int) -> bool:
+    """Tells whether another point is at least as good as point i, which is no earlier duplicate of it."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
     return bool((as_good & ~same).any() or same[:i].any())

@@ -1,4 +1,8 @@
-"""Devices, links and clusters."""
+"""The hardware as planners see it: devices, links, and clusters of machines with devices.
+
+An all-reduce and a transfer between groups of devices are links, too: a rate and a latency for the
+bytes of one summand, or of the whole value. So whoever counts seconds knows links alone.
+"""
 
 import math
 from collections import Counter
@@ -12,8 +16,17 @@ from jvpipe.cost.tiling import Tiling
 def _check(
     what: str, name: str, value: int | float, *, zero: bool = False, infinite: bool = False
 ) -> None:
-    """Refuses numbers that no device has; NaN is above nothing."""
-    if not (value > 0 or (zero and value == 0)) or (math.isinf(value) and not infinite):
+    """Raises ValueError for numbers that no device has.
+
+    Args:
+        what: the device or link, for the message.
+        name: of the number.
+        value: the number.
+        zero: whether it may be 0.
+        infinite: whether it may be infinite.
+    """
+    positive = value > 0 or (zero and value == 0)  # NaN is neither
+    if not positive or (math.isinf(value) and not infinite):
         least = "of at least 0" if zero else "above 0"
         finite = "" if infinite else " that is finite"
         raise ValueError(f"{name}={value!r} of {what} must be a number {least}{finite}")
@@ -21,7 +34,7 @@ def _check(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for bytes, in one direction; an infinite rate stands for one that is not looked at."""
+    """A way for bytes, in one direction; an infinite rate stands for a way that takes no time."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -31,7 +44,7 @@ class Link:
         _check("a link", "latency_s", self.latency_s, zero=True)
 
     def seconds(self, size: int | float) -> float:
-        """The seconds that `size` bytes take.
+        """Returns the seconds that `size` bytes take.
 
         >>> Link(1e9, 1e-3).seconds(10**6), Link(1e9, 1e-3).seconds(0)
         (0.002, 0.0)
@@ -48,12 +61,19 @@ _SUBSTITUTES = {"bfloat16": "float16", "float16": "bfloat16"}
 class Accelerator:
     """The speeds and the memory of one device.
 
-    `flops_per_s` by dtype, as matrix products reach it; `elementwise_per_s` are elementwise operations, where these
-    and not the bytes that they move are the limit. `launch_s` is what each kernel takes besides: so kernels of few
-    bytes reach less of `memory_bytes_per_s`, half of it at `launch_s * memory_bytes_per_s`. `platform` says whose
-    compiler makes its programs: `cuda`, `tpu` or `cpu`; `cores` are the multiprocessors of a GPU, 0 if nobody knows;
-    `scratch_bytes` those that a TPU has beside its cores, where it keeps what is small. With a `tiling` products reach
-    `flops_per_s` where they fill all cores. `framework` is what runs programs.
+    Attributes:
+        name: of it.
+        memory_bytes: its memory.
+        memory_bytes_per_s: the rate at which kernels read and write it.
+        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all cores.
+        launch_s: seconds of each kernel beside its work. So kernels of few bytes reach less of the
+            memory's rate, half of it at `launch_s * memory_bytes_per_s` bytes.
+        elementwise_per_s: elementwise operations per second, where these and not bytes are the limit.
+        platform: `cuda`, `tpu` or `cpu`; its compiler makes the programs.
+        cores: the multiprocessors of a GPU; 0 if the number is not known.
+        tiling: how products are dealt out to the cores; None if they are dealt out without loss.
+        framework: what runs programs.
+        scratch_bytes: the memory beside the cores of a TPU, which keeps small values.
     """
 
     name: str
@@ -78,7 +98,7 @@ class Accelerator:
         _check(what, "elementwise_per_s", self.elementwise_per_s, infinite=True)
 
     def products_per_s(self, dtype: str) -> float:
-        """Floating-point operations per second of products of a dtype; of a similar one where it is not listed.
+        """Returns the floating-point operations per second of products, of a similar dtype if need be.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
@@ -91,11 +111,21 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines of devices: all are `device`, or those of `unlike`, machine by machine, the first of which is `device`.
+    """Machines with devices, all of which are alike unless `unlike` lists them.
 
-    `host` is the link of each device to its host, `peer` the one between devices of a machine, `network` the one
-    between machines. `peer_uses_host` says that transfers between devices take the host's links (PCIe): then they
-    share them with swapped tensors. `networks` are those that a machine has: its devices share them.
+    Attributes:
+        name: of it.
+        device: each device, or the first of `unlike`.
+        devices_per_machine: their number.
+        machines: their number.
+        host: the link of each device to its host.
+        peer: the link between devices of a machine.
+        network: the link between machines.
+        peer_uses_host: whether transfers between devices take the host's links (PCIe), which they
+            then share with swapped tensors.
+        host_memory_bytes: of a machine; None if there is no limit.
+        unlike: all devices, machine by machine; empty if they are alike.
+        networks: the networks of a machine, which its devices share.
     """
 
     name: str
@@ -117,7 +147,7 @@ class Cluster:
 
     @property
     def accelerators(self) -> tuple[Accelerator, ...]:
-        """What each device is.
+        """The kind of each device.
 
         >>> small, large = (Accelerator(name, 10**9, 1e9, {}) for name in ("small", "large"))
         >>> [each.name for each in Cluster("mixed", large, 2, unlike=(large, small)).accelerators]
@@ -125,20 +155,18 @@ class Cluster:
         """
         return self.unlike or (self.device,) * self.devices
 
-    def between(self, a: int, b: int) -> Link:
-        """The link from device `a` to device `b`; devices are counted machine by machine."""
-        same = a // self.devices_per_machine == b // self.devices_per_machine
-        return self.peer if same else self.network
-
     def machines_of(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The machine of each device."""
+        """Returns the machine of each of some devices, which are counted machine by machine."""
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """An all-reduce over devices, as a link for the bytes of one summand; each of the devices holds one.
+        """Describes an all-reduce as a link for the bytes of one summand; each of the devices holds one.
 
-        Inside machines in a ring (its reduce-scatter before, its all-gather after), between machines in another ring
-        of the parts that each device of a machine has then; as many of these pass at once as there are networks.
+            in each machine       reduce-scatter in a ring: every device has the sum of its part
+            between machines      the parts are summed in other rings, as many at once as there are networks
+            in each machine       all-gather in the ring: every device has all parts
+
+        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run between.
 
         Args:
             devices: their numbers, machine by machine.
@@ -151,13 +179,17 @@ class Cluster:
         if len(devices) < 2:
             return INFINITE
         devices_on = Counter(self.machines_of(devices))
+        at_once = min(*devices_on.values(), self.networks)
         inside = _ring(self.peer, max(devices_on.values()))
-        between = _ring(self.network, len(devices_on), min(*devices_on.values(), self.networks))
+        between = _ring(self.network, len(devices_on), at_once)
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
-        """The seconds that no all-reduce of `size` bytes over so many devices or more is below, wherever they are.
+        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever they are.
+
+        For each number of machines the devices are spread evenly, which makes the fullest machine's
+        ring the shortest, and as many rings as possible run between machines.
 
         Args:
             count: of devices.
@@ -168,23 +200,29 @@ class Cluster:
         >>> cluster.least_reduce_s(4, 8e9), cluster.least_reduce_s(5, 8e9), cluster.least_reduce_s(1, 8e9)
         (1.5, 9.333333333333334, 0.0)
         """
+        if not size:
+            return 0.0
         at_once = min(self.networks, self.devices_per_machine)
-        ways = (
-            _ring(self.peer, per_machine).seconds(size)
-            + _ring(self.network, machines, at_once).seconds(size)
-            for machines in range(1, min(count, self.machines) + 1)
-            if (per_machine := -(-count // machines)) <= self.devices_per_machine
-        )
-        return min(ways, default=float("inf")) if size else 0.0
+        least_s = math.inf
+        for machines in range(1, min(count, self.machines) + 1):
+            per_machine = -(-count // machines)
+            if per_machine <= self.devices_per_machine:
+                inside_s = _ring(self.peer, per_machine).seconds(size)
+                between_s = _ring(self.network, machines, at_once).seconds(size)
+                least_s = min(least_s, inside_s + between_s)
+        return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """The way of what some devices hold in equal slices and others read in equal slices, as one link for all of it.
+        """Describes as one link the way of a value from devices that hold slices to devices that read slices.
 
-        Slices pass at once, between machines as many as there are networks.
+        Slices are equal and pass at once, between machines as many as there are networks.
 
         Args:
-            senders: their numbers.
+            senders: their numbers, machine by machine.
             readers: their numbers.
+
+        Returns:
+            A link for the bytes of the whole value.
 
         >>> gpu = Accelerator("small", 10**9, 1e9, {})
         >>> cluster = Cluster("lab", gpu, 2, 2, peer=Link(4e9), network=Link(1e9))
@@ -193,16 +231,21 @@ class Cluster:
         """
         at, to = self.machines_of(senders), self.machines_of(readers)
         ways, link = min(len(at), len(to)), self.peer
-        if len({*at, *to}) > 1 and at != to:
-            ways, link = min(ways, self.networks * min(len({*at}), len({*to}))), self.network
+        # If slice by slice sender and reader share a machine, nothing crosses the network.
+        if at != to and len({*at, *to}) > 1:
+            crossing = self.networks * min(len({*at}), len({*to}))
+            ways, link = min(ways, crossing), self.network
         return Link(link.bytes_per_s * ways, link.latency_s)
 
 
 def _ring(link: Link, members: int, at_once: int = 1) -> Link:
-    """An all-reduce in a ring, as a link: each member passes on its part to the next, twice around but one place.
+    """Describes an all-reduce in a ring as a link for the bytes of one summand.
+
+    The bytes are cut into a part per member. A part goes around once to be summed up and once to be
+    handed out, either time through all links but one: 2 (members - 1) rounds of one part each.
 
     Args:
-        link: from one to the next.
+        link: from one member to the next.
         members: of the ring.
         at_once: rings that share the bytes.
     """

@@ -1,4 +1,8 @@
-"""What an idle device gives the others: CPU devices of one process share a pool of workers, others share nothing."""
+"""The share of an idle device's time that other devices use.
+
+CPU devices of one process share a pool of workers, so an idle device lends its worker; devices of
+other kinds share nothing.
+"""
 
 import math
 import statistics
@@ -15,11 +19,11 @@ from jvpipe.programs.store import Program, ProgramStore
 
 
 def lent_share(alone_s: float, together_s: float, devices: int) -> float:
-    """Tells what share of an idle device's time the others use.
+    """Computes the share of an idle device's time that the others use.
 
     Args:
-        alone_s: what a program takes on one device while the others are idle.
-        together_s: until all devices have run it, begun at once.
+        alone_s: the seconds of a program on one device while the others are idle.
+        together_s: the seconds until all devices, which begin at once, have run it.
         devices: how many these are.
 
     >>> lent_share(20.0, 20.0, 2), lent_share(20.0, 40.0, 2), lent_share(20.0, 30.0, 2)
@@ -31,47 +35,46 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 def measured_lending(
     store: ProgramStore, program: Program, devices: Sequence[Device], archive: Archive | None = None
 ) -> float:
-    """Runs a program on one device, and on all at once: see `lent_share`; 0 for devices that are not CPUs.
+    """Measures `lent_share` by running a program on one device, and on all at once.
 
     Args:
         store: where it is compiled.
-        program: that overwrites nothing.
+        program: one that donates no input, so that it can run again on the same arrays.
         devices: those of the pipeline.
         archive: where the share may be found, and is kept.
+
+    Returns:
+        0 for devices that are not CPUs.
     """
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
-    return (archive or Archive()).numbers(
-        lambda: (
-            "lent",
-            surroundings(devices[0]),
-            str(len(devices)),
-            store.text(program, devices[0]),
-        ),
-        1,
-        lambda: [_measured(store, program, devices)],
-    )[0]
+
+    def description() -> tuple[str, ...]:
+        count, text = str(len(devices)), store.text(program, devices[0])
+        return "lent", surroundings(devices[0]), count, text
+
+    archive = archive or Archive()
+    (share,) = archive.numbers(description, 1, lambda: [_measured(store, program, devices)])
+    return share
 
 
 def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) -> float:
     runs = store.compile([(program, device) for device in devices])
     inputs = [[jax.device_put(example_of(a), device) for a in program.inputs] for device in devices]
+    calls = list(zip(runs, inputs, strict=True))
 
     def taken_s(count: int, times: int) -> float:
         jax.block_until_ready(inputs)
         start = time.perf_counter()
         for _ in range(times):
-            jax.block_until_ready(
-                [run(*arguments) for run, arguments in zip(runs[:count], inputs, strict=False)]
-            )
+            jax.block_until_ready([run(*arguments) for run, arguments in calls[:count]])
         return time.perf_counter() - start
 
-    taken_s(len(devices), 1)
+    taken_s(len(devices), 1)  # warms up
     times = math.ceil(MEASURING.lending_turn_s / taken_s(1, 1))
-    shares = [
-        lent_share(
-            taken_s(1, times), taken_s(len(devices), times), len(devices)
-        )  # the machine is as fast for both
-        for _ in range(MEASURING.lending_turns)
-    ]
+    shares = []
+    for _ in range(MEASURING.lending_turns):
+        # Alone and together in turns: a slow moment of the machine hits both.
+        alone_s, together_s = taken_s(1, times), taken_s(len(devices), times)
+        shares.append(lent_share(alone_s, together_s, len(devices)))
     return statistics.median(shares)

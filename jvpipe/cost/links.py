@@ -1,6 +1,8 @@
-"""The links of the devices at hand: copies of two sizes, timed alone and together.
+"""The links of the devices at hand, measured by copies of two sizes.
 
-OUT goes from a device to the pinned memory of its host, IN back, SEND to another device.
+OUT goes from a device to the pinned memory of its host, IN back, SEND to another device. A line
+through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and SEND
+share a link.
 """
 
 import statistics
@@ -19,14 +21,15 @@ from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import INFINITE, Link
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
-_SHARED = 1.5  # two copies that take so much longer together than the longer one alone share a link
+# Two copies share a link if together they take so many times as long as the longer one alone.
+_SHARED = 1.5
 
 Copy = Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The measured links of a device; `send_uses_host` says that sending slows down swapping out."""
+    """The measured links of a device; `send_uses_host` if sending slows down swapping out."""
 
     out: Link
     back: Link
@@ -35,58 +38,50 @@ class Links:
 
     @property
     def numbers(self) -> list[float]:
-        """The links as numbers; what takes no time is 0."""
+        """The links as seven numbers for the archive; a link that takes no time has rate 0."""
         links = (self.out, self.back, self.send)
         rates = [0.0 if link == INFINITE else link.bytes_per_s for link in links]
         return [*rates, *(link.latency_s for link in links), float(self.send_uses_host)]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Links":
-        """Makes links of what `numbers` gave."""
-        out, back, send = (
-            Link(r, late) if r else INFINITE
-            for r, late in zip(numbers[:3], numbers[3:6], strict=True)
-        )
+        """Makes links of the numbers of `Links.numbers`."""
+        pairs = zip(numbers[:3], numbers[3:6], strict=True)
+        out, back, send = (Link(rate, late) if rate else INFINITE for rate, late in pairs)
         return Links(out, back, send, bool(numbers[6]))
 
     @property
     def host(self) -> Link:
-        """Out and back as one link, that of the slower."""
-        return Link(
-            min(self.out.bytes_per_s, self.back.bytes_per_s),
-            max(self.out.latency_s, self.back.latency_s),
-        )
+        """Both directions between device and host as one link, which is as slow as the slower."""
+        rate = min(self.out.bytes_per_s, self.back.bytes_per_s)
+        return Link(rate, max(self.out.latency_s, self.back.latency_s))
 
 
 @cache
 def known_links() -> dict[tuple[str, str], Links]:
-    """The links that this process has measured, by the kinds of their devices."""
+    """Returns the links that this process has measured so far, by the kinds of their devices."""
     return {}
 
 
 def links_between(
     device: Device, other: Device | None = None, archive: Archive | None = None
 ) -> Links:
-    """The links of a device of this kind, also to one of another's kind; measured once per process.
+    """Returns the links of a device, measured once per process for devices of these kinds.
 
     Args:
         device: whose links.
-        other: to which it sends; None: no other device.
+        other: the device to which it sends; None if there is no other.
         archive: where they may be found, and are kept.
     """
-    links, archive, kinds = (
-        known_links(),
-        archive or Archive(),
-        (device.device_kind, other.device_kind if other else ""),
-    )
+    links, archive = known_links(), archive or Archive()
+    kinds = device.device_kind, other.device_kind if other else ""
     if kinds not in links:
-        links[kinds] = Links.of(
-            archive.numbers(
-                lambda: ("links", surroundings(device), *kinds),
-                7,  # see Links.numbers
-                lambda: measure_links(device, other).numbers,
-            )
+        numbers = archive.numbers(
+            lambda: ("links", surroundings(device), *kinds),
+            7,  # see Links.numbers
+            lambda: measure_links(device, other).numbers,
         )
+        links[kinds] = Links.of(numbers)
     return links[kinds]
 
 
@@ -95,50 +90,55 @@ def measure_links(
 ) -> Links:
     """Times a device's links; without another device, sending takes no time.
 
-    Each copy is of its own array, so that no copy is answered from an earlier one.
-
     Args:
         device: whose links.
         other: a device to send to.
         sizes: bytes of a small and of a large copy.
     """
-    pinned, here = (
-        SingleDeviceSharding(device, memory_kind=kind) for kind in (_host_memory(device), None)
-    )
-    copies: list[Copy] = [lambda x: jax.device_put(x, pinned), lambda x: jax.device_put(x, here)]
-    places = [here, pinned]
-    if other is not None:
-        copies.append(lambda x: jax.device_put(x, SingleDeviceSharding(other)))
-        places.append(here)
-    taken = []
-    for copy, place in zip(copies, places, strict=True):
-        arrays = [_arrays(size, place) for size in sizes]
-        taken.append([_seconds([copy], [sample]) for sample in arrays])
-    links = [link_through(sizes, sample) for sample in taken]
-    shared = False
-    if other is not None:
-        together = _seconds(
-            [copies[0], copies[2]], [_arrays(sizes[1], here), _arrays(sizes[1], here)]
-        )
-        shared = together > _SHARED * max(taken[0][1], taken[2][1])
-    return Links(links[0], links[1], links[2] if other is not None else INFINITE, shared)
+    pinned = SingleDeviceSharding(device, memory_kind=_host_memory(device))
+    here = SingleDeviceSharding(device)
+
+    def seconds(copy: Copy, source: SingleDeviceSharding) -> list[float]:
+        return [_seconds([copy], [_arrays(size, source)]) for size in sizes]
+
+    def out(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, pinned)
+
+    def send(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, SingleDeviceSharding(other))
+
+    out_s = seconds(out, here)
+    back_s = seconds(lambda x: jax.device_put(x, here), pinned)
+    out_link, back_link = link_through(sizes, out_s), link_through(sizes, back_s)
+    if other is None:
+        return Links(out_link, back_link, INFINITE, send_uses_host=False)
+    send_s = seconds(send, here)
+    large = [_arrays(sizes[1], here) for _ in range(2)]
+    together_s = _seconds([out, send], large)
+    shared = together_s > _SHARED * max(out_s[1], send_s[1])
+    return Links(out_link, back_link, link_through(sizes, send_s), shared)
 
 
 def _host_memory(device: Device) -> str:
+    """Names the memory of the host that a device swaps to."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     return "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
 
 
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
-    """An array per run, and one to warm up."""
+    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the first."""
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    return jax.block_until_ready(
-        [jax.device_put(values, place, may_alias=False) for _ in range(MEASURING.copies + 1)]
-    )
+    runs = range(MEASURING.copies + 1)
+    return jax.block_until_ready([jax.device_put(values, place, may_alias=False) for _ in runs])
 
 
 def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> float:
-    """The median time until all of the copies, begun one after another, are there."""
+    """Returns the median seconds until all of some copies, begun one after another, are done.
+
+    Args:
+        copies: that are timed together.
+        arrays: for each copy, an array per run.
+    """
     taken = []
     for run in zip(*arrays, strict=True):
         start = time.perf_counter()
@@ -148,7 +148,14 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
 
 
 def link_through(sizes: tuple[int, int], taken: Sequence[float]) -> Link:
-    """The line through the seconds of copies of two sizes; it is never faster than the large one, and never late."""
+    """Returns the link on the line through the seconds of copies of two sizes.
+
+    Its latency is at least 0. If noise made the large copy the faster one, its rate alone counts.
+
+    Args:
+        sizes: bytes of the small and of the large copy.
+        taken: their seconds.
+    """
     per_byte = (taken[1] - taken[0]) / (sizes[1] - sizes[0])
     if per_byte <= 0:
         return Link(sizes[1] / taken[1])

@@ -1,19 +1,19 @@
-"""What a model takes as a function of the local batch: the examples of a micro-batch that one replica works on.
+"""The costs of a model as a function of the local batch: the examples of a micro-batch that one replica works on.
 
-Legend: b examples. At sizes that are known costs are as they are. Between two of them each number
-lies on a line; beyond them, on that of the nearest two; so small shares are as inefficient as they
-were seen to be. If only one size is known, all is in proportion. What a layer's options take is in
-proportion to what the layer takes: they are those of the larger size.
+Legend: b examples. At the measured sizes costs are as measured. Between two of them each number lies
+on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as they
+were measured. With one size, all is in proportion. The options of a layer are those of the larger
+size, in proportion to what the layer takes.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
+from jvpipe.cost.costs import Costs, LayerCost, Option, SplitCost
 
 Mix = Callable[[float | int, float | int], float | int]
-"""What is on the line of two sizes, by what is at these."""
+"""Returns the number on the line of two sizes, given the numbers at these."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class LocalCosts:
         """Collects the costs at some local batches.
 
         Args:
-            costs_of: tells those of a number of examples.
+            costs_of: returns the costs of a number of examples.
             batches: these numbers, rising.
         """
         return LocalCosts(tuple(batches), tuple(costs_of(b) for b in batches))
 
     def at(self, b: int) -> Costs:
-        """The costs of `b` examples; parameters and what belongs to them do not change."""
+        """Returns the costs of `b` examples; parameters and what belongs to them do not change."""
         if b in self.batches:
             return self.costs[self.batches.index(b)]
         if b not in self._between:
@@ -60,48 +60,55 @@ class LocalCosts:
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
         at, to = self.batches[low], self.batches[high]
-        if low == high:
-            return _on_line(self.costs[low], self.costs[high], lambda near, _: near * b / at)
-        share = (b - at) / (to - at)
-        mix: Mix = lambda near, far: max(0.0, near + share * (far - near))  # noqa: E731
-        return _on_line(self.costs[low], self.costs[high], mix)
+        share = (b - at) / (to - at) if low < high else 0.0
+
+        def in_proportion(near: float | int, far: float | int) -> float | int:
+            return near * b / at
+
+        def on_line(near: float | int, far: float | int) -> float | int:
+            # Far below the smallest size the line may fall under 0.
+            return max(0.0, near + share * (far - near))
+
+        mix = on_line if low < high else in_proportion
+        return _mixed_costs(self.costs[low], self.costs[high], mix)
 
 
-def _on_line(near: Costs, far: Costs, mix: Mix) -> Costs:
-    """The costs on the line of those at two sizes; bytes are rounded.
+def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
+    """Mixes the costs at two sizes; bytes are rounded.
 
     Args:
         near: at the smaller size.
         far: at the larger one.
         mix: what is on the line.
     """
-    layers = tuple(_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
-    edges = tuple(
-        Edge(x.producer, x.readers, round(mix(a.bytes, x.bytes)), x.name, x.differentiable)
-        for a, x in zip(near.edges, far.edges, strict=True)
-    )
-    shared = tuple(
-        x if x.per_version else replace(x, bytes=round(mix(a.bytes, x.bytes)))
-        for a, x in zip(near.shared, far.shared, strict=True)
-    )
-    return replace(far, layers=layers, edges=edges, shared=shared)
+    layers = (_layer(*both, mix) for both in zip(near.layers, far.layers, strict=True))
+    edges = []
+    for a, x in zip(near.edges, far.edges, strict=True):
+        edges.append(replace(x, bytes=round(mix(a.bytes, x.bytes))))
+    shared = []
+    for a, x in zip(near.shared, far.shared, strict=True):
+        # What counts per version is a parameter, whatever the batch.
+        size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
+        shared.append(replace(x, bytes=size))
+    return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
-    """A layer on the line of what it takes at two sizes.
+    """Mixes what a layer takes at two sizes.
 
     Args:
         near: at the smaller size.
         far: at the larger one.
         mix: what is on the line.
     """
-    forward_s, backward_s = mix(near.forward_s, far.forward_s), mix(near.backward_s, far.backward_s)
+    forward_s = mix(near.forward_s, far.forward_s)
+    backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
     bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
+    backward_share = _ratio(backward_s, far.backward_s)
     # What runs again is of the kind of the forward; where that takes nothing, of the backward's.
-    again_s = _ratio(forward_s, far.forward_s) or _ratio(backward_s, far.backward_s)
-    options = tuple(_option(option, bytes_share, again_s) for option in far.options)
-    split = far.split and _split(far.split, _ratio(backward_s, far.backward_s), bytes_share)
+    again_share = _ratio(forward_s, far.forward_s) or backward_share
+    options = tuple(_option(option, bytes_share, again_share) for option in far.options)
     return replace(
         far,
         forward_s=forward_s,
@@ -109,27 +116,25 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
         options=options,
         input_bytes=round(mix(near.input_bytes, far.input_bytes)),
         temporary_bytes=round(mix(near.temporary_bytes, far.temporary_bytes)),
-        split=split,
+        split=far.split and _split(far.split, backward_share, bytes_share),
     )
 
 
 def _option(option: Option, bytes_share: float, seconds_share: float) -> Option:
-    """An option that takes such shares of its bytes and seconds."""
-    return Option(
-        round(option.kept_bytes * bytes_share),
-        round(option.swapped_bytes * bytes_share),
-        option.extra_s * seconds_share,
-        round(option.extra_bytes * bytes_share),
-        option.fates,
-        option.swaps_input,
+    """Scales the bytes and seconds of an option."""
+    return replace(
+        option,
+        kept_bytes=round(option.kept_bytes * bytes_share),
+        swapped_bytes=round(option.swapped_bytes * bytes_share),
+        extra_s=option.extra_s * seconds_share,
+        extra_bytes=round(option.extra_bytes * bytes_share),
     )
 
 
 def _split(split: SplitCost, seconds_share: float, bytes_share: float) -> SplitCost:
-    """Halves of a backward that take such shares of their seconds and bytes."""
-    slower = split.slower(seconds_share)
+    """Scales the seconds and bytes of a backward in halves."""
     return replace(
-        slower,
+        split.slower(seconds_share),
         handed_bytes=round(split.handed_bytes * bytes_share),
         kept_bytes=round(split.kept_bytes * bytes_share),
     )

@@ -1,4 +1,8 @@
-"""The costs of layers on the device at hand: each distinct layer is run and timed once."""
+"""The costs of a model's layers on a device at hand: each distinct program is run and timed once.
+
+A program that the device has no room for is estimated by the roofline, at the pace of those that ran.
+All seconds may come from the archive instead, if an earlier process measured them.
+"""
 
 import statistics
 import time
@@ -40,14 +44,14 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A program's run: its seconds, and the bytes beside its inputs and results."""
+    """The seconds of a program, and its bytes beside its inputs and results."""
 
     seconds: float
     temporary_bytes: int
 
 
 Runs = dict[Hashable, Run]
-"""What programs took, by their keys."""
+"""Runs by the keys of programs."""
 
 
 def measure_programs(
@@ -58,37 +62,36 @@ def measure_programs(
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Runs:
-    """Compiles programs side by side, and runs and times each distinct one that there is room for.
+    """Compiles programs side by side, then runs and times each distinct one that there is room for.
 
     Args:
         store: where they are compiled.
-        programs: which.
+        programs: the programs, some of which may be the same.
         device: where they run.
-        earlier: what was measured before and is not measured again; the others are added.
-        room_bytes: that the device has for a program.
-        archive: where seconds that earlier processes have measured are found, and others are kept.
+        earlier: earlier measurements, which are not repeated; new ones are added to them.
+        room_bytes: the bytes that the device has for a program; None if there is no limit.
+        archive: where seconds of earlier processes are found, and new ones kept.
     """
     runs = {} if earlier is None else earlier
     distinct = {program.key: program for program in programs if program.key not in runs}
     executables = store.compile([(program, device) for program in distinct.values()])
-    needs = [executable.memory_analysis() for executable in executables]
-    fitting = [
-        (program, executable, need.temp_size_in_bytes)
-        for program, executable, need in zip(distinct.values(), executables, needs, strict=True)
-        if room_bytes is None or _needed_bytes(need) <= room_bytes
-    ]
-    seconds = (archive or Archive()).each(
-        lambda i: ("seconds", surroundings(device), store.text(fitting[i][0], device)),
-        len(fitting),
-        1,
-        lambda missing: [[s] for s in _in_turns([fitting[i][:2] for i in missing], device)],
-    )
-    runs.update(
-        {
-            program.key: Run(s, size)
-            for (program, _, size), (s,) in zip(fitting, seconds, strict=True)
-        }
-    )
+    fitting: list[tuple[Program, Any]] = []
+    temporary: list[int] = []
+    for program, executable in zip(distinct.values(), executables, strict=True):
+        needs = executable.memory_analysis()
+        if room_bytes is None or _needed_bytes(needs) <= room_bytes:
+            fitting.append((program, executable))
+            temporary.append(needs.temp_size_in_bytes)
+
+    def description(i: int) -> tuple[str, ...]:
+        return "seconds", surroundings(device), store.text(fitting[i][0], device)
+
+    def measure(missing: Sequence[int]) -> list[list[float]]:
+        return [[s] for s in _in_turns([fitting[i] for i in missing], device)]
+
+    seconds = (archive or Archive()).each(description, len(fitting), 1, measure)
+    for (program, _), (s,), size in zip(fitting, seconds, temporary, strict=True):
+        runs[program.key] = Run(s, size)
     return runs
 
 
@@ -105,40 +108,40 @@ def measured_costs(
     room_bytes: int | None = None,
     archive: Archive | None = None,
 ) -> Costs:
-    """The costs of a model on a device at hand; layers alike are measured once.
+    """Measures the costs of a model on a device at hand.
+
+    With fates, backwards are also measured with half of the candidates kept and with none, and the
+    modelled seconds of recomputation are made to agree with these. The extra bytes of each option are
+    those of its backward as compiled.
 
     Args:
         traced: the model.
         device: where its layers run.
-        store: where their programs are kept; those with everything kept are those of a run.
-        optimizer: counts its state, and its updates are measured.
+        store: where their programs are kept; a run uses those with everything kept.
+        optimizer: whose state counts and whose updates are measured; None if they do not count.
         microbatches: in a step.
-        fates: whether layers have options other than keeping everything. Then their backwards are also measured with
-            half of the candidates kept and with none, and the modelled seconds of recomputation are made to agree; how
-            many bytes each option needs more is what its backward needs as compiled.
+        fates: whether layers have options other than keeping everything.
         split: whether the halves of backwards are measured too.
-        earlier: what programs took that were measured before; those measured now are added.
-        room_bytes: that the device has for a program; what needs more is estimated by the roofline, at the pace of what
-            was measured.
-        archive: where seconds are found that were measured before, and kept.
+        earlier: earlier measurements, to which new ones are added.
+        room_bytes: the bytes that the device has for a program; programs that need more are estimated.
+        archive: where seconds of earlier processes are found, and new ones kept.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
     forwards = [forward_program(programs, recompute=True) for programs in kept["all"]]
-    backwards = {
-        share: [backward_program(programs) for programs in kept[share]] for share in shares
-    }
+    backwards = {share: [backward_program(p) for p in kept[share]] for share in shares}
+    # Every program to measure, beside its jaxpr for the roofline.
     pairs = list(zip(forwards, (p.forward for p in kept["all"]), strict=True))
     for share in shares:
         pairs += zip(backwards[share], (p.backward for p in kept[share]), strict=True)
     pairs += _halves(kept["all"]) if split else ()
     updates = optimizer.update if optimizer is not None else ()
     pairs += ((piece_program(piece), piece.program) for piece in updates)
+    # A program without results, such as the backward of a frozen layer, is never dispatched.
     idle = {program.key: Run(0.0, 0) for program, jaxpr in pairs if not jaxpr.jaxpr.outvars}
     busy = {program.key: (program, jaxpr) for program, jaxpr in pairs if program.key not in idle}
-    runs = measure_programs(
-        store, [program for program, _ in busy.values()], device, earlier, room_bytes, archive
-    )
+    to_run = [program for program, _ in busy.values()]
+    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
     runs = idle | runs | _estimated(store, device, runs, busy)
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
@@ -152,20 +155,19 @@ def measured_costs(
         recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
         measured = []
         for layer, recompute in enumerate(recomputed):
-            by_share: dict[Share, Run] = {
-                share: runs[backwards[share][layer].key] for share in shares
-            }
+            by_share: dict[Share, Run] = {}
+            for share in shares:
+                by_share[share] = runs[backwards[share][layer].key]
             measured.append(_calibration(recompute, by_share))
         options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
-        options = with_compiled_bytes(
-            traced, options, [id(p) for p in kept["nothing"]], store, device
-        )
+        alike = [id(programs) for programs in kept["nothing"]]
+        options = with_compiled_bytes(traced, options, alike, store, device)
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
 
 
 def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
-    """Yields both halves of every backward that has them."""
+    """Yields both halves of every backward that has them, each with its jaxpr."""
     for compiled in programs:
         if compiled.halves is not None:
             yield input_program(compiled), compiled.halves.input
@@ -186,7 +188,7 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates what the programs that were not run would have taken."""
+    """Estimates the programs that were not run by the roofline, at the median pace of those that were."""
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
@@ -196,78 +198,87 @@ def _estimated(
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
-    temporary = [executable.memory_analysis().temp_size_in_bytes for executable in executables]
-    return {
-        key: Run(pace * modelled_s[key], size) for key, size in zip(missing, temporary, strict=True)
-    }
+    estimates = {}
+    for key, executable in zip(missing, executables, strict=True):
+        temporary_bytes = executable.memory_analysis().temp_size_in_bytes
+        estimates[key] = Run(pace * modelled_s[key], temporary_bytes)
+    return estimates
 
 
 def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration:
-    """Pairs the seconds that recomputing takes a layer's backward by the roofline with those that it took."""
-    least = runs["all"]
+    """Pairs the modelled extra seconds of a layer's backward with the measured ones.
+
+    Args:
+        recompute: the model of what dropping candidates costs.
+        runs: of the backward, by the share of candidates that is kept.
+    """
+    least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
-        if share != "all":
-            kept = kept_names(recompute.candidates, share)
-            modelled = recompute.extra_s(
-                recompute.dropping([i for i, n in enumerate(recompute.names) if n in kept])[1]
-            )
-            points.append((modelled, max(run.seconds - least.seconds, 0.0)))
+        if share == "all":
+            continue
+        names = kept_names(recompute.candidates, share)
+        kept = [i for i, name in enumerate(recompute.names) if name in names]
+        _, recomputed = recompute.dropping(kept)
+        points.append((recompute.extra_s(recomputed), max(run.seconds - least_s, 0.0)))
     return Calibration(tuple(points))
 
 
 def _needed_bytes(needs: Any) -> int:
-    held_bytes = (
-        needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    )
-    return held_bytes + needs.temp_size_in_bytes
+    """Counts the bytes of a program while it runs: arguments and results, less those in place, and temporaries."""
+    arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
+    return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[float]:
-    """The least seconds of each program in several turns, in which all run one after another."""
+    """Returns the least seconds of each program in several turns, in which all run one after another."""
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
-        least = [
-            min(s, _seconds(executable, program, device)) if s < MEASURING.long_s else s
-            for s, (program, executable) in zip(least, programs, strict=True)
-        ]
+        for i, (program, executable) in enumerate(programs):
+            if least[i] < MEASURING.long_s:
+                least[i] = min(least[i], _seconds(executable, program, device))
     return least
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """The median of a few runs after one to warm up; what the program overwrites is put there again for each."""
+    """Returns the median of a few runs after one to warm up; donated inputs are put there again for each."""
     examples = [example_of(a) for a in program.inputs]
-    kept = {
-        i: jax.device_put(x, device) for i, x in enumerate(examples) if i not in program.donated
-    }
-    taken: list[float] = []
-    while len(taken) <= MEASURING.runs and (
-        len(taken) < 3 or sum(taken) < MEASURING.runs * MEASURING.long_s
-    ):
+    kept: dict[int, jax.Array] = {}
+    for i, example in enumerate(examples):
+        if i not in program.donated:
+            kept[i] = jax.device_put(example, device)
+    runs_s: list[float] = []
+    while len(runs_s) <= MEASURING.runs:
+        # A long program stops after two runs and the one to warm up.
+        if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
+            break
         inputs = [
-            kept[i] if i in kept else jax.device_put(x, device, may_alias=False)
-            for i, x in enumerate(examples)
+            kept[i] if i in kept else jax.device_put(example, device, may_alias=False)
+            for i, example in enumerate(examples)
         ]
         jax.block_until_ready(inputs)
         start = time.perf_counter()
         jax.block_until_ready(executable(*inputs))
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+        runs_s.append(time.perf_counter() - start)
+    return statistics.median(runs_s[1:])
 
 
 def example_of(shape: Any) -> Any:
-    """Makes values of no consequence, but no zeros: these are faster than real ones on some devices."""
+    """Makes an array of random values: zeros would be faster than real values on some devices."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
-        return np.zeros(shape.shape, shape.dtype)
+        return np.zeros(shape.shape, shape.dtype)  # may be indices, which must be in range
     return np.random.default_rng(0).uniform(-1, 1, shape.shape).astype(shape.dtype)
 
 
 def _keys(shape: Any) -> jax.Array:
-    """Keys of a shape and kind."""
+    """Makes random keys of a shape and kind, which an abstract evaluation finds out."""
     impl: list[Any] = []
-    words = jax.eval_shape(
-        lambda keys: [impl.append(jax.random.key_impl(keys)), jax.random.key_data(keys)][1], shape
-    )
+
+    def words_of(keys: jax.Array) -> jax.Array:
+        impl.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    words = jax.eval_shape(words_of, shape)
     return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])

@@ -18,6 +18,13 @@ from jvpipe.util.sizes import GIB
 
 LINKS = 0.8
 
+_FAMILIES = {"Tesla P40": PASCAL, "RTX 2080 Ti": VOLTA, "V100 16 GB": VOLTA}
+"""The devices whose families were measured, by name; all others reach the shares of `SHEET`."""
+
+
+def _family_of(name: str) -> Family:
+    return _FAMILIES.get(name, SHEET)
+
 
 def _gpu(
     name: str,
@@ -26,55 +33,28 @@ def _gpu(
     tflops: Mapping[str, float],
     vector_tflops: float,
     cores: int = 0,
-    family: Family = SHEET,
 ) -> Accelerator:
-    """A GPU from its data sheet.
+    """Makes a GPU from its data sheet.
 
     Args:
-        name: of it.
-        memory_gib: that it has.
-        memory_bytes_per_s: at most.
-        tflops: of products, by dtype, at most.
-        vector_tflops: those of its float32 units, a multiply-add counted as two.
-        cores: its multiprocessors; 0: nobody knows.
-        family: that it belongs to, measured for float32.
+        name: of it, by which its family is found.
+        memory_gib: its memory.
+        memory_bytes_per_s: the peak rate of its memory.
+        tflops: the peak rate of products, by dtype.
+        vector_tflops: the peak of its float32 units, a multiply-add counted as two.
+        cores: its multiprocessors; 0 if the number is not known.
     """
+    family = _family_of(name)
     return Accelerator(
         name,
         memory_gib * GIB,
         family.memory.value * memory_bytes_per_s,
         {dtype: family.share(dtype) * 1e12 * rate for dtype, rate in tflops.items()},
         launch_s=family.launch_s.value,
-        elementwise_per_s=0.5e12 * vector_tflops,
+        elementwise_per_s=0.5e12 * vector_tflops,  # an operation alone is half of a multiply-add
         cores=cores,
         tiling=family.tiling,
     )
-
-
-def _link(gigabytes_per_s: float, latency_s: float) -> Link:
-    return Link(LINKS * 1e9 * gigabytes_per_s, latency_s)
-
-
-def _ethernet(gigabits_per_s: float) -> Link:
-    return _link(gigabits_per_s / 8, 30e-6)
-
-
-_PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-_NVLINK_V100 = _link(
-    25.0, 5e-6
-)  # one of the six links of a device; a pair of devices has one or two
-_NVLINK_A100, _NVLINK_H100 = _link(300.0, 5e-6), _link(450.0, 5e-6)
-
-RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68, VOLTA)
-P40 = _gpu(
-    "Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30, PASCAL
-)  # as torchgpipe counts its memory
-V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80, VOLTA)
-A100_40GB = _gpu("A100 40 GB", 40, 1555e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
-A100_80GB = _gpu("A100 80 GB", 80, 2039e9, {"float32": 156.0, "bfloat16": 312.0}, 19.5, 108)
-H100 = _gpu("H100 80 GB", 80, 3350e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0, 132)
-H200 = _gpu("H200 141 GB", 139, 4800e9, {"float32": 495.0, "bfloat16": 989.0}, 67.0, 132)
-RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6, 128)
 
 
 def _tpu(
@@ -85,56 +65,110 @@ def _tpu(
     vector_tflops: float,
     scratch_mib: int = 0,
 ) -> Accelerator:
-    """A TPU from its data sheet; products of float32 run as bfloat16 there, unless a program asks for more."""
+    """Makes a TPU from its data sheet.
+
+    Products of float32 run as bfloat16 there, unless a program asks for more precision.
+    """
     rates = {"float32": tflops, "bfloat16": tflops}
-    alike = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
-    return replace(alike, platform="tpu", scratch_bytes=scratch_mib * 2**20)
+    chip = _gpu(name, memory_gib, memory_bytes_per_s, rates, vector_tflops)
+    return replace(chip, platform="tpu", scratch_bytes=scratch_mib * 2**20)
 
 
+# float32 and bfloat16 of devices from Ampere on: the same units with TF32 or bfloat16 operands.
+_AMPERE = {"float32": 156.0, "bfloat16": 312.0}
+_HOPPER = {"float32": 495.0, "bfloat16": 989.0}
+
+RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68)
+# 22 of 24 GB, as torchgpipe counts its memory.
+P40 = _gpu("Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30)
+V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80)
+A100_40GB = _gpu("A100 40 GB", 40, 1555e9, _AMPERE, 19.5, 108)
+A100_80GB = _gpu("A100 80 GB", 80, 2039e9, _AMPERE, 19.5, 108)
+H100 = _gpu("H100 80 GB", 80, 3350e9, _HOPPER, 67.0, 132)
+H200 = _gpu("H200 141 GB", 139, 4800e9, _HOPPER, 67.0, 132)
+RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6, 128)
 TPU_V4 = _tpu("TPU v4", 32, 1228e9, 275.0, 8.6)
 TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2, 128)
 TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
 TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4, 128)
-_ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
 CORE = Accelerator("CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, 1e10, "cpu")
 
-PRESETS = {
-    cluster.name: cluster
-    for cluster in (
-        # vPipe's machines: four devices on PCIe 3, 40 Gbps between machines.
-        Cluster("2080ti", RTX_2080TI, 4, 2, host=_PCIE3, peer=_PCIE3, network=_ethernet(40.0)),
-        # DAPPLE, table III: 8 devices with NVLink and 25 Gbps; one device per machine at 25 and at 10 Gbps.
-        Cluster("v100-a", V100, 8, 2, _PCIE3, _NVLINK_V100, _ethernet(25.0), peer_uses_host=False),
-        Cluster("v100-b", V100, 1, 16, host=_PCIE3, peer=_PCIE3, network=_ethernet(25.0)),
-        Cluster("v100-c", V100, 1, 16, host=_PCIE3, peer=_PCIE3, network=_ethernet(10.0)),
-        # DawnPiper: eight devices on PCIe 4. torchgpipe: eight on PCIe 3.
-        Cluster("a100-40gb", A100_40GB, 8, 1, host=_PCIE4, peer=_PCIE4, network=_ethernet(100.0)),
-        Cluster("p40", P40, 8, 1, host=_PCIE3, peer=_PCIE3, network=_ethernet(40.0)),
-        Cluster(
-            "a100-80gb",
-            A100_80GB,
-            8,
-            1,
-            _PCIE4,
-            _NVLINK_A100,
-            _ethernet(200.0),
-            peer_uses_host=False,
-        ),
-        Cluster("h100", H100, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
-        Cluster("h200", H200, 8, 1, _PCIE5, _NVLINK_H100, _ethernet(400.0), peer_uses_host=False),
-        Cluster("rtx4090", RTX_4090, 8, 1, host=_PCIE4, peer=_PCIE4, network=_ethernet(100.0)),
-        # The TPUs of one host, or of two: stages that follow each other are neighbours.
-        Cluster("v4", TPU_V4, 4, 2, _PCIE3, _ICI_50, _ethernet(200.0), peer_uses_host=False),
-        Cluster("v5e", TPU_V5E, 8, 1, _PCIE3, _ICI_50, _ethernet(200.0), peer_uses_host=False),
-        Cluster("v5p", TPU_V5P, 4, 2, _PCIE3, _ICI_100, _ethernet(200.0), peer_uses_host=False),
-        Cluster("v6e", TPU_V6E, 8, 1, _PCIE4, _ICI_100, _ethernet(200.0), peer_uses_host=False),
-        # Devices of one process that share its memory: a transfer is a copy.
-        Cluster(
-            "cpu", CORE, 8, 1, host=Link(5e9, 1e-4), peer=Link(5e9, 1e-4), network=_ethernet(10.0)
-        ),
-    )
-}
 
+def _link(gigabytes_per_s: float, latency_s: float) -> Link:
+    return Link(LINKS * 1e9 * gigabytes_per_s, latency_s)
+
+
+_PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
+# One of the six NVLinks of a V100, of which a pair of devices has one or two; all links of an A100 and an H100.
+_NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
+_ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
+
+
+def _cluster(
+    name: str,
+    device: Accelerator,
+    devices_per_machine: int,
+    machines: int,
+    host: Link,
+    network_gigabits_per_s: float,
+    peer: Link | None = None,
+) -> Cluster:
+    """Makes a cluster on Ethernet.
+
+    Args:
+        name: of it.
+        device: each of its devices.
+        devices_per_machine: their number.
+        machines: their number.
+        host: the link of each device to its host.
+        network_gigabits_per_s: the raw rate of the network.
+        peer: the link between devices of a machine; None if they send through the host's link.
+    """
+    network = _link(network_gigabits_per_s / 8, 30e-6)
+    through_host = peer is None
+    peer = host if peer is None else peer
+    return Cluster(
+        name,
+        device,
+        devices_per_machine,
+        machines,
+        host,
+        peer,
+        network,
+        peer_uses_host=through_host,
+    )
+
+
+_OF_PAPERS = (
+    # vPipe's machines: four devices on PCIe 3, 40 Gbps between machines.
+    _cluster("2080ti", RTX_2080TI, 4, 2, _PCIE3, 40.0),
+    # DAPPLE, table III: 8 devices with NVLink and 25 Gbps; one device per machine at 25 and at 10 Gbps.
+    _cluster("v100-a", V100, 8, 2, _PCIE3, 25.0, _NVLINK_V100),
+    _cluster("v100-b", V100, 1, 16, _PCIE3, 25.0),
+    _cluster("v100-c", V100, 1, 16, _PCIE3, 10.0),
+    # DawnPiper: eight devices on PCIe 4. torchgpipe: eight on PCIe 3.
+    _cluster("a100-40gb", A100_40GB, 8, 1, _PCIE4, 100.0),
+    _cluster("p40", P40, 8, 1, _PCIE3, 40.0),
+)
+_OTHER_GPUS = (
+    _cluster("a100-80gb", A100_80GB, 8, 1, _PCIE4, 200.0, _NVLINK_A100),
+    _cluster("h100", H100, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
+    _cluster("h200", H200, 8, 1, _PCIE5, 400.0, _NVLINK_H100),
+    _cluster("rtx4090", RTX_4090, 8, 1, _PCIE4, 100.0),
+)
+# The TPUs of one host, or of two: stages that follow each other are neighbours.
+_TPUS = (
+    _cluster("v4", TPU_V4, 4, 2, _PCIE3, 200.0, _ICI_50),
+    _cluster("v5e", TPU_V5E, 8, 1, _PCIE3, 200.0, _ICI_50),
+    _cluster("v5p", TPU_V5P, 4, 2, _PCIE3, 200.0, _ICI_100),
+    _cluster("v6e", TPU_V6E, 8, 1, _PCIE4, 200.0, _ICI_100),
+)
+# Devices of one process that share its memory: a transfer is a copy.
+_CPUS = _cluster("cpu", CORE, 8, 1, Link(5e9, 1e-4), 10.0)
+
+PRESETS = {cluster.name: cluster for cluster in (*_OF_PAPERS, *_OTHER_GPUS, *_TPUS, _CPUS)}
+
+# What devices report as their kind contains one of these; the longer names come first.
 _KINDS = {
     "H200": H200,
     "H100": H100,
@@ -150,20 +184,21 @@ _KINDS = {
 }
 
 
-_MEASURED = {P40.name: PASCAL, RTX_2080TI.name: VOLTA, V100.name: VOLTA}
-
-
 def peak_per_s(device: Accelerator, dtype: str) -> float:
-    """The floating-point operations per second that the maker of a known accelerator states.
+    """Returns the floating-point operations per second that the maker of an accelerator states.
 
     >>> round(peak_per_s(H100, "bfloat16") / 1e12), round(peak_per_s(V100, "float32") / 1e11)
     (989, 157)
     """
-    return device.products_per_s(dtype) / _MEASURED.get(device.name, SHEET).share(dtype)
+    return device.products_per_s(dtype) / _family_of(device.name).share(dtype)
 
 
 def accelerator_like(kind: str, platform: str) -> Accelerator:
-    """The known accelerator most like a device at hand: by the name of its kind, else by its platform.
+    """Finds the accelerator most like a device: by the name of its kind, else by its platform.
+
+    Args:
+        kind: the name that the device reports.
+        platform: `cpu`, `gpu` or `tpu`.
 
     >>> accelerator_like("NVIDIA H200", "gpu").name
     'H200 141 GB'
@@ -172,7 +207,7 @@ def accelerator_like(kind: str, platform: str) -> Accelerator:
 
 
 def known_accelerator(kind: str) -> Accelerator | None:
-    """The accelerator of a kind of device, by its name; None if it is not known.
+    """Finds the accelerator of a kind of device; None if none is known by that name.
 
     >>> known_accelerator("cpu")
     """
@@ -180,5 +215,5 @@ def known_accelerator(kind: str) -> Accelerator | None:
 
 
 def accelerator_of(device: Device) -> Accelerator:
-    """The accelerator that a device at hand is most like."""
+    """Finds the accelerator that a device of this process is most like."""
     return accelerator_like(getattr(device, "device_kind", ""), device.platform)

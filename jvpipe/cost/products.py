@@ -18,8 +18,8 @@ SINGLE = 4, 4, 4
 class Product:
     """A batch of b products of m x k by k x n; the bytes of an element of each operand, and of the result.
 
-    `three` says what a convolution has of 3 x 3 pixels, if it is dense: its kernel, or, if it finds the gradient of
-    one, its result.
+    `three` names the array of a dense convolution that has 3 x 3 pixels: the kernel, or, if the
+    convolution computes the gradient of a kernel, the result.
     """
 
     b: int
@@ -36,7 +36,7 @@ class Product:
 
     @property
     def minimal(self) -> "Product | None":
-        """The products that Winograd's algorithm F(2 x 2, 3 x 3) makes of a convolution of 3 x 3 pixels.
+        """The products that Winograd's algorithm F(2 x 2, 3 x 3) makes of this; None if it cannot be used.
 
         Four pixels of a result take 16 multiplications in place of 36 (Lavin and Gray, "Fast algorithms for
         convolutional neural networks", CVPR 2016): 16 products of a quarter of the rows and a ninth of the sums.
@@ -51,10 +51,11 @@ class Product:
 
 
 def product_of(eqn: JaxprEqn) -> Product | None:
-    """Reads off the product that an equation is; None if it is none.
+    """Returns the product that an equation computes; None if it computes none.
 
     >>> import jax, jax.numpy as jnp
-    >>> a, b = jax.ShapeDtypeStruct((8, 4, 16), jnp.float32), jax.ShapeDtypeStruct((8, 16, 2), jnp.float32)
+    >>> a = jax.ShapeDtypeStruct((8, 4, 16), jnp.float32)
+    >>> b = jax.ShapeDtypeStruct((8, 16, 2), jnp.float32)
     >>> product_of(jax.make_jaxpr(jnp.matmul)(a, b).eqns[0])
     Product(b=8, m=4, n=2, k=16, itemsizes=(4, 4, 4), three=None)
     """
@@ -69,24 +70,26 @@ def _matrices(eqn: JaxprEqn) -> Product:
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     left, right = (_jax.aval(v) for v in eqn.invars)
     b, k = (math.prod(left.shape[d] for d in dims) for dims in (batch, summed))
-    every = max(1, b * k)
-    return Product(b, left.size // every, right.size // every, k, _itemsizes(eqn))
+    shared = max(1, b * k)  # 1 for empty operands
+    return Product(b, left.size // shared, right.size // shared, k, _itemsizes(eqn))
 
 
 def _convolution(eqn: JaxprEqn) -> Product:
-    """The product that a convolution is; zeros that lie between dilated inputs are not multiplied."""
+    """Returns the product that a convolution computes; zeros between dilated inputs are not multiplied."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     kernel = [_jax.aval(eqn.invars[1]).shape[d] for d in numbers.rhs_spec]
     result = [_jax.aval(eqn.outvars[0]).shape[d] for d in numbers.out_spec]
     groups = params["feature_group_count"] * params["batch_group_count"]
     spread = math.prod(params["lhs_dilation"])
-    dense = spread == math.prod(params["window_strides"]) == math.prod(params["rhs_dilation"]) == 1
+    strides = math.prod(params["window_strides"]), math.prod(params["rhs_dilation"])
+    dense = spread == 1 and strides == (1, 1)
     three = None
     if dense and kernel[2:] == [3, 3]:
         three = "kernel"
     elif dense and result[2:] == [3, 3]:
         three = "result"
+    # Rows are the pixels of all images; sums go over the pixels of the kernel and its inputs.
     m = -(-result[0] * math.prod(result[2:]) // spread)
     k = kernel[1] * math.prod(kernel[2:])
     return Product(groups, m, result[1] // groups, k, _itemsizes(eqn), three)

@@ -1,12 +1,13 @@
 """The work that a layer's backward recomputes, depending on which candidates its forward keeps.
 
-Read off the backward that keeps nothing: there every candidate still bears its name. An equation that depends on no
-cotangent repeats the forward. Equations that the cotangents' equations need although every candidate is kept are
-always repeated (elementwise values); the others lie behind a candidate and are repeated only if it is dropped
-and needed.
+It is read off the backward that keeps nothing, in which every candidate still bears its name. An
+equation that depends on no cotangent repeats the forward:
 
-Legend: a candidate is needed if a repeated equation, or one of the cotangents', reads it; kept candidates that
-nobody needs cost no bytes.
+    inputs --e1--> a --e2--> b --e3--> c --e4--> what cotangents' equations read       a, c: candidates
+
+e4 is always repeated, because no candidate lies behind it. e2 and e3 are repeated
+if c is dropped, and e1 too if a is dropped, because e2 reads a. A candidate is needed if a repeated
+equation, or one of the cotangents', reads it; kept candidates that nobody needs cost no bytes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,10 +29,15 @@ EquationSeconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]
 class Recompute:
     """A layer's candidates and what dropping them costs.
 
-    `candidates` are the names of all; `names` and `bytes` those of the ones that can matter; `free` ones are kept
-    anyway (results of the layer).
-    `parents[c]` are the candidates that recomputing `c` needs, `parents[-1]` those that the backward needs itself;
-    `behind[c]` the equations (columns) that recomputing `c` repeats, `seconds` how long each takes.
+    Attributes:
+        candidates: the names of all.
+        names: those of the n candidates that can matter.
+        bytes: their sizes.
+        free: those that are kept anyway, because they are results of the layer.
+        parents: for each of the n the candidates that recomputing it needs; at -1 those that the
+            backward needs itself.
+        behind: (n, equations), whether recomputing a candidate repeats an equation.
+        seconds: (equations,), of each.
     """
 
     candidates: tuple[str, ...]
@@ -43,7 +49,11 @@ class Recompute:
     seconds: np.ndarray
 
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Finds which of these kept candidates are needed, and which others are recomputed."""
+        """Finds which of these kept candidates are needed, and which others are recomputed.
+
+        Walks from what the backward needs to what that is made of, and stops at kept candidates. Each
+        candidate is expanded once.
+        """
         kept = self.free.union(kept)
         used, recomputed, todo = set(), set(), set(self.parents[-1])
         while todo:
@@ -56,13 +66,14 @@ class Recompute:
         return frozenset(used), frozenset(recomputed)
 
     def extra_s(self, recomputed: Collection[int]) -> float:
-        """The seconds that recomputing these candidates takes."""
-        return (
-            float(self.seconds[self.behind[sorted(recomputed)].any(0)].sum()) if recomputed else 0.0
-        )
+        """Returns the seconds that recomputing these candidates takes; equations that they share run once."""
+        if not recomputed:
+            return 0.0
+        repeated = self.behind[sorted(recomputed)].any(0)
+        return float(self.seconds[repeated].sum())
 
     def kept_bytes(self, used: Iterable[int]) -> int:
-        """The bytes of kept candidates; free ones lie elsewhere."""
+        """Counts the bytes of kept candidates; free ones lie elsewhere."""
         return sum(self.bytes[c] for c in used if c not in self.free)
 
     @cached_property
@@ -71,88 +82,85 @@ class Recompute:
         return frozenset(range(len(self.names))) - self.free
 
     def subsets(self) -> list[frozenset[int]]:
-        """The sets of candidates worth keeping, by bytes, each without what nobody needs.
+        """Returns the sets of candidates worth keeping, by bytes, each without what nobody needs.
 
-        All Pareto points of bytes and seconds where candidates are few. Else minimum cuts at many prices of a byte, and
-        what differs from them in one candidate.
+        If candidates are few these are all Pareto points of bytes and seconds. If not, they are the
+        efficient ones among minimum cuts at many prices of a byte, and among sets that differ from
+        these in one candidate: a cut alone finds only points of the convex hull.
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
-            tried = (
-                frozenset(c for i, c in enumerate(order) if bits >> i & 1)
-                for bits in range(2 ** len(order))
-            )
-            subsets = {self.dropping(kept)[0] for kept in tried}
+            every = range(2 ** len(order))
+            tried = [frozenset(c for i, c in enumerate(order) if bits >> i & 1) for bits in every]
         else:
-            hull = {
-                self.dropping(kept)[0]
-                for kept in (frozenset(), self.choices, *map(self.cut, self._prices()))
-            }
-            subsets = hull | {self.dropping(kept ^ {c})[0] for kept in hull for c in order}
-        return self._pareto(subsets)
+            cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
+            hull = {self.dropping(kept)[0] for kept in cuts}
+            tried = [*hull, *(kept ^ {c} for kept in hull for c in order)]
+        return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
+        """Returns the subsets that take fewer seconds than all subsets of no more bytes."""
+        points = []
+        for used in subsets:
+            extra_s = self.extra_s(self.dropping(used)[1])
+            points.append((self.kept_bytes(used), extra_s, sorted(used)))
         best = []
-        least = float("inf")
-        points = (
-            (self.kept_bytes(used), self.extra_s(self.dropping(used)[1]), sorted(used))
-            for used in subsets
-        )
+        least_s = float("inf")
         for _, extra_s, used in sorted(points):
-            if extra_s < least:
-                least = extra_s
+            if extra_s < least_s:
+                least_s = extra_s
                 best.append(frozenset(used))
         return best
 
     def _prices(self) -> np.ndarray:
-        """Seconds per byte, from where everything is kept to where nothing is."""
-        highest = self.seconds.sum() / max(min((self.bytes[c] for c in self.choices), default=1), 1)
-        return (
-            np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices) if highest else np.array([])
-        )
+        """Returns seconds per byte, from where everything is kept to where nothing is."""
+        smallest = min((self.bytes[c] for c in self.choices), default=1)
+        highest = self.seconds.sum() / max(smallest, 1)
+        if not highest:
+            return np.array([])
+        return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """The candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
+        """Finds the candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
 
-        Two nodes per candidate, needed and recomputed, and one per equation. What lies on the source's side is true:
+        Each candidate has two nodes, needed and recomputed, each equation one. The nodes on the side
+        of the source are true:
 
-            source -> needed[p]         p is needed by the backward itself
+            source -> needed[p]              p is needed by the backward itself
             needed[c] -> recomputed[c]       cut if c is kept, at its price
             recomputed[c] -> needed[p]       recomputing c needs p
             recomputed[c] -> e -> sink       and repeats equation e, cut at its seconds
         """
-        from scipy.sparse import (
-            csr_array,
-        )  # an eighth of what `import jvpipe` would take, and few models need it
+        # Late: this takes an eighth of the seconds of `import jvpipe`, and few models need it.
+        from scipy.sparse import csr_array
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         n, columns = self.behind.shape
-        needed, recomputed, equation = (
-            np.arange(n) + 2,
-            np.arange(n) + 2 + n,
-            np.arange(columns) + 2 + 2 * n,
-        )
+        source, sink = 0, 1
+        needed = np.arange(n) + 2
+        recomputed = needed + n
+        equation = np.arange(columns) + 2 + 2 * n
         weights = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
         scale = OPTIONS.flow_units / max(weights.sum() + self.seconds.sum(), 1e-300)
+        # More than all finite capacities together, so that no minimum cut contains such an edge.
         endless = 2 * OPTIONS.flow_units
-        edges = [(0, needed[p], endless) for p in self.parents[-1]]
-        edges += [(needed[c], recomputed[c], int(weights[c] * scale)) for c in range(n)]
-        edges += [(recomputed[c], needed[p], endless) for c in range(n) for p in self.parents[c]]
-        edges += [
-            (recomputed[c], equation[e], endless)
-            for c, e in zip(*self.behind.nonzero(), strict=True)
-        ]
-        edges += [(equation[e], 1, max(int(self.seconds[e] * scale), 1)) for e in range(columns)]
+        edges = [(source, needed[p], endless) for p in self.parents[-1]]
+        for c in range(n):
+            edges.append((needed[c], recomputed[c], int(weights[c] * scale)))
+            edges += [(recomputed[c], needed[p], endless) for p in self.parents[c]]
+            edges += [(recomputed[c], equation[e], endless) for e in self.behind[c].nonzero()[0]]
+        for e in range(columns):
+            edges.append((equation[e], sink, max(int(self.seconds[e] * scale), 1)))
         rows, cols, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
         size = 2 + 2 * n + columns
         graph = csr_array((capacity, (rows, cols)), shape=(size, size))
-        left = graph - maximum_flow(graph, 0, 1).flow
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        return frozenset(
-            c for c in self.choices if needed[c] in reached and recomputed[c] not in reached
-        )
+        residual = graph - maximum_flow(graph, source, sink).flow
+        residual.data = np.maximum(residual.data, 0)
+        residual.eliminate_zeros()
+        reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
+        is_true = np.isin(np.arange(size), list(reached))
+        is_kept = is_true[needed] & ~is_true[recomputed]
+        return frozenset(c for c in self.choices if is_kept[c])
 
 
 def recompute_of(
@@ -167,17 +175,16 @@ def recompute_of(
         nothing: the layer's programs with no candidate kept.
         sizes: the bytes of each candidate, by name.
         results: candidates that the layer yields: they are kept whether chosen or not.
-        seconds: how long each of some equations takes, given them and their outputs.
+        seconds: returns the seconds of each of some equations, given them and their outputs.
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
     maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
-    named = {
-        v: _name(backward.eqns[i]) for v, i in maker.items() if _name(backward.eqns[i]) in sizes
-    }
+    names_of_makers = {v: _name(backward.eqns[i]) for v, i in maker.items()}
+    named = {v: name for v, name in names_of_makers.items() if name in sizes}
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
-        """The candidates that some values are made of, and the equations since then."""
+        """Finds the candidates that some values are made of, and the equations since then."""
         names, eqns, todo = set(), set(), list(start)
         while todo:
             v = todo.pop()
@@ -197,26 +204,31 @@ def recompute_of(
             lineage[name] = made_of(operands[name])
             todo += sorted(lineage[name][0])
     names = [name for name in sizes if name in lineage]
-    took = seconds(backward.eqns, backward.outvars)
-    columns = sorted({i for _, eqns in lineage.values() for i in eqns if took[i]} - always)
+    parents = [*(lineage[name][0] for name in names), direct]
+    seconds_of = seconds(backward.eqns, backward.outvars)
+    # Equations that are always repeated, and those that take no time, decide nothing.
+    behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
+    columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
     behind = np.array([[i in lineage[name][1] for i in columns] for name in names], bool)
     return Recompute(
-        tuple(sizes),
-        tuple(names),
-        tuple(sizes[name] for name in names),
-        frozenset(c for c, name in enumerate(names) if name in results),
-        tuple(
-            frozenset(map(names.index, kept))
-            for kept in [*(lineage[name][0] for name in names), direct]
-        ),
-        behind.reshape(len(names), len(columns)),
-        np.array([took[i] for i in columns], float),
+        candidates=tuple(sizes),
+        names=tuple(names),
+        bytes=tuple(sizes[name] for name in names),
+        free=frozenset(c for c, name in enumerate(names) if name in results),
+        parents=tuple(frozenset(map(names.index, needs)) for needs in parents),
+        behind=behind.reshape(len(names), len(columns)),
+        seconds=np.array([seconds_of[i] for i in columns], float),
     )
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """The equations that depend on no cotangent, and what the others and the results read of theirs."""
-    pulled = set(backward.invars[sources:])  # cotangents, sums, and what is made of them
+    """Finds the equations that depend on no cotangent, and their values that others and the results read.
+
+    Args:
+        backward: that keeps nothing.
+        sources: the number of its inputs that the forward left; cotangents and sums follow.
+    """
+    pulled = set(backward.invars[sources:])  # and what is made of them
     repeated: list[int] = []
     read = list(backward.outvars)
     for i, eqn in enumerate(backward.eqns):

@@ -1,24 +1,26 @@
-"""What a target's compiler has said of a model's programs, where that is more than the roofline counts.
+"""The answers of a target's compiler about a model's programs, where they exceed what the roofline counts.
 
-A plan uses few of the programs that its model has; of those the compiler was asked. What it has said of one way to
-treat a layer is taken for a word on the others of that layer too, by how much they compute again.
+A plan uses few of the programs that its model has, and the compiler was asked about these alone. Its
+answer for one way to treat a layer is carried over to the other ways of that layer, by how much they
+compute again.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jvpipe.cost.compiling import Sizes
 from jvpipe.cost.costs import Option
-from jvpipe.cost.model import Work
+from jvpipe.cost.model import Work, holders_of
 from jvpipe.ir.fates import left_by
-from jvpipe.ir.values import ValueKind
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.programs.layer import LayerPrograms
 from jvpipe.programs.model import (
     backward_program,
     forward_program,
     input_program,
+    partial_inputs,
     piece_program,
     weight_program,
 )
@@ -27,42 +29,43 @@ from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.trace.graph import Traced
 
 Said = Mapping[Hashable, Sizes]
-"""What the compiler has said, by the keys of programs."""
+"""The compiler's answers, by the keys of programs."""
 
 
 def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
-    """The work of a layer with all candidates kept, its temporaries no less than the compiler says.
+    """Returns the work of a layer with temporaries that are no less than the compiler's.
 
     Args:
-        work: as it is counted.
+        work: as it is counted, with all candidates kept.
         programs: of the layer.
-        said: by the compiler.
+        said: the compiler's answers.
     """
-    forward, backward = forward_program(programs), backward_program(programs)
+    forward = _largest(said, forward_program(programs)) or 0
+    backward = _largest(said, backward_program(programs)) or 0
     return replace(
         work,
-        forward_temporary_bytes=max(work.forward_temporary_bytes, *_temporaries(said, forward)),
-        backward_temporary_bytes=max(work.backward_temporary_bytes, *_temporaries(said, backward)),
+        forward_temporary_bytes=max(work.forward_temporary_bytes, forward),
+        backward_temporary_bytes=max(work.backward_temporary_bytes, backward),
     )
 
 
 def with_said_updates(
-    work: Work, layer: int, loss: int, optimizer: OptimizerCut, said: Said
+    work: Work, graph: LayerGraph, layer: int, optimizer: OptimizerCut, said: Said
 ) -> Work:
-    """The work of a layer, with the temporaries of its update.
+    """Returns the work of a layer with the temporaries of its update.
 
     Args:
         work: as it is counted.
+        graph: the layers.
         layer: whose pieces of the optimizer count.
-        loss: the layer of the loss, beside which the optimizer's global program runs.
         optimizer: in pieces.
-        said: by the compiler.
+        said: the compiler's answers.
     """
-    holders = (layer, None) if layer == loss else (layer,)
+    holders = holders_of(graph, layer)
     pieces = [piece for piece in optimizer.update if piece.layer in holders]
     programs = [piece_program(piece, keeps=keeps) for piece in pieces for keeps in (False, True)]
-    largest = max(work.update_temporary_bytes, *_temporaries(said, *programs))
-    return replace(work, update_temporary_bytes=largest)
+    update = _largest(said, *programs) or 0
+    return replace(work, update_temporary_bytes=max(work.update_temporary_bytes, update))
 
 
 def with_said_options(
@@ -72,71 +75,69 @@ def with_said_options(
     store: ProgramStore,
     said: Said,
 ) -> list[tuple[Option, ...]]:
-    """The options of all layers, with no fewer `extra_bytes` than the compiler says.
+    """Returns the options of all layers, with `extra_bytes` that are no less than the compiler's.
 
     Args:
         traced: the model.
         works: of each layer, with all candidates kept.
         options: of each layer, the first of which keeps everything.
         store: where programs are kept.
-        said: by the compiler.
+        said: the compiler's answers.
     """
     layers = []
-    for layer, body, work, programs_of_layer in zip(
-        traced.graph.layers, traced.bodies, works, options, strict=True
-    ):
-        later = [
-            t
-            for t in layer.reading(ValueKind.TENSOR)
-            if traced.graph.tensors[t].readers[-1] != layer.id
-        ]
+    of_layers = zip(traced.graph.layers, traced.bodies, works, options, strict=True)
+    for layer, body, work, of_layer in of_layers:
+        partial = partial_inputs(traced.graph, layer)
+        # The compiler's extra bytes by the modelled ones: several options may share these.
         said_bytes: dict[int, int] = {0: 0}
-        extra: list[int | None] = []
-        for option in programs_of_layer:
+        extras: list[int | None] = []
+        for option in of_layer:
             kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
-            programs = store.known_layer(body, kept, later)
-            largest = None if programs is None else _most(said, programs, work)
-            extra.append(largest)
-            if largest is not None:
-                said_bytes[option.extra_bytes] = max(said_bytes.get(option.extra_bytes, 0), largest)
-        layers.append(
-            tuple(
-                _with_extra(option, x, said_bytes)
-                for option, x in zip(programs_of_layer, extra, strict=True)
-            )
-        )
+            programs = store.known_layer(body, kept, partial)
+            extra = None if programs is None else _extra_bytes(said, programs, work)
+            extras.append(extra)
+            if extra is not None:
+                modelled = option.extra_bytes
+                said_bytes[modelled] = max(said_bytes.get(modelled, 0), extra)
+        pairs = zip(of_layer, extras, strict=True)
+        layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 
 
-def _most(said: Said, programs: LayerPrograms, work: Work) -> int | None:
-    """By how much a layer's programs need more than those that keep everything; None if nobody has said."""
+def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
+    """Counts the bytes that an option's programs need beyond those that keep everything.
+
+    Returns:
+        None if the compiler was asked about none of them.
+    """
     halves = (input_program, weight_program) if programs.halves is not None else ()
     backwards = [backward_program(programs), *(half(programs) for half in halves)]
-    forward = _temporaries(said, forward_program(programs))
-    backward = _temporaries(said, *backwards)
-    if not forward[1:] and not backward[1:]:
+    forward = _largest(said, forward_program(programs))
+    backward = _largest(said, *backwards)
+    if forward is None and backward is None:
         return None
-    return max(
-        0,
-        max(backward) - work.backward_temporary_bytes,
-        max(forward) - max(work.forward_temporary_bytes, work.backward_temporary_bytes),
-    )
+    # The forward may use what is set aside for the backward: they never run at once.
+    set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
+    return max(0, (backward or 0) - work.backward_temporary_bytes, (forward or 0) - set_aside)
 
 
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
-    """Returns an option with the compiler's bytes for it, or for options that compute about as much again."""
+    """Returns an option with the compiler's bytes, or those of options that compute about as much again.
+
+    Args:
+        option: as it is modelled.
+        said: the compiler's extra bytes for it, if it was asked.
+        said_bytes: the compiler's extra bytes by the modelled ones, for options of the same layer.
+    """
     if said is not None:
         return replace(option, extra_bytes=max(option.extra_bytes, said))
-    modelled = np.array(sorted(said_bytes))
-    more = np.array([said_bytes[x] - x for x in sorted(said_bytes)])
-    excess = float(np.interp(option.extra_bytes, modelled, more))
+    modelled = sorted(said_bytes)
+    excesses = [said_bytes[size] - size for size in modelled]
+    excess = float(np.interp(option.extra_bytes, np.array(modelled), np.array(excesses)))
     return replace(option, extra_bytes=option.extra_bytes + max(0, round(excess)))
 
 
-def _temporaries(said: Said, *programs: Program) -> list[int]:
-    """The temporaries of those of some programs of which the compiler has told, after a nought."""
-    return [0, *_told(said, programs)]
-
-
-def _told(said: Said, programs: Sequence[Program]) -> Iterator[int]:
-    return (said[program.key].temporary for program in programs if program.key in said)
+def _largest(said: Said, *programs: Program) -> int | None:
+    """Returns the largest temporaries of some programs; None if the compiler answered for none."""
+    answers = [said[program.key].temporary for program in programs if program.key in said]
+    return max(answers, default=None)

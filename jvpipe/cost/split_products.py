@@ -1,9 +1,10 @@
-"""Products that a GPU's compiler cuts along what they sum over, so that all of its cores have work.
+"""Products whose sums a GPU's compiler cuts into parts, so that all of its cores have work.
 
-    parts      the cores have tiles of 64 x 128 of the result to make, one and a half each; where there are fewer, the
-               sum is cut into parts, a power of two. Small ones, which move much for what they compute, are cut further
-    bytes      each part is a whole result in float32; their sum is made of them afterwards
-    padding    a sum of a length that the parts do not divide is filled up: both operands are copied for that
+    parts      a result has tiles of 64 x 128, and the compiler wants one and a half per core; if there
+               are fewer, the sum is cut into a power of two of parts. Products that move much for what
+               they compute are cut further
+    bytes      each part is a whole result in float32, and the parts are summed up afterwards
+    padding    if the parts do not divide the length of the sum, both operands are copied and filled up
 
 This is XLA's rule (`splitk_rewriter`), with its constants.
 """
@@ -18,7 +19,7 @@ _MOST_PARTS = 128
 
 
 def parts_of(product: Product, cores: int) -> int:
-    """Into how many parts the sum of a product is cut.
+    """Returns the number of parts into which the sum of a product is cut.
 
     Args:
         product: its shape.
@@ -28,8 +29,9 @@ def parts_of(product: Product, cores: int) -> int:
     (8, 1)
     """
     m, n, k = product.m, product.n, product.k
-    moved = 8 * sum(x * y for x, y in zip((m * k, n * k, m * n), product.itemsizes, strict=True))
-    if 256 * m * n * k < _FEW_OPERATIONS * moved:
+    elements = m * k, n * k, m * n
+    moved_bits = 8 * sum(x * y for x, y in zip(elements, product.itemsizes, strict=True))
+    if 256 * m * n * k < _FEW_OPERATIONS * moved_bits:
         return min(_MOST_PARTS, _power(k // _SHORTEST_OF_FEW))
     tiles = product.b * -(-m // _TILE[0]) * -(-n // _TILE[1])
     target = -(-int(_TILES_PER_CORE * cores) // max(1, tiles))
@@ -38,7 +40,7 @@ def parts_of(product: Product, cores: int) -> int:
 
 
 def split_bytes(product: Product, cores: int) -> int:
-    """Counts the bytes of the parts, and of operands that are copied for them; nothing if there is one part.
+    """Counts the bytes of the parts, and of operands that are copied for them; 0 if the sum is not cut.
 
     Args:
         product: its shape.
@@ -57,5 +59,5 @@ def split_bytes(product: Product, cores: int) -> int:
 
 
 def _power(count: int) -> int:
-    """The least power of two that is no less."""
+    """Returns the least power of two that is no less than a count."""
     return 1 << (max(1, count) - 1).bit_length()

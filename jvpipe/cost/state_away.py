@@ -1,4 +1,4 @@
-"""What layers hold whose optimizer state lies on the host between updates."""
+"""The bytes of layers whose optimizer state lies on the host between updates."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -9,10 +9,11 @@ from jvpipe.programs.optimizer import OptimizerCut
 
 
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
-    """The costs of a model without the state that is away, and with that of the few updates that a device has it for.
+    """Returns the costs of a model without the state that is away, and with room for fetching it.
 
-    That is so often the largest of a device (`lowering/prefetch.py`), which depends on the cut: that of the model is
-    counted, beside whatever runs, for state comes before the last backward. Never less than there is.
+    A device fetches the state of a few updates at a time (`lowering/prefetch.py`). Which layer of the
+    device has the largest depends on the cut, so the model's largest is counted. It is counted as a
+    temporary, beside whatever runs, because the first state comes before the last backward.
 
     Args:
         costs: of whole layers, each with all of its state.
@@ -23,14 +24,14 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
     for leaf, layer in optimizer.holders:
         if layer is not None and optimizer.state[leaf].parameter in away:
             sizes[layer] += optimizer.state[leaf].array.bytes
-    held_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
-    layers = (
-        replace(
+    fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
+    layers = []
+    for layer, size in zip(costs.layers, sizes, strict=True):
+        remaining = replace(
             layer,
             optimizer_bytes=layer.optimizer_bytes - size,
             state_bytes=layer.state_bytes - size,
-            temporary_bytes=layer.temporary_bytes + held_bytes,
+            temporary_bytes=layer.temporary_bytes + fetched_bytes,
         )
-        for layer, size in zip(costs.layers, sizes, strict=True)
-    )
+        layers.append(remaining)
     return replace(costs, layers=tuple(layers))

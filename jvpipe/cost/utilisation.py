@@ -1,4 +1,7 @@
-"""Model flops utilisation: how much of what devices could multiply at their peak a step has put to use."""
+"""Model flops utilisation: the share of the devices' peak rate of products that a step puts to use.
+
+The numerator counts the products that the model needs, and not those that are computed again.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,11 +13,11 @@ from jvpipe.trace.graph import Traced
 from jvpipe.trace.primitives import flops
 
 BACKWARD = 2
-"""For each product of a forward the backward has so many: one for either operand."""
+"""Products of a backward for each product of its forward: one for either operand."""
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
-    """The floating-point operations of products and convolutions, by the type of their operands.
+    """Counts the floating-point operations of products and convolutions, by the type of their operands.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
@@ -26,27 +29,26 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
         if bodies := _jax.inner_jaxprs(eqn):
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             for body in bodies:
-                by_dtype.update(
-                    {dtype: times * count for dtype, count in product_flops(body.eqns).items()}
-                )
+                for dtype, count in product_flops(body.eqns).items():
+                    by_dtype[dtype] += times * count
         elif count := flops(eqn):
             by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
     return by_dtype
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
-    """The seconds that a step's products would take if all devices did nothing else, at their makers' peaks.
+    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them evenly.
 
-    Products of the forward count three times, for the backward has two for each; what is computed again does not
-    count, nor do elementwise operations. A step's utilisation is this over the seconds that it took.
+    Products of the forward count three times because the backward has two for each of them. Neither
+    recomputation nor elementwise operations count. A step's utilisation is this over its seconds.
 
     Args:
         traced: the model, for one micro-batch.
         microbatches: of a step.
-        kinds: of the devices that share the work, one for each.
+        kinds: the kind of each device that shares the work.
 
     Returns:
-        None if the peak of a device is not known; that of a CPU is not.
+        None if the peak of a device is not known, as for CPUs.
     """
     accelerators = [known_accelerator(kind) for kind in kinds]
     if None in accelerators:

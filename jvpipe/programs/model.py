@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe.ir.fates import Fates
+from jvpipe.ir.layers import Layer, LayerGraph
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms, inference, program_key
 from jvpipe.programs.pieces import Piece, SlotKind
@@ -43,12 +44,18 @@ def programs_of(
         share: how many of its candidates its forward keeps, or what the fates of a plan keep.
     """
     layer, body = traced.graph.layers[number], traced.bodies[number]
-    # Cotangents are summed last reader first: all readers but the last one add to a partial sum.
-    tensors = traced.graph.tensors
-    later = [t for t in layer.reading(ValueKind.TENSOR) if tensors[t].readers[-1] != number]
     names = [c.name for c in layer.candidates]
     kept = sorted(share.kept[number]) if isinstance(share, Fates) else kept_names(names, share)
-    return store.layer(body, kept, later)
+    return store.layer(body, kept, partial_inputs(traced.graph, layer))
+
+
+def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:
+    """Returns the tensors that a layer reads and a later layer reads too.
+
+    Cotangents are summed last reader first: all readers but the last one add to a partial sum.
+    """
+    read = layer.reading(ValueKind.TENSOR)
+    return [t for t in read if graph.tensors[t].readers[-1] != layer.id]
 
 
 def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:

@@ -30,8 +30,8 @@ def test_a_link_takes_its_latency_and_its_bytes_and_nothing_for_nothing() -> Non
 def test_devices_of_a_machine_are_peers_and_others_are_behind_the_network() -> None:
     cluster = Cluster("c", DEVICE, 4, 2, Link(1e9), Link(2e9), Link(3e9))
     assert cluster.devices == 8
-    assert cluster.between(0, 3) == cluster.between(7, 4) == Link(2e9)
-    assert cluster.between(3, 4) == Link(3e9)
+    assert cluster.way([0], [3]) == cluster.way([7], [4]) == Link(2e9)
+    assert cluster.way([3], [4]) == Link(3e9)
     assert not math.isfinite(Cluster("bare", DEVICE, 1).peer.bytes_per_s)
 
 

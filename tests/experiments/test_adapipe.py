@@ -29,4 +29,4 @@ def test_a_group_is_a_device() -> None:
     whole = grouped(one)
     assert whole.device.memory_bytes == GROUP * one.device.memory_bytes
     assert whole.device.products_per_s("bfloat16") == GROUP * one.device.products_per_s("bfloat16")
-    assert whole.between(0, 1) == one.network
+    assert whole.way([0], [1]) == one.network
