@@ -5,26 +5,30 @@ is called it does not: there a convolution whose axes lie otherwise is a loop, w
 
     batch, features, rows  ->  batch, rows, features       the operand, and back again the result
     out, in, rows          ->  rows, in, out               the filter
+
+That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its readers but those that
+widen it again. These it would not find behind a transpose, so here the rounding comes last.
+
+    conv, transpose  ->  round  ->  bfloat16 readers
+                     ->  readers that widen
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, JaxprEqn
+from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn
 from jvpipe.trace import jaxprs
 
 
 def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns the same function with transposes around its convolutions, as XLA would have put them there.
 
-    >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
-    >>> closed = in_order(jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w))
-    >>> [(str(eqn.primitive), eqn.outvars[0].aval.shape) for eqn in closed.eqns]
-    [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)), ('transpose', (1, 3, 8))]
+    Other devices than CPUs run the convolutions as they are.
     """
     if all(eqn.primitive.name != "conv_general_dilated" for eqn in closed.jaxpr.eqns):
         return closed
@@ -33,16 +37,57 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr = closed.jaxpr
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env |= zip(jaxpr.invars, values, strict=True)
-        jaxprs.run_jaxpr(jaxpr.eqns, env, _applied)
+        wide: dict[Atom, Any] = {}  # results of convolutions before they are rounded
+
+        def applied(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+            if eqn.primitive.name == "conv_general_dilated":
+                rounded, whole = _convolved(eqn, values)
+                if whole.dtype != rounded.dtype:
+                    wide[eqn.outvars[0]] = whole
+                return [rounded]
+            if _widens(eqn) and eqn.invars[0] in wide:
+                return [wide[eqn.invars[0]]]
+            return _jax.bind(eqn, values)
+
+        jaxprs.run_jaxpr(jaxpr.eqns, env, applied)
         return jaxprs.read_by(jaxpr.outvars, env)
 
     return jax.make_jaxpr(run)(*closed.in_avals)
 
 
-def _applied(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-    """Applies an equation to values."""
-    if eqn.primitive.name != "conv_general_dilated":
-        return _jax.bind(eqn, values)
+def _widens(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float32
+
+
+def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
+    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs alone."""
+    dtype = _jax.aval(eqn.outvars[0]).dtype
+
+    def here(*values: Any) -> tuple[Any, Any]:
+        whole = turned(eqn, values)
+        return whole.astype(dtype), whole
+
+    def elsewhere(*values: Any) -> tuple[Any, Any]:
+        (out,) = _jax.bind(eqn, values)
+        return out, out.astype(_exact(dtype))
+
+    return jax.lax.platform_dependent(*values, cpu=here, default=elsewhere)
+
+
+def _exact(dtype: Any) -> Any:
+    """Returns the type in which a convolution is computed on CPUs."""
+    return jnp.float32 if dtype == jnp.bfloat16 else dtype
+
+
+def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
+    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded yet.
+
+    >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
+    >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
+    >>> closed = jax.make_jaxpr(lambda *xs: turned(eqn, xs))(x, w)
+    >>> [(str(eqn.primitive), eqn.outvars[0].aval.shape) for eqn in closed.eqns]
+    [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)), ('transpose', (1, 3, 8))]
+    """
     numbers = eqn.params["dimension_numbers"]
     operand, filters, result = (
         _last(*numbers.lhs_spec),
@@ -51,10 +96,14 @@ def _applied(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     )
     usual = tuple(range(len(operand)))
     inner = type(numbers)(_first(usual), (usual[-1], usual[-2], *usual[:-2]), _first(usual))
+    params = eqn.params | {"dimension_numbers": inner}
+    if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
+        params["preferred_element_type"] = _exact(dtype)
+        # This widens operands, too. Behind the barrier nobody finds what they were before they were rounded.
+        values = jax.lax.optimization_barrier(values)
     moved = [_moved(x, axes) for x, axes in zip(values, (operand, filters), strict=True)]
-    turned = eqn.replace(params=eqn.params | {"dimension_numbers": inner})
-    (out,) = _jax.bind(turned, moved)
-    return [_moved(out, tuple(np.argsort(result).tolist()))]
+    (out,) = _jax.bind(eqn.replace(params=params), moved)
+    return _moved(out, tuple(np.argsort(result).tolist()))
 
 
 def _last(batch: int, feature: int, *space: int) -> tuple[int, ...]:

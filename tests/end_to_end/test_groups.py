@@ -35,7 +35,8 @@ def layer_programs(pipe: jvpipe.Pipeline) -> float:
 
 
 def random_cuts(layers: int, stages: int, seed: int) -> tuple[int, ...]:
-    ends = sorted(random.Random(seed).sample(range(1, layers), stages - 1))
+    """Cuts of so many stages, or of as many as there are layers."""
+    ends = sorted(random.Random(seed).sample(range(1, layers), min(stages, layers) - 1))
     return tuple(b - a for a, b in zip([0, *ends], [*ends, layers], strict=True))
 
 

@@ -60,9 +60,10 @@ def test_a_group_is_known_by_its_parts_and_how_they_are_wired() -> None:
     assert key != group_program([part, part], (WIRES[0], ((1, 2), (3,)), WIRES[2])).key
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("axes", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")], ids=str)
 def test_derivatives_of_convolutions_have_the_bits_of_a_program_of_their_own(
-    axes: tuple[str, str, str],
+    axes: tuple[str, str, str], dtype: Any
 ) -> None:
     """XLA puts their axes in order at the top of a program alone."""
     shapes = {
@@ -75,6 +76,7 @@ def test_derivatives_of_convolutions_have_the_bits_of_a_program_of_their_own(
     x, w = (draw.standard_normal(shapes[kind]).astype(np.float32) for kind in axes[:2])
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        x, w = x.astype(dtype), w.astype(dtype)  # in bfloat16 gradients are widened again
         out = jax.lax.conv_general_dilated(x, w, (2, 1), "SAME", dimension_numbers=axes)
         return jnp.sum(jnp.tanh(out))
 
