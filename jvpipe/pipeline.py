@@ -28,15 +28,14 @@ from jvpipe.session.arguments import (
     check_predicted,
     checked_moment,
     checked_plan,
-    checked_rule,
     checked_stream,
 )
+from jvpipe.session.devices import settings_of
+from jvpipe.session.engine import agree_on_given
 from jvpipe.session.evaluation import evaluate, predict
-from jvpipe.session.model_switch import switch_model
 from jvpipe.session.options import PIPELINE, checked
-from jvpipe.session.session import Metrics, Session
-from jvpipe.session.settings import agree_on_given, settings_of
-from jvpipe.session.trigger import Rule
+from jvpipe.session.session import Metrics, Session, switch_model
+from jvpipe.session.trigger import Rule, checked_rule
 from jvpipe.trace.leaves import is_initialiser, made_shapes
 from jvpipe.util.given import check_callback, checked_flag, checked_path
 

@@ -32,7 +32,7 @@ from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.shape_reasons import shape_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
-from jvpipe.session.asking import Planned, ask_shapes
+from jvpipe.session.planning import Planned, ask_shapes
 
 DEVICES = 16
 LOCAL_BATCHES = (1, 4)

@@ -14,7 +14,7 @@ import numpy as np
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.planners.model.problem import Problem
 from jvpipe.schedules import find_schedule
-from jvpipe.session.asking import ask
+from jvpipe.session.planning import ask
 
 SHARE, MEAN_BYTES = 0.6, 100
 

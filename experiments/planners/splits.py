@@ -11,7 +11,7 @@ from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.planners.answer import Answer
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
-from jvpipe.session.forecasts import asked, with_splits
+from jvpipe.session.forecast import asked, with_splits
 
 MODELS = (("bert", "large", 16), ("gpt2", "770m", 2))
 """Model, size, examples per micro-batch."""

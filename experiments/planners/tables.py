@@ -20,7 +20,7 @@ from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
-from jvpipe.session.forecasts import asked
+from jvpipe.session.forecast import asked
 from jvpipe.session.question import on_cluster
 
 FILES = ("resnet50", "vgg16", "gnmt")

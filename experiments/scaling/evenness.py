@@ -14,8 +14,7 @@ from jvpipe.cost.hardware import INFINITE
 from jvpipe.cost.presets import PRESETS
 from jvpipe.cost.roofline import equation_seconds
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.session.forecast import Forecast
-from jvpipe.session.forecasts import asked, with_splits
+from jvpipe.session.forecast import Forecast, asked, with_splits
 from jvpipe.trace.graph import Traced
 
 STAGES = 16

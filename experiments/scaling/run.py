@@ -13,7 +13,7 @@ import optax
 from experiments.planners.questions import question_of
 from jvpipe.cost.presets import PRESETS
 from jvpipe.models import load
-from jvpipe.session.forecasts import asked, with_splits
+from jvpipe.session.forecast import asked, with_splits
 from jvpipe.session.question import Question
 
 STAGES, MICRO_BATCHES = (1, 2, 4, 8, 16), 32

@@ -20,7 +20,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.schedules import find_schedule
-from jvpipe.session.asking import ask
+from jvpipe.session.planning import ask
 
 GIB = 2**30
 

@@ -14,14 +14,13 @@ its thread decides and makes ready as soon as a step was read, and what is ready
 """
 
 import gc
-import json
 import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -38,11 +37,9 @@ from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import Measured, Monitor
 from jvpipe.runtime.engine.tensors import Limits
 from jvpipe.runtime.state.migrate import UNFORESEEN, Migration, copied_bytes, prepare_migration
-from jvpipe.session.asking import Planned
-from jvpipe.session.compiled_plans import CompiledPlans
-from jvpipe.session.planning import planned_again
-from jvpipe.session.settings import agree_on_rows
-from jvpipe.session.trigger import Replan, Rule, Seen, Trigger, all_of
+from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
+from jvpipe.session.planning import Planned, planned_again
+from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
 
 T = TypeVar("T")
 
@@ -140,50 +137,7 @@ class Thread:
             future.result()
 
 
-# The adapter
-
 _log = logging.getLogger("jvpipe")
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A plan that is to take another one's place, and why."""
-
-    old: Plan
-    new: Plan
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What a process tells the others: the seconds of its layers by step; of the first one, what it proposes.
-
-    `how` it would make the proposal before, once it is ready for it; `refusal`: why it cannot.
-    """
-
-    seconds: dict[int, Seen]
-    proposal: Proposal | None = None
-    how: str = ""
-    refusal: str = ""
-
-    def to_json(self) -> str:
-        """Writes it as text.
-
-        >>> told = Told({3: Seen([1.0], [0.0])}, Proposal(Plan.from_cuts([1]), Plan.from_cuts([1], [1]), "slow"))
-        >>> Told.from_json(told.to_json()) == told
-        True
-        """
-        seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
-        to_come = self.proposal
-        proposal = to_come and [to_come.old.to_json(), to_come.new.to_json(), to_come.why]
-        return json.dumps([seconds, proposal, self.how, self.refusal])
-
-    @staticmethod
-    def from_json(text: str) -> "Told":
-        """Reads what `to_json` wrote."""
-        seconds, words, how, refusal = json.loads(text)
-        proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
-        return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)
 
 
 class Adapter:
@@ -512,3 +466,45 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
             layer_s[i] / len(stage.devices) for stage in compiled.plan.stages for i in stage.layers
         ]
     return Seen(layer_s, exposed_s)
+
+
+# Layers that have moved run by programs of their own until those of their groups are compiled, beside the run.
+
+
+class Grouping:
+    """Has a plan of layers apart compiled in groups, by a thread beside the training, and then run so."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._apart: CompiledPlan | None = None
+        self._grouped: Future[CompiledPlan] | None = None
+
+    def pass_step(self, compiled_plans: CompiledPlans) -> None:
+        """Begins to compile the groups of a plan that has none, or takes over what has been compiled.
+
+        Args:
+            compiled_plans: those of the model, between two steps, with no change of plan to come.
+        """
+        current = compiled_plans.current
+        if current.grouped or not compiled_plans.settings.group:
+            return
+        if self._apart is not current:
+            self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
+            self._apart = current
+            self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+        elif self._grouped and self._grouped.done():
+            grouped, self._grouped = self._grouped, None
+            if error := grouped.exception():
+                _log.warning("layers stay apart, for their groups cannot be compiled: %s", error)
+            elif grouped.result() is not current:  # else there is no room for groups
+                compiled_plans.adopt(grouped.result())
+
+    def wait(self) -> None:
+        """Waits until what is being compiled is there; the next step runs it."""
+        if self._grouped:
+            self._grouped.exception()
+
+
+def _compiled(compiled_plans: CompiledPlans, apart: CompiledPlan) -> CompiledPlan:
+    with beside_training():
+        return compiled_plans.in_groups(apart)

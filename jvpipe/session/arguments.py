@@ -1,4 +1,4 @@
-"""Checks of what a user gives: devices, batches, the optimizer."""
+"""Checks of what a user gives: numbers, names, functions, keys, and batches that micro-batches must divide."""
 
 import inspect
 import math
@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jvpipe._jax import Device, Tracer
+from jvpipe._jax import Tracer
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.schedules import Schedule, find_schedule
 from jvpipe.schedules.auto import AUTO
-from jvpipe.session.trigger import Rule
 from jvpipe.trace.keys import is_key
-from jvpipe.trace.leaves import Role
+from jvpipe.trace.leaves import Role, abstract, canonical, named_leaves
 from jvpipe.util.brief import brief
 from jvpipe.util.given import is_stream, is_whole, several
 from jvpipe.util.names import did_you_mean
@@ -157,17 +156,6 @@ def checked_stacked(name: str, stacked: Any) -> str:
     return stacked
 
 
-def checked_devices(devices: Any) -> list[Device]:
-    """Checks the devices that are given; all of them unless given."""
-    chosen = several(jax.devices() if devices is None else devices)
-    if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
-        raise ValueError(
-            "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
-            f"{brief(devices)}"
-        )
-    return chosen
-
-
 def checked_moment(at: Any) -> tuple[int, int] | None:
     """Checks a step and a micro-batch of it, if they are given.
 
@@ -191,15 +179,6 @@ def checked_plan(plan: Any) -> Plan:
             f"migrate needs a jvpipe.Plan, such as Plan.from_cuts([3, 1]), not {brief(plan)}"
         )
     return plan
-
-
-def checked_rule(rule: Any) -> Rule:
-    """Checks a rule of when to move; the usual one unless given."""
-    if not isinstance(rule, Rule | None):
-        raise ValueError(
-            f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
-        )
-    return rule or Rule()
 
 
 def checked_stream(batches: Any, num_steps: Any) -> Iterator[Any]:
@@ -360,3 +339,58 @@ def check_speeds(speeds: tuple[float, ...], devices: int) -> None:
         raise ValueError(
             f"{len(speeds)} speeds for {devices} devices: give one for each, {_SPEEDS}"
         )
+
+
+def shapes_of(tree: Tree) -> Any:
+    """Returns what tells traced trees apart: containers, and the shapes and types of leaves on a device."""
+    leaves, containers = jax.tree.flatten(tree)
+    return containers, tuple(
+        (np.shape(leaf), canonical(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves
+    )
+
+
+_UNEVEN = (
+    ". Leave out the rest of an odd last batch (drop_remainder=True in most loaders), or pad it with examples that "
+    "count with weight 0, and return jvpipe.Weighted(total, weight)"
+)
+
+
+def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
+    """Returns the shapes of one micro-batch."""
+
+    def part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(leaf)
+        size = shape[0]
+        if size % microbatches or not size:
+            near = _nearest_divisors(size, microbatches)
+            raise ValueError(
+                f"{microbatches} micro-batches do not divide the {size} examples of "
+                f"{named_leaves(path, 'batch leaf')}: "
+                f"the nearest that do are {near}{_UNEVEN if size else ''}"
+            )
+        return jax.ShapeDtypeStruct((size // microbatches, *shape[1:]), leaf.dtype)
+
+    batch = abstract(batch, "batch leaf")
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("the batch holds no arrays")
+    sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
+    if scalars := [name for name, size in sizes.items() if not size]:
+        raise ValueError(
+            f"batch leaf '{scalars[0]}' is a scalar: every leaf needs a leading batch axis, so let the loss capture "
+            "it, or repeat it for every example; make one array of a list of numbers, np.asarray(numbers)"
+        )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the leaves of the batch differ in their leading axis: {sizes}; give each an entry per example, and let "
+            "the loss capture what is none of examples"
+        )
+    return jax.tree_util.tree_map_with_path(part, batch)
+
+
+def _nearest_divisors(size: int, target: int) -> str:
+    # Divisors come in pairs, n and size / n.
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    divisors = sorted({*small, *(size // n for n in small)})
+    below, above = [n for n in divisors if n < target], [n for n in divisors if n > target]
+    return " and ".join(map(str, below[-1:] + above[:1])) or "none: the batch is empty"

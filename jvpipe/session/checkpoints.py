@@ -16,10 +16,9 @@ from jvpipe.runtime.state.checkpoints.checkpoint import Saved, save_checkpoint
 from jvpipe.runtime.state.checkpoints.flight import restore_in_flight
 from jvpipe.runtime.state.checkpoints.parts import open_together, read_together, save_parts
 from jvpipe.runtime.state.checkpoints.saving import Saving, saved_inputs, saved_words
-from jvpipe.session.compiled_plans import shown
-from jvpipe.session.session import Session
-from jvpipe.session.settings import agree_on_rows
-from jvpipe.session.trees import shapes_of
+from jvpipe.session.arguments import shapes_of
+from jvpipe.session.compiled_plans import agree_on_rows, shown
+from jvpipe.session.engine import Engine
 from jvpipe.trace.loss import KeyKind
 from jvpipe.util.brief import brief
 from jvpipe.util.pattern import anything, compare
@@ -45,7 +44,7 @@ class Snapshot:
             save_parts(self.hosts, path, self.arrays, self.meta)
 
 
-def snapshot(session: Session, state: State, extra: dict[str, Any]) -> Snapshot:
+def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
     """Copies a state to the host, to be written later; of several processes all call it.
 
     Args:
@@ -87,7 +86,7 @@ def check_json(extra: Any) -> None:
         raise ValueError(f"{usual}: {error}") from error
 
 
-def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]) -> None:
+def save(session: Engine, path: str | Path, state: State, extra: dict[str, Any]) -> None:
     """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
 
     Args:
@@ -99,7 +98,7 @@ def save(session: Session, path: str | Path, state: State, extra: dict[str, Any]
     snapshot(session, state, extra).write(path)
 
 
-def restore(session: Session, path: str | Path) -> State:
+def restore(session: Engine, path: str | Path) -> State:
     """Begins a run with the state that `save` wrote, under the plan in use; each process reads what it is to hold.
 
     Args:
@@ -133,7 +132,7 @@ def restore(session: Session, path: str | Path) -> State:
     return state
 
 
-def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+def _trace(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Takes the model of a checkpoint; raises ValueError if the loss is none of it."""
     inputs = saved_inputs(path, meta)
     try:
@@ -145,7 +144,7 @@ def _trace(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
         raise ValueError(f"{path} describes a model that cannot begin here: {why}") from problem
 
 
-def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+def _check_key(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError unless the run's key is of the kind that the model was traced with."""
     rng = session.trees.rng
     ours = None if rng is None else [list(KeyKind.of(rng).shape), KeyKind.of(rng).impl]
@@ -156,7 +155,7 @@ def _check_key(session: Session, path: str | Path, meta: dict[str, Any]) -> None
         )
 
 
-def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> None:
+def _check_shapes(session: Engine, path: str | Path, meta: dict[str, Any]) -> None:
     """Raises ValueError if what was in flight has other shapes than the first batch of this pipeline."""
     saved, here = meta["shapes"]["batch"], session.trees.batch
     then = None if saved is None else skeleton.load_container(saved)
@@ -167,7 +166,7 @@ def _check_shapes(session: Session, path: str | Path, meta: dict[str, Any]) -> N
         )
 
 
-def _placed(session: Session, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
+def _placed(session: Engine, path: str | Path, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state at rest."""
     saving, meta = _saving(session, compiled), saved.meta
     # Each process reads what it is to hold, and nothing else.
@@ -177,7 +176,7 @@ def _placed(session: Session, path: str | Path, saved: Saved, compiled: Compiled
     return session.place(session.compiled_plans, compiled, leaves, saved_words(meta), step, updates)
 
 
-def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) -> State:
+def _placed_in_flight(session: Engine, saved: Saved, compiled: CompiledPlan) -> State:
     """Places the arrays of a state in flight each where it lay."""
     hosts, meta, in_flight = session.settings.hosts, saved.meta, saved.meta["flight"]
     stream_steps = int(in_flight["steps"])
@@ -197,5 +196,5 @@ def _placed_in_flight(session: Session, saved: Saved, compiled: CompiledPlan) ->
     )
 
 
-def _saving(session: Session, compiled: CompiledPlan) -> Saving:
+def _saving(session: Engine, compiled: CompiledPlan) -> Saving:
     return Saving(compiled, session.settings.schedule, session.settings.microbatches)

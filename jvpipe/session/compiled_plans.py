@@ -2,13 +2,16 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import jax
 
 from jvpipe import _jax
+from jvpipe._jax import JaxprEqn
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.measure import Runs
 from jvpipe.ir.plan import Plan
@@ -21,16 +24,17 @@ from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import Limits, MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
+from jvpipe.runtime.state.model_change import Parked
 from jvpipe.schedules import find_schedule
-from jvpipe.session.asking import ChosenShape, Planned
-from jvpipe.session.devices import check_shard_maps
-from jvpipe.session.measuring import Bench, work_s
+from jvpipe.schedules.planned import pipeline_length
+from jvpipe.session.arguments import micro_batch_shapes, shapes_of
+from jvpipe.session.measuring import Bench, ChosenShape
 from jvpipe.session.model_planner import Chosen, ModelPlanner, compile_plan
-from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.settings import Settings
-from jvpipe.session.trees import Trees, micro_batch_shapes, shapes_of
+from jvpipe.session.planning import Planned, work_s
+from jvpipe.session.settings import OptimizerCutter, Settings, Trees
 from jvpipe.trace.digests import jaxpr_lines
 from jvpipe.trace.graph import Traced
+from jvpipe.trace.jaxprs import every
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import abstract
 from jvpipe.trace.model import trace_model
@@ -353,3 +357,151 @@ def loop_reasons(traced: Traced) -> list[str]:
             "Written out, as a loop of Python or with unroll=True, each iteration can be a layer"
         )
     return lines
+
+
+def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
+    """Makes sure that all processes have lowered a plan alike, before anything crosses between them.
+
+    Args:
+        compiled: the plan.
+        name: of what is compared, for the message.
+
+    Raises:
+        Disagreement: some rows differ.
+    """
+    if compiled.hosts is not None:
+        parts = [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
+        compiled.hosts.agree(name, parts)
+
+
+# The models that a pipeline has met: each is traced and planned once, so that one that comes back costs nothing.
+
+Loss = Callable[..., Any]
+
+
+REMEMBERED = 64
+"""How many models are remembered; those that were asked for longest ago are forgotten."""
+
+
+class KnownModels:
+    """Remembers compiled plans by the loss they were traced from (that very object) and the shapes of its parameters.
+
+    `parked` are arrays on the host that the present model lacks.
+    """
+
+    def __init__(self, store: ProgramStore) -> None:
+        self._store = store
+        self._known: OrderedDict[Hashable, CompiledPlans] = OrderedDict()
+        self._lock = RLock()  # a model may be prepared in the background
+        self.parked: Parked = {}
+
+    def compiled_for(
+        self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
+    ) -> CompiledPlans:
+        """Finds the compiled plans of a loss; one that is new is traced at the present one's batch and planned.
+
+        Args:
+            present: those of the model that is trained.
+            loss_fn: the very object that is looked for.
+            params: arrays or shapes.
+            model_state: also arrays or shapes; by default the present one's.
+
+        Raises:
+            ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
+        """
+        trees = present.trees
+        params, model_state = (
+            abstract(params),
+            trees.model_state if model_state is None else abstract(model_state),
+        )
+        key = self._key(present, loss_fn, params, model_state)
+        with self._lock:
+            self._known[
+                self._key(present, present.settings.loss_fn, trees.params, trees.model_state)
+            ] = present
+            if key not in self._known:
+                self._known[key] = self._traced(present, loss_fn, params, model_state)
+            # The least recently asked for goes first.
+            self._known.move_to_end(key)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+            return self._known[key]
+
+    def _traced(
+        self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
+    ) -> CompiledPlans:
+        settings = replace(present.settings, loss_fn=loss_fn)
+        if isinstance(settings.stages, Plan) or settings.shares:  # for the layers of another model
+            plan = settings.stages if isinstance(settings.stages, Plan) else present.current.plan
+            places = tuple(stage.devices[0] for stage in plan.stages)
+            length = pipeline_length(plan, settings.schedule)
+            replicas = tuple(stage.devices for stage in plan.stages) if plan.replicated else ()
+            settings = replace(
+                settings, stages=length, places=places, shares=False, replicas=replicas
+            )
+        compiled_plans, trees = CompiledPlans(settings, self._store, present), present.trees
+        try:
+            compiled_plans.trace(params, trees.batch, trees.rng, model_state)
+        except KeyError as error:
+            micro = micro_batch_shapes(trees.batch, settings.microbatches)
+            rest = (model_state, micro, trees.rng) if settings.has_state else (micro, trees.rng)
+            path = _missing(loss_fn, params, *rest) or error.args[0]
+            raise ValueError(
+                f"the new loss reads parameter '{path}', which params lack: give a value for every parameter that it "
+                "reads (of those that are kept the value does not matter)"
+            ) from error
+        return compiled_plans
+
+    @staticmethod
+    def _key(present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree) -> Hashable:
+        return id(loss_fn), *map(shapes_of, (params, present.trees.batch, model_state))
+
+
+class _MissingError(Exception):
+    pass
+
+
+class _Watched(dict[Any, Any]):
+    """A part of the parameters that tells what is looked for and missing."""
+
+    path: tuple[Any, ...] = ()
+
+    def __missing__(self, key: Any) -> Any:
+        raise _MissingError("/".join(map(str, (*self.path, key))))
+
+
+def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
+    """Returns the path of the first parameter that a loss looks for and does not find; None if that cannot be told."""
+
+    def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
+        if not isinstance(tree, Mapping):
+            return tree
+        watching = _Watched({key: watched(value, (*path, key)) for key, value in tree.items()})
+        watching.path = path
+        return watching
+
+    try:
+        jax.eval_shape(lambda params, *rest: loss_fn(watched(params, ()), *rest), params, *rest)
+    except _MissingError as missing:
+        return str(missing)
+    except Exception:
+        return None
+    return None
+
+
+def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
+    """Raises ValueError for a `jax.shard_map` over another mesh than that of a stage.
+
+    Args:
+        eqns: of the loss.
+        axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
+    """
+    for eqn in every(eqns):
+        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
+            axes
+        ):
+            stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
+            raise ValueError(
+                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
+                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
+            )

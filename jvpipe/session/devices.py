@@ -1,53 +1,66 @@
-"""The devices of a pipeline: which one each stage takes, what it may hold, and how parameters lie over meshes."""
+"""Options become settings: the device of each stage, what it may hold, and how parameters lie over meshes."""
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jvpipe._jax import Device, DeviceGroup, JaxprEqn, devices_in, is_own
+from jvpipe._jax import Device, DeviceGroup, devices_in, is_own
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.plan import Plan
+from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, named_axes, words
-from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.papers.registry import find_planner, shape_planners
+from jvpipe.runtime.engine.hosts import Hosts, present_hosts
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules import Schedule
-from jvpipe.session.arguments import checked_devices
-from jvpipe.trace.jaxprs import every
+from jvpipe.schedules.planned import pipeline_length
+from jvpipe.session.arguments import (
+    USUAL_MICROBATCHES,
+    USUAL_STAGES,
+    check_chooser,
+    check_functions,
+    check_speeds,
+)
+from jvpipe.session.settings import Settings
 from jvpipe.util.brief import brief
+from jvpipe.util.given import several
 from jvpipe.util.sizes import GIB, limits_of_each
 
 
 @dataclass(frozen=True)
-class LimitEffort:
-    """How long a plan is sought whose run keeps a memory limit.
+class ReportedMemory:
+    """How what devices report of their memory is read.
 
     Attributes:
-        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
-            the run of its answer would be over it.
-        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps it.
-        counted_times: how many times what a run holds the planner may have counted, at most.
         alike: devices that report at least this share of what the roomiest of them has are taken to
             have the same.
-        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
-            for whose optimizer state leaves.
         whole: the part of what a GPU reports that plans may fill: its allocator gives memory out in
             pieces, and what lies between them is lost.
     """
 
-    attempts: int = 5
-    signings: int = 8
-    counted_times: float = 1.2
     alike: float = 0.98
-    noticed: float = 0.01
     whole: float = 0.92
 
 
-LIMITS = LimitEffort()
+REPORTED = ReportedMemory()
+
+
+def checked_devices(devices: Any) -> list[Device]:
+    """Checks the devices that are given; all of them unless given."""
+    chosen = several(jax.devices() if devices is None else devices)
+    if not chosen or not all(hasattr(device, "addressable_memories") for device in chosen):
+        raise ValueError(
+            "devices must be a list of JAX devices, one per stage, such as [jax.devices()[i] for i in (0, 1)], not "
+            f"{brief(devices)}"
+        )
+    return chosen
 
 
 def place(
@@ -199,13 +212,13 @@ def reported_limits(devices: Sequence[Device], hosts: Hosts | None = None) -> tu
         return ()
     # A process that says nothing is taken to have the least that others say.
     by_device = [limits.get(device.id, min(limits.values())) for device in devices]
-    least = LIMITS.alike
+    least = REPORTED.alike
     return tuple(min(x for x in by_device if x >= least * limit) for limit in by_device)
 
 
 def _reported(device: Device) -> int | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return int(LIMITS.whole * limit) if limit and device.platform == "gpu" else limit
+    return int(REPORTED.whole * limit) if limit and device.platform == "gpu" else limit
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
@@ -310,24 +323,6 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
             )
 
 
-def check_shard_maps(eqns: Iterable[JaxprEqn], axes: Mapping[str, int]) -> None:
-    """Raises ValueError for a `jax.shard_map` over another mesh than that of a stage.
-
-    Args:
-        eqns: of the loss.
-        axes: of the meshes that stages are on, with their sizes; none: each stage is on one device.
-    """
-    for eqn in every(eqns):
-        if eqn.primitive.name == "shard_map" and (own := dict(eqn.params["mesh"].shape)) != dict(
-            axes
-        ):
-            stages = f"on meshes of {dict(axes)}" if axes else "on one device each"
-            raise ValueError(
-                f"the loss calls jax.shard_map over a mesh of {own}, and stages are {stages}: give each stage such a "
-                "mesh, devices=[Mesh(...), ...], with sharding= or batch_axis="
-            )
-
-
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
     """Checks that there are rules by which parameters lie over axes; these are looked at once the meshes are known."""
     if not isinstance(sharding, Mapping) or not sharding:
@@ -374,3 +369,156 @@ def _checked_spec(rule: str, spec: Any, axes: Mapping[str, int]) -> Spec:
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return entries
+
+
+# How options become settings: what each says with the others, and the devices that they come to.
+
+
+def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, Any]) -> Settings:
+    """Returns the settings of a pipeline.
+
+    Args:
+        loss_fn: as the user gave it.
+        optimizer: as the user gave it.
+        devices: as the user gave them.
+        options: what its options mean, by name.
+
+    Raises:
+        ValueError: they cannot be together, with each other or with the devices that there are.
+    """
+    check_functions(loss_fn, optimizer, has_state=options["has_state"])
+    take, schedule, planner = options.pop, options["schedule"], options["planner"]
+    reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
+    _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
+    asked = take("microbatches")
+    microbatches = asked or USUAL_MICROBATCHES
+    replicas, stages = take("replicas"), take("stages")
+    shares = shares_devices(replicas, stages, planner)
+    stages = stages_under(stages, schedule, microbatches, shares=shares)
+    if not isinstance(stages, Plan):
+        check_chooser(schedule, planner)
+    counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
+    groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
+    used, places = place(stages, groups, schedule, counts, shares=shares)
+    # Devices beyond those of the plan are there for later plans, without speeds of their own.
+    planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
+    check_speeds(speeds := take("speeds") or (), planned)
+    hosts = present_hosts()
+    # Over a mesh each layer's programs say how its arrays lie.
+    group = take("group") and laid is None
+    return Settings(
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        stages=stages,
+        microbatches=microbatches,
+        limits=device_limits(take("memory_limit"), used, planned, hosts),
+        host_limit_bytes=host_limit(take("host_memory_limit"), used),
+        speeds=speeds,
+        fates=take("fates") or {},
+        state_fates=take("state_fates") or {},
+        devices=used,
+        places=places,
+        splits_unasked=asked is None,
+        hosts=hosts,
+        replicas=() if counts is None else replicas_at(counts),
+        shares=shares,
+        sharding=laid,
+        group=group,
+        reductions=reductions,
+        **options,
+    )
+
+
+def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
+    """Raises ValueError for reductions of leaves that no loss returns."""
+    for rules, returns_some, option, flag in (
+        (reductions.aux, has_aux, "aux_reduce", "has_aux"),
+        (reductions.state, has_state, "model_state_reduce", "has_state"),
+    ):
+        if rules and not returns_some:
+            raise ValueError(
+                f"{option} is given, but the loss returns nothing of that kind: say {flag}=True"
+            )
+
+
+def shares_devices(
+    replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
+) -> bool:
+    """Tells whether how many devices each stage has is to be decided.
+
+    Args:
+        replicas: "auto", or those of each stage.
+        stages: their number, if that is given, or a plan.
+        planner: by its name.
+
+    Raises:
+        ValueError: it cannot be decided.
+    """
+    if replicas != "auto":
+        return False
+    if isinstance(stages, Plan):
+        raise ValueError(
+            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
+        )
+    if planner not in shape_planners():
+        raise ValueError(
+            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
+            "these, or give the devices of each stage, such as replicas=(2, 1)"
+        )
+    if find_planner(planner).as_paper and stages is not None:
+        raise ValueError(
+            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
+        )
+    return True
+
+
+def stages_under(
+    stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
+) -> int | Plan | None:
+    """Returns the number of stages, or a plan, as a schedule runs them; None if that is to be decided.
+
+    Args:
+        stages: their number or a plan, if that is given.
+        schedule: in which order they run.
+        microbatches: of a step.
+        shares: how many devices each has is to be decided.
+    """
+    if isinstance(stages, Plan):
+        stages = stages.under(schedule.name)
+        length = pipeline_length(stages, schedule)
+    elif stages is None and shares:
+        length = 1
+    else:
+        stages = length = stages or USUAL_STAGES
+    schedule.check(length, microbatches)
+    schedule.warn_of_idle(length, microbatches)
+    return stages
+
+
+def replica_counts(
+    counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
+) -> tuple[int, ...] | None:
+    """Returns the devices of each stage; None if every stage has one.
+
+    Args:
+        counts: as the user gave them.
+        stages: their number, or a plan.
+        schedule: in which order they run.
+
+    Raises:
+        ValueError: they are not those of the stages.
+    """
+    if isinstance(stages, Plan):
+        if counts not in (None, stages.replicas):
+            raise ValueError(
+                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
+            )
+        return None
+    if counts is not None and len(counts) != stages:
+        raise ValueError(
+            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
+        )
+    if counts is None or max(counts) == 1:
+        return None
+    check_replicable(schedule)
+    return counts

@@ -34,8 +34,8 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.training_state import State
 from jvpipe.runtime.state.checkpoints.flight import brought_arrays, names_of, with_leaves
 from jvpipe.schedules import find_schedule
-from jvpipe.session.session import Metrics, Session
-from jvpipe.session.trees import micro_batch_shapes, shapes_of
+from jvpipe.session.arguments import micro_batch_shapes, shapes_of
+from jvpipe.session.engine import Engine, Metrics
 from jvpipe.trace.model import trace_model
 
 Tree = Any
@@ -48,7 +48,7 @@ _LAST = Reductions(aux={"*": AuxReduction.LAST})
 """There is one micro-batch, so the last value is the only one."""
 
 
-def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
+def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] = ()) -> Metrics:
     """Runs the forward of a batch; nothing changes, and what is measured of steps stays.
 
     Args:
@@ -73,7 +73,7 @@ def evaluate(session: Session, state: State, batch: Tree, params: Sequence[Any] 
     return session.metrics_of(compiled, session.readable(values))
 
 
-def predict(session: Session, state: State, batch: Tree, function: Function) -> Tree:
+def predict(session: Engine, state: State, batch: Tree, function: Function) -> Tree:
     """Computes a function of the newest parameters and a batch; nothing changes.
 
     Args:
@@ -109,7 +109,7 @@ def predict(session: Session, state: State, batch: Tree, function: Function) -> 
     return jax.tree.unflatten(compiled.traced.loss.aux_tree, values[1 : 1 + groups])
 
 
-def _newest_arrays(session: Session, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
+def _newest_arrays(session: Engine, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
     """Returns the newest of what a state has, each array where the plan has it."""
     arrays = session.plain_arrays(compiled, state)
     if session.settings.hosts is None:
@@ -122,7 +122,7 @@ def _newest_arrays(session: Session, compiled: CompiledPlan, state: State) -> tu
 
 @contextmanager
 def _holding(
-    session: Session, compiled: CompiledPlan, what: str, beside: Sequence[int], new: Sequence[int]
+    session: Engine, compiled: CompiledPlan, what: str, beside: Sequence[int], new: Sequence[int]
 ) -> Iterator[None]:
     """Checks that devices may hold more than a forward takes, and counts what is new of it meanwhile.
 
@@ -149,7 +149,7 @@ def _holding(
 
 
 def _forward(
-    session: Session,
+    session: Engine,
     compiled: CompiledPlan,
     state: State,
     arrays: Sequence[jax.Array],
@@ -180,7 +180,7 @@ def _forward(
 # A function of the user's, made ready to run where the parameters lie.
 
 
-def _compiled(session: Session, batch: Tree, function: Function) -> CompiledPlan:
+def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
     """Traces a function as the aux of a loss, and compiles its forward."""
     settings, trees = session.settings, session.trees
 
@@ -236,7 +236,7 @@ def _along(training: CompiledPlan, graph: LayerGraph) -> Plan:
 
 
 def _arrays(
-    session: Session, compiled: CompiledPlan, trained: Sequence[jax.Array]
+    session: Engine, compiled: CompiledPlan, trained: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[int]]:
     """Finds a function's arrays among those of the training, and copies the others to where it reads them.
 
@@ -270,7 +270,7 @@ def _arrays(
 
 
 def _carried(
-    session: Session, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
+    session: Engine, compiled: CompiledPlan, there: Mapping[_Spot, jax.Array | None]
 ) -> dict[_Spot, jax.Array | None]:
     """Copies what a layer reads of other processes, where the function reads in another order than the loss.
 

@@ -1,27 +1,35 @@
 """What planners answer about hardware that is not here: a plan, what it takes, and why."""
 
 import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jvpipe.ir.plan import Plan
-from jvpipe.planners.answer import Answer, smallest_limit_bytes, why_not
+from jvpipe.papers.registry import find_planner
+from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why_not
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s
+from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import Evaluation
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import GivenLists
-from jvpipe.session.question import Question
+from jvpipe.session.arguments import check_chooser
+from jvpipe.session.planning import Planned, ask
+from jvpipe.session.question import Question, check_sums
+from jvpipe.session.splitting import CutCandidate, Splitter, uneven
 from jvpipe.simulate.timeline import Timeline
+from jvpipe.trace.graph import Traced
 from jvpipe.util.extras import extra
 from jvpipe.util.sizes import format_bytes
 
@@ -318,3 +326,89 @@ def _shapes_json(answer: Answer) -> list[dict[str, Any]]:
         }
         for kind, plan in sorted(answer.kinds.items(), key=lambda item: item[1].step_s)
     ]
+
+
+def asked(
+    problem: Problem, names: Sequence[str], title: str = "", question: Question | None = None
+) -> Forecast:
+    """Puts a problem to planners.
+
+    Args:
+        problem: whose order of tasks may be open; the best answer's then takes its place.
+        names: of the planners.
+        title: of a figure.
+        question: from which the problem was made.
+
+    Raises:
+        ValueError: the seconds or bytes of the problem are such that no sums can be made of them.
+    """
+    check_sums(problem)
+    for name in names:
+        check_chooser(problem.schedule, name)
+    own_first = sorted(names, key=lambda name: find_planner(name).as_paper)  # of equals it is told
+    by_planner = {name: _timed(name, problem, partial(ask, name, problem)) for name in own_first}
+    answers = best_first(problem, [answer for _, answer in by_planner.values()])
+    return Forecast(by_planner[answers[0].planner][0], tuple(answers), title, question)
+
+
+def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[Problem, Answer]:
+    """Asks a planner, and looks at the clock.
+
+    Args:
+        planner: its name.
+        problem: what it is asked.
+        put: asks it.
+
+    Returns:
+        The problem with the order of tasks that the answer is for, and the answer.
+    """
+    start_s = time.perf_counter()
+    try:
+        planned = put()
+    except Infeasible as infeasible:
+        return problem, Answer(planner, time.perf_counter() - start_s, infeasible=infeasible)
+    return planned.problem, _told(planner, planned, time.perf_counter() - start_s)
+
+
+def _told(
+    planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()
+) -> Answer:
+    evaluation = evaluate(planned.problem, planned.decision)
+    return Answer(
+        planner,
+        planning_s,
+        planned.decision,
+        evaluation,
+        splits=splits,
+        plan=planned.plan,
+        kinds=planned.shapes,
+    )
+
+
+def with_splits(question: Question, whole: Forecast) -> Forecast:
+    """Cuts layers in two where that makes the plan faster; results are assumed to stay bitwise identical.
+
+    Args:
+        question: names the model, which is traced again.
+        whole: the answer with whole layers.
+    """
+    first = whole.answers[0]
+    cluster, decision, plan_of_whole = whole.problem.cluster, first.decision, first.plan
+    if cluster is None or decision is None or plan_of_whole is None:
+        return whole
+    planned = Planned(plan_of_whole, whole.problem, decision)
+    if not uneven(planned):
+        return whole
+    start_s = time.perf_counter()
+    model = question.trace()
+
+    def plan(traced: Traced) -> CutCandidate:
+        optimizer = question.cut(model, traced)
+        finer = question.problem_of(cluster, whole.problem.limits, traced, optimizer)
+        return CutCandidate(traced, ask(first.planner, finer))
+
+    begin = CutCandidate(model.traced, planned)
+    best = Splitter(cluster.device, lambda *_: True).better(begin, plan)
+    planning_s = first.planning_s + time.perf_counter() - start_s
+    finer = _told(first.planner, best.planned, planning_s, best.traced.splits)
+    return replace(whole, problem=best.planned.problem, answers=(finer,))

@@ -1,13 +1,14 @@
 """What planners want to know of a traced model and of the devices, measured: seconds, bytes and links."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
-from jvpipe.cost.costs import Costs, LayerCost
+from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
 from jvpipe.cost.lending import measured_lending
 from jvpipe.cost.links import Links, links_between
@@ -20,22 +21,24 @@ from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
+from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Group, Problem, single_groups
 from jvpipe.planners.model.shapes import Shape, Shapes
+from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.planners.user_fates import with_state_fates
 from jvpipe.programs.model import forward_program, layer_programs
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.store import ProgramStore
+from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import AUTO, may_split
+from jvpipe.session.planning import ASKING, HeldBytes, Planned, Slowness, ask_shapes, work_s
 from jvpipe.session.settings import Settings
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.slices import sliced, taken_apart
 from jvpipe.trace.spread import CoupledError
 
 T = TypeVar("T")
-Slowness = tuple[float, ...]
-"""How many times longer a device takes for each layer than the first one; nothing if as long."""
 
 
 def given_slowness(speeds: Sequence[float], first: int, device: int, layers: int) -> Slowness:
@@ -104,11 +107,6 @@ def times_longer(costs: Costs, other: Costs) -> Slowness:
     """Returns how many times longer each layer takes by the other costs."""
     pairs = zip(work_s(costs.layers), work_s(other.layers), strict=True)
     return tuple(b / a if a else 1.0 for a, b in pairs)
-
-
-def work_s(layers: Iterable[LayerCost]) -> list[float]:
-    """Returns the seconds of each layer's forward and backward."""
-    return [layer.forward_s + layer.backward_s for layer in layers]
 
 
 def groups_apart(
@@ -389,3 +387,81 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     smallest = max(least, examples // devices)
     half = examples // 2
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
+
+
+# How many devices each stage of a pipeline is to have: layers are measured on slices, and the planner is asked.
+
+
+@dataclass(frozen=True)
+class ChosenShape:
+    """How many places a pipeline has, and why, in lines; `planned` if some of them have several devices."""
+
+    places: int
+    why: tuple[str, ...]
+    planned: Planned | None = None
+
+
+def find_shape(measurement: Measurement, held_bytes_of: HeldBytes) -> ChosenShape:
+    """Finds the shape of the fastest simulated step under the limit.
+
+    Args:
+        measurement: measures the model, and says what is wanted.
+        held_bytes_of: what the fullest device of each stage of a plan holds, by the lowered lists.
+    """
+    settings = measurement.settings
+    if refusal := _refusal(measurement):
+        return _one_each(measurement, refusal)
+    try:
+        local, least = measurement.slices()
+    except CoupledError as coupled:
+        return _one_each(measurement, str(coupled))
+    stages = settings.stages if isinstance(settings.stages, int) else None
+    # The size of a micro-batch is fixed here: the model is traced at it.
+    pins = Pins(stages, size=measurement.traced.graph.examples, least_slice=least)
+    shapes = asked = measurement.shapes(local, pins)
+    for _ in range(ASKING.attempts):
+        try:
+            planned = ask_shapes(settings.planner, asked)
+        except Infeasible:
+            break
+        problem = planned.problem
+        step = f"step {1e3 * planned.step_s:.2f} ms simulated"
+        summary = f"on {shapes.devices} devices {shape_words(problem)}: {step}"
+        why = (summary, *shape_reasons(shapes, problem, planned.decision, planned.shapes))
+        if not problem.replicated:
+            return ChosenShape(problem.devices, why)
+        try:
+            device_bytes = held_bytes_of(planned.plan)
+        except ValueError as unlike:  # a layer leaves other things on slices than on the whole
+            return _one_each(measurement, str(unlike))
+        limits = [problem.limit_of(place) or math.inf for place in problem.places]
+        over = max(size - limit for size, limit in zip(device_bytes, limits, strict=True))
+        if over <= 0:
+            return ChosenShape(problem.devices, why, planned)
+        # The next plan is asked for under a limit that is smaller by what this one holds too much.
+        tighter = (asked.model.memory_limit_bytes or 0) - int(over)
+        asked = asked.under(max(1, tighter))
+    limit = shapes.model.memory_limit_bytes
+    why_not = f"no plan with replicas was found that keeps the limit of {limit} bytes"
+    return _one_each(measurement, why_not)
+
+
+def _one_each(measurement: Measurement, why: str) -> ChosenShape:
+    """Returns as many stages of one device each as are asked for, or as there can be; `why` they have no more."""
+    settings, layers = measurement.settings, len(measurement.traced.graph.layers)
+    places = settings.stages
+    if not isinstance(places, int):
+        places = max(1, min(len(measurement.devices), layers // settings.schedule.chunks))
+    return ChosenShape(places, (f"each stage has one device: {why}",))
+
+
+def _refusal(measurement: Measurement) -> str:
+    """Says why stages cannot have several devices, whatever the loss is; nothing if they can."""
+    schedule = measurement.settings.schedule
+    try:
+        check_replicable(schedule)
+    except ValueError as cannot:
+        return str(cannot)
+    if not schedule.synchronous:
+        return f"under {schedule.name} they are not planned yet"
+    return "there are no more" if len(measurement.devices) < 2 else ""

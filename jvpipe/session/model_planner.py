@@ -23,12 +23,10 @@ from jvpipe.runtime.engine.phases import phase
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.runtime.engine.training_state import Leaf, Name
 from jvpipe.schedules.auto import AUTO
-from jvpipe.session.asking import ChosenShape, Planned, find_shape
-from jvpipe.session.devices import LIMITS, dealt
-from jvpipe.session.measuring import Bench, Measurement
-from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.planning import decide
-from jvpipe.session.settings import Settings, option_parts
+from jvpipe.session.devices import dealt
+from jvpipe.session.measuring import Bench, ChosenShape, Measurement, find_shape
+from jvpipe.session.planning import ASKING, Planned, decide
+from jvpipe.session.settings import OptimizerCutter, Settings, option_parts
 from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter
 from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
@@ -300,7 +298,8 @@ class ModelPlanner:
         with phase("measuring layers and links"):
             problem = self._measurement(traced, stages, places).problem()
         with phase("planning"):
-            planned = decide(settings, places, problem, partial(self._held_bytes, traced))
+            held, fixed = partial(self._held_bytes, traced), settings.hosts is not None
+            planned = decide(settings.planner, problem, places, held, fixed=fixed)
         return CutCandidate(traced, planned)
 
     def _measurement(self, traced: Traced, stages: int, places: tuple[int, ...]) -> Measurement:
@@ -365,7 +364,7 @@ def pays_for_room(planned: Planned | None) -> bool:
         return False
     # The same cuts without any fate: what the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))
-    return planned.step_s > (1 + LIMITS.noticed) * kept.step_s
+    return planned.step_s > (1 + ASKING.noticed) * kept.step_s
 
 
 def compile_plan(

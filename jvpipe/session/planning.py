@@ -1,28 +1,266 @@
-"""From a measured model to its plan: the planner is asked until a limit is kept."""
+"""Planners are asked: for cuts, fates, the order of tasks and devices, and how many devices each stage is to have.
+
+A planner counts by closed forms what a run holds. So under a limit its answer is lowered, and it is asked again under a
+smaller one until a run of the answer keeps the limit. Whether any plan keeps it is decided on bytes alone.
+"""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
+from jvpipe.cost.costs import LayerCost
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import FateRule, find_planner
-from jvpipe.planners.joint.device_orders import orders
+from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
+from jvpipe.planners.joint.device_orders import least_of, orders, worth_searching
+from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.joint.floor import Floor, floor
+from jvpipe.planners.joint.order_search import OrderedPlan, find_order
+from jvpipe.planners.joint.rough_plan import RoughPlan, of_each_kind
+from jvpipe.planners.joint.rule_search import under_rule
+from jvpipe.planners.joint.shape_search import least_bytes_plans, rough_plans, simulated_plans
+from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.keep_all import least_kept_bytes
+from jvpipe.planners.model.local_segments import LocalSegments
+from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_reasons
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.schedules.auto import AUTO, given_lists, lines_of
+from jvpipe.schedules.auto import AUTO, GivenLists, given_lists, lines_of
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
-from jvpipe.session.asking import HeldBytes, Planned, answered, ask
-from jvpipe.session.devices import LIMITS
-from jvpipe.session.measuring import Slowness
-from jvpipe.session.settings import Settings
 
 _log = logging.getLogger("jvpipe")
+Slowness = tuple[float, ...]
+"""How many times longer a device takes for each layer than the first one; nothing if as long."""
+HeldBytes = Callable[[Plan], Sequence[int]]
+"""Tells what the fullest device of each stage of a plan holds at most, by the lowered lists."""
+
+
+@dataclass(frozen=True)
+class AskingEffort:
+    """How long a plan is sought whose run keeps a memory limit.
+
+    Attributes:
+        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
+            the run of its answer would be over it.
+        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps it.
+        counted_times: how many times what a run holds the planner may have counted, at most.
+        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
+            for whose optimizer state leaves.
+    """
+
+    attempts: int = 5
+    signings: int = 8
+    counted_times: float = 1.2
+    noticed: float = 0.01
+
+
+ASKING = AskingEffort()
+
+
+def work_s(layers: Iterable[LayerCost]) -> list[float]:
+    """Returns the seconds of each layer's forward and backward."""
+    return [layer.forward_s + layer.backward_s for layer in layers]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it was decided on.
+
+    `ordered` is what is known of an order that was searched for, `shapes` the best rough plan of each kind of shape
+    where that was decided too.
+    """
+
+    plan: Plan
+    problem: Problem
+    decision: Decision
+    ordered: OrderedPlan | None = None
+    shapes: Mapping[str, RoughPlan] = field(default_factory=dict)
+
+    @property
+    def layer_s(self) -> list[float] | None:
+        """Seconds of each layer's forward and backward on the device that was measured, if one was."""
+        seconds = work_s(self.problem.costs.layers)
+        return seconds if any(seconds) else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, simulated."""
+        return simulated_step_s(self.problem, evaluate(self.problem, self.decision).stages)
+
+    def reasons(self, cross_layer: Sequence[str]) -> list[str]:
+        """Says how devices differ, why each cut is where it is, and what the order gains.
+
+        Args:
+            cross_layer: transformations of the optimizer that need a value of all layers.
+        """
+        lines = device_reasons(self.problem)
+        lines += cut_reasons(self.problem, self.decision)
+        lines += order_reasons(self.problem, self.decision, cross_layer)
+        lines += update_reasons(self.problem, self.decision)
+        if self.ordered:
+            lines.append(search_reasons(self.ordered))
+        return lines
+
+    @property
+    def placed(self) -> list[LayerCost]:
+        """The layers, as the devices take them that they are on."""
+        stages = enumerate(pairwise(self.decision.bounds))
+        return [layer for s, (i, j) in stages for layer in self.problem.layers_on(s)[i:j]]
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds per step of all devices together that go into what layers do not keep."""
+        chosen = zip(self.placed, self.decision.choices, strict=True)
+        return self.problem.microbatches * sum(
+            layer.options[c].extra_s for layer, c in chosen if c >= 0
+        )
+
+
+def ask(
+    planner: str, problem: Problem, places: Sequence[int] | None = None, *, fixed: bool = False
+) -> Planned:
+    """Asks a planner, and for the order of tasks too where it is left open; `jvpipe` also for that of unlike devices.
+
+    Args:
+        planner: by its name.
+        problem: to be answered; that of the answer has its order.
+        places: of the stages, or of the devices where the order is open; their numbers unless given. Unlike devices
+            have numbers of their own.
+        fixed: the devices stay in the order that they have.
+
+    Raises:
+        Infeasible: it finds nothing that keeps the limit.
+    """
+    unlike = problem.groups and not problem.replicated
+    # Papers do not treat the order of unlike devices.
+    chooses = unlike and not find_planner(planner).as_paper and not fixed
+    asked = worth_searching(problem) if chooses else [problem]
+    return least_of(asked, lambda one: _ask(planner, one, places), lambda planned: planned.step_s)
+
+
+def _ask(planner: str, problem: Problem, places: Sequence[int] | None) -> Planned:
+    """Asks for devices in this order."""
+    if problem.schedule != AUTO:
+        return answered(planner, problem, find_planner(planner).decide(problem), places)
+    ordered = find_order(problem)
+    plan = ordered.plan(problem, planner)
+    # Groups name their devices themselves.
+    if places and not problem.groups:
+        plan = plan.on([(places[d],) for stage in plan.stages for d in stage.devices])
+    return Planned(plan, ordered.answered(problem), ordered.decision, ordered)
+
+
+def answered(
+    planner: str,
+    problem: Problem,
+    decision: Decision,
+    places: Sequence[int] | None = None,
+) -> Planned:
+    """Makes a planner's answer of its decision.
+
+    Args:
+        planner: its name.
+        problem: that was decided.
+        decision: its answer.
+        places: the device of each stage; those that the problem says unless given.
+    """
+    # Lists that were sought belong into the plan: no schedule makes them again.
+    lists = problem.schedule.lists
+    where = None if problem.groups or places is None else [(place,) for place in places]
+    plan = decision.plan(problem, planner, where)
+    plan = replace(plan, tasks=lists.lines) if isinstance(lists, GivenLists) else plan
+    return Planned(plan, problem, decision)
+
+
+def ask_shapes(planner: str, shapes: Shapes) -> Planned:
+    """Asks a planner that decides how many devices each stage has, and the examples of a micro-batch.
+
+    Args:
+        planner: by its name.
+        shapes: those that there are.
+
+    Raises:
+        Infeasible: no plan keeps the limits; with one that would do.
+        ValueError: something is given that the planner decides, or it cannot use so many devices.
+    """
+    chosen = find_planner(planner)
+    plans = _of_paper(chosen, shapes) if chosen.shape_rule else rough_plans(shapes)
+    if chosen.shape_rule:
+        if not plans:
+            raise _nothing_fits(chosen, shapes)
+        best = answered(planner, plans[0].problem, plans[0].decision)
+    else:
+        worth: dict[tuple[tuple[int, ...], int], RoughPlan] = {}
+        for plan in plans or least_bytes_plans(shapes):
+            # Shapes may differ only in their devices: the best of these is worth a plan.
+            worth.setdefault((plan.shape.replicas, plan.shape.size), plan)
+        some = _worth_plans(list(worth.values()))
+        best = least_of(some, lambda plan: _of_shape(planner, plan), lambda one: one.step_s)
+    return replace(best, shapes=of_each_kind(plans))
+
+
+def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
+    """Tells which rough plans of different shapes, the fastest first, are planned exactly.
+
+    Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
+    """
+    first = plans[0]
+    most_s = SHAPE.worth_a_plan * first.step_s
+    again = any(choice < 0 for choice in first.decision.choices)
+    return [x for x in plans[: SHAPE.planned] if again or x.step_s <= most_s]
+
+
+def _of_shape(planner: str, plan: RoughPlan) -> Planned:
+    """Plans a shape, at least as fast as the rough plan of it."""
+    problem = plan.problem
+    if problem.schedule == AUTO:
+        return _ask(planner, problem, None)
+    # The climb begins with the rough plan, if that is one of this problem.
+    fits = plan.evaluation.limit_bytes <= (problem.memory_limit_bytes or math.inf)
+    begin = [plan.decision] if fits and len(plan.decision.bounds) == problem.stages + 1 else []
+    return answered(planner, problem, under_rule(problem, begin))
+
+
+def _of_paper(planner: Planner, shapes: Shapes) -> list[RoughPlan]:
+    """Returns a paper's plans, one for each size of micro-batches that it can plan, the fastest first."""
+    if shapes.pins.count is not None:
+        raise ValueError(
+            f"planner '{planner.name}' decides stages, replicas and cuts itself: leave them out, or use planner "
+            "'jvpipe'"
+        )
+    assert planner.shape_rule is not None
+    segments = LocalSegments(shapes)
+    paths = (planner.shape_rule(segments, size) for size in shapes.sizes)
+    return simulated_plans(shapes, filter(None, paths))
+
+
+def _nothing_fits(planner: Planner, shapes: Shapes) -> Infeasible:
+    """Makes the error of a paper's planner that has no plan: it names a limit under which it has one."""
+    limit = shapes.model.memory_limit_bytes
+    assert limit is not None, "without a limit every planner has a plan"
+
+    def finds(limit_bytes: int) -> bool:
+        return bool(_of_paper(planner, shapes.under(limit_bytes)))
+
+    enough = max(limit + 1, least_bytes_plans(shapes)[0].evaluation.limit_bytes)
+    # It ends, because a planner has a plan once the limit is large enough.
+    while not finds(enough):
+        enough += enough // 8 + 1
+    return Infeasible(
+        f"{planner.name} has no plan that fits into {limit} bytes per device: with {enough} bytes it has, "
+        f"{enough - limit} more. Use more devices, or planner 'jvpipe'",
+        stage=0,
+        excess_bytes=enough - limit,
+        smallest_limit_bytes=enough,
+    )
 
 
 class _Least(NamedTuple):
@@ -75,7 +313,7 @@ class _Asker:
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
-        counted_limit = LIMITS.counted_times * limit
+        counted_limit = ASKING.counted_times * limit
         chooses = find_planner(self.planner).chooses_fates
         if not chooses or least_kept_bytes(problem) > counted_limit:
             return None
@@ -97,7 +335,7 @@ class _Asker:
         # The planner counts by a closed form, which may be above what the lists hold.
         counted = evaluate(least.problem, least.floor.decision).limit_bytes if least else limit
         asked, before = max(limit, counted), None
-        for _ in range(LIMITS.attempts):
+        for _ in range(ASKING.attempts):
             try:
                 planned = self.ask(replace(problem, memory_limit_bytes=asked))
             except Infeasible:
@@ -170,10 +408,12 @@ class _Asker:
 
 
 def decide(
-    settings: Settings,
-    places: tuple[int, ...],
+    planner: str,
     problem: Problem,
+    places: tuple[int, ...],
     held_bytes_of: HeldBytes,
+    *,
+    fixed: bool,
 ) -> Planned:
     """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
 
@@ -181,21 +421,22 @@ def decide(
     are on that day, that plan is taken.
 
     Args:
-        settings: what is wanted.
+        planner: its name.
+        problem: what it is asked.
         places: the device of each stage.
-        problem: what the planner is asked.
         held_bytes_of: what the device of each stage of a plan holds at most, by the lowered lists.
+        fixed: unlike devices stay in the order that they have.
 
     Raises:
         MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the limit that it names.
     """
-    limit, planner = problem.memory_limit_bytes, find_planner(settings.planner)
-    asker = _Asker(planner.name, places, settings.hosts is not None, held_bytes_of)
-    if limit is None or not planner.asks_seconds:
+    limit, chosen = problem.memory_limit_bytes, find_planner(planner)
+    asker = _Asker(planner, places, fixed, held_bytes_of)
+    if limit is None or not chosen.asks_seconds:
         return asker.ask(problem)
     # Other orders than 1F1B may hold less than what is counted here.
-    is_open = settings.schedule == AUTO
-    is_roomy = is_open or LIMITS.counted_times * least_kept_bytes(problem) <= limit
+    is_open = problem.schedule == AUTO
+    is_roomy = is_open or ASKING.counted_times * least_kept_bytes(problem) <= limit
     # The plan that holds the least is dear to find, so a roomy problem is asked first.
     least = None if is_roomy else asker.least(problem, limit)
     planned = asker.unlimited(problem) or asker.within(problem, least)
@@ -205,10 +446,10 @@ def decide(
     if planned is not None:
         return planned
     assert least is not None
-    if planner.as_paper:
+    if chosen.as_paper:
         message = "%s finds no plan that keeps the limit of %d bytes: the one that holds the least is taken"
-        _log.warning(message, planner.name, limit)
-    return answered(planner.name, least.problem, least.floor.decision, places)
+        _log.warning(message, planner, limit)
+    return answered(planner, least.problem, least.floor.decision, places)
 
 
 def planned_again(

@@ -27,16 +27,10 @@ from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
-from jvpipe.session.measuring import (
-    Slowness,
-    groups_apart,
-    slowness_by_kind,
-    times_longer,
-    work_s,
-)
-from jvpipe.session.optimizer_cut import OptimizerCutter
-from jvpipe.session.settings import Training
-from jvpipe.session.trees import micro_batch_shapes
+from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.measuring import groups_apart, slowness_by_kind, times_longer
+from jvpipe.session.planning import Slowness, work_s
+from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 from jvpipe.trace.leaves import is_initialiser

@@ -1,50 +1,188 @@
-"""The session of a pipeline: its compiled plans and its controller, and the loop that runs one step after another."""
+"""The session of a pipeline: it runs one step after another, and changes the plan or the model between them."""
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from jvpipe import _jax
-from jvpipe._jax import Device
 from jvpipe.ir.buffers import Peak
-from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.span import Picture
 from jvpipe.ir.use import Use, synchronous_uses
-from jvpipe.ir.values import Value, ValueKind
-from jvpipe.programs.store import shared_store
-from jvpipe.runtime.engine.awaited import Awaited
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.controller import Controller, Feeds, Moment
-from jvpipe.runtime.engine.forks import check_not_forked
+from jvpipe.runtime.engine.controller import Controller, Moment
+from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import together
-from jvpipe.runtime.engine.losses import Losses, LossWatch
-from jvpipe.runtime.engine.monitor import Measured, Monitor
-from jvpipe.runtime.engine.phases import phase
-from jvpipe.runtime.engine.picture import picture
-from jvpipe.runtime.engine.tensors import Ledger, Limits
-from jvpipe.runtime.engine.training_state import Leaf, Name, State, given_leaves
-from jvpipe.runtime.engine.transport import to_host
-from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
-from jvpipe.runtime.state.migrate import Migration, PlanChange
-from jvpipe.runtime.state.model_change import ModelChange
-from jvpipe.session.adapt import Adapter
-from jvpipe.session.asking import Planned
-from jvpipe.session.changes import KnownModels, Migrations
-from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
-from jvpipe.session.grouping import Grouping
-from jvpipe.session.settings import Settings, agree_on_rows, option_parts, told_peaks
-from jvpipe.session.trees import Trees, feeds_of
-from jvpipe.trace.coupling import warn_of_splitting
-from jvpipe.trace.loss import key_words
+from jvpipe.runtime.engine.losses import Losses
+from jvpipe.runtime.engine.tensors import Limits
+from jvpipe.runtime.engine.training_state import State
+from jvpipe.runtime.engine.versions import VersionLedger
+from jvpipe.runtime.state.migrate import (
+    Migration,
+    PlanChange,
+    moved_between_steps,
+    prepare_migration,
+    state_after_failed_move,
+)
+from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
+from jvpipe.session.adapt import Adapter, Grouping
+from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
+from jvpipe.session.engine import Engine
+from jvpipe.session.settings import Settings
 
 Tree = Any
 Metrics = dict[str, Any]
+
+
+_log = logging.getLogger("jvpipe")
+
+
+class Migrations:
+    """Queues migrations in the order of their moments, and makes each when it is due.
+
+    Args:
+        compiled_plans: those of the model; a migration that is made changes their plan.
+        controller: runs what moves.
+        limits: kept while layers move.
+        warmup_updates: the first updates of an asynchronous run, which are made in synchronous steps.
+    """
+
+    def __init__(
+        self,
+        compiled_plans: CompiledPlans,
+        controller: Controller,
+        limits: Limits,
+        warmup_updates: int,
+    ) -> None:
+        self._compiled_plans, self._controller, self._limits = compiled_plans, controller, limits
+        self._warmup_updates = warmup_updates
+        self.queue: deque[Migration] = deque()
+        self.history: list[PlanChange] = []
+
+    def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
+        """Prepares a migration and queues it, of several processes in all; raises what `Pipeline.migrate` raises.
+
+        Args:
+            state: the newest.
+            plan: the plan to come.
+            at: (step, micro-batch) from which it holds; now unless given.
+            why: kept in `history`.
+        """
+        if (hosts := self._compiled_plans.settings.hosts) is not None:
+            asked = {"plan": plan.to_json(), "moment": at, "reason": why, "step": state.step}
+            hosts.agree("migrations", [(name, str(value)) for name, value in asked.items()])
+        microbatches = self._controller.microbatches
+        step, microbatch = at or (state.step, 0)
+        if step < state.step or not 0 <= microbatch < microbatches:
+            raise ValueError(
+                f"at={at} is not a moment to come: the next step is {state.step}, its micro-batches are 0 to "
+                f"{microbatches - 1}"
+            )
+        if self.queue and (earliest := self.queue[-1].change.step + 1) > step:
+            _log.warning("a migration is under way: the next one waits for step %d", earliest)
+            step, microbatch = earliest, 0
+        old = self.queue[-1].new if self.queue else self._compiled_plans.current
+        stream_steps = state.stream_steps + step - state.step if state.stream_steps else 0
+        if old.previous and not stream_steps:  # what is in flight by then is known when it is due
+            old = replace(old, previous=None)
+        if microbatch and (old.plan.replicated or plan.replicated):
+            raise ValueError(
+                f"at={at} is inside a step: replicated stages change between two steps alone, write at=({step + 1}, 0)"
+            )
+        # It follows the last that waits, not the present plan.
+        new = self._compiled_plans.with_plan(plan, old)
+        self.queue.append(self._prepared(old, new, (step, microbatch), why, stream_steps))
+
+    def plan_between(self, step: int) -> Plan:
+        """Returns the plan of a step whose batch has other shapes than init's: all that is due in it comes before."""
+        due = [migration.new.plan for migration in self.queue if migration.change.step <= step]
+        return due[-1] if due else self._compiled_plans.current.plan
+
+    def run_due(
+        self, state: State, drain: Callable[[State], State], compiled: CompiledPlan | None = None
+    ) -> State:
+        """Makes the migrations that are due between two steps; returns the state after them.
+
+        Args:
+            state: the newest.
+            drain: finishes what is in flight.
+            compiled: runs the next step; a migration due inside that step waits for it if this is its plan.
+
+        Raises:
+            StageError: a copy failed; its `state` is whole under the old plan.
+        """
+        while self.queue and (change := self.queue[0].change).step <= state.step:
+            migration, old = self.queue[0], self._compiled_plans.current
+            runs = compiled in (None, old) and state.updates >= self._warmup_updates
+            m = change.microbatch if runs and change.step == state.step else 0
+            # It was prepared for a moment that may have come otherwise: then it is prepared again.
+            foreseen = migration.old, migration.stream_steps, change.microbatch
+            if foreseen != (old, old.representative(state.stream_steps), m):
+                new = replace(migration.new, previous=None)
+                migration = self._prepared(
+                    old, new, (state.step, m), change.why, state.stream_steps
+                )
+                self.queue[0] = migration
+            if migration.change.how == "inside":
+                break
+            self.queue.popleft()
+            # Between two steps nothing is in flight.
+            state = drain(state)
+            state.check(migration.bound.lowered.persistent)
+            self._controller.settle()
+            try:
+                arrays = moved_between_steps(migration, state, self._controller)
+            except HostLost:
+                raise
+            except StageError as error:
+                error.state = state_after_failed_move(migration, state, error.table)
+                error.add_note(
+                    "Nothing has moved and nothing is lost: go on with the `state` of this error, or save it."
+                )
+                raise
+            state = replace(state, arrays=arrays)
+            self.commit(migration)
+        return state
+
+    def _prepared(
+        self, old: CompiledPlan, new: CompiledPlan, at: tuple[int, int], why: str, stream_steps: int
+    ) -> Migration:
+        migration = prepare_migration(old, new, at, why, self._limits, stream_steps, new.hosts)
+        agree_on_rows(migration.new, "the rows of a migration")
+        if self._controller.monitor:
+            migration.bound.compile_marks()
+        return migration
+
+    def pop_due_inside(self, step: int) -> Migration | None:
+        """Removes and returns the migration that is due inside a step, if there is one."""
+        return self.queue.popleft() if self.queue and self.queue[0].change.step == step else None
+
+    def commit(self, migration: Migration) -> None:
+        """Notes that a migration was made: the new plan holds from here on."""
+        self._compiled_plans.adopt(migration.new)
+        self.history.append(migration.change)
+        _log.info("%s", migration.change)
+
+    def begin_run(self) -> None:
+        """Forgets what was to come and what has been: that was another run's."""
+        self._discard("run")
+        self.history = []
+
+    def follow(self, compiled_plans: CompiledPlans) -> None:
+        """Trains another model from here on; what was to come was of the one before."""
+        self._discard("model")
+        self._compiled_plans = compiled_plans
+
+    def _discard(self, whose: str) -> None:
+        if self.queue:
+            _log.warning(
+                "migrations that were to come are dropped: they were of the %s before", whose
+            )
+            self.queue.clear()
 
 
 class _StepRun(NamedTuple):
@@ -58,7 +196,7 @@ class _StepRun(NamedTuple):
     migration: Migration | None
 
 
-class Session:
+class Session(Engine):
     """Runs what one pipeline was asked for; also what tools and tests look into, as `pipe.session`.
 
     Args:
@@ -66,259 +204,31 @@ class Session:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.store = shared_store()
-        self.compiled_plans = CompiledPlans(settings, self.store)
-        self.known_models = KnownModels(self.store)
-        # What no model needs now lies on the host, and counts there.
-        parked = self.known_models.parked
-        self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
-        self.ledger = Ledger(settings.devices)
-        self.controller = Controller(
-            self.ledger, settings.microbatches, settings.host_limit_bytes is not None
-        )
-        if settings.hosts is not None:
-            settings.hosts.agree("the options of the pipelines", option_parts(settings))
-            settings.hosts.connect()
-            self.controller.hosts = settings.hosts
-        self.loss_watch = LossWatch(self.controller, settings.microbatches)
+        super().__init__(settings)
         warmup_updates = settings.schedule.warmup_updates
         plans, controller, limits = self.compiled_plans, self.controller, self.limits
         self.migrations = Migrations(plans, controller, limits, warmup_updates)
         self.adapter = Adapter(plans, self.migrations.queue, limits, settings.hosts)
         self.grouping = Grouping()
         self.model_history: list[ModelChange] = []
-        # The compiled function that was asked for last.
-        self.predictions: dict[Hashable, CompiledPlan] = {}
-        # The plan that a run began with, and its peaks as all processes tell them.
-        self._begun_with: tuple[Plan, Sequence[Peak]] = Plan(()), ()
-
-    # Looking
-
-    @property
-    def compiled(self) -> CompiledPlan:
-        """The compiled plan in use, at the batch shape that the model was first traced at."""
-        return self.compiled_plans.current
-
-    @property
-    def graph(self) -> LayerGraph:
-        """The layers of the model."""
-        return self.compiled.traced.graph
-
-    @property
-    def trees(self) -> Trees:
-        """The caller's pytrees."""
-        return self.compiled_plans.trees
-
-    @property
-    def planned(self) -> Planned | None:
-        """The numbers that the first plan was decided on; None if it was given."""
-        return self.compiled_plans.planned
-
-    @property
-    def peaks(self) -> list[Peak | None]:
-        """The most bytes on each device in a step of the present plan; None if another process has not told them."""
-        plan, peaks = self._begun_with
-        here, known = self.compiled.peaks, plan == self.compiled.plan
-        return [
-            here[i] if _jax.is_own(device) else peaks[i] if known else None
-            for i, device in enumerate(self.settings.devices)
-        ]
 
     @property
     def history(self) -> list[PlanChange]:
         """The plans that took another's place in this run: when, why, what moved."""
         return self.migrations.history
 
-    @property
-    def programs(self) -> dict[Device, int]:
-        """The number of compiled programs that steps use, per device."""
-        used = set().union(*(compiled.executables for compiled in self.compiled_plans))
-        return {device: sum(d == device for _, d in used) for device in self.settings.devices}
-
-    def monitor(self, on: bool = True, kept: int = 2) -> None:
-        """Switches on the measuring of every task, or off; what is known of the last `kept` steps can be asked for."""
-        seconds = self.compiled_plans.layer_s if self.compiled_plans else None
-        self.controller.monitor = (
-            Monitor(self.settings.devices, kept, seconds or ()) if on else None
-        )
-
-    def pictures(self, steps: int = 1) -> list[Picture]:
-        """Draws up what each device did in the last steps; waits for their end."""
-        monitor = self._watching()
-        labels = [self.graph.label(layer) for layer in self.graph.layers]
-        return [picture(monitor, record, labels) for record in monitor.last(steps)]
-
-    def measured(self, *, before: bool = False) -> Measured:
-        """Tells what ran when in the last step, or the one `before`, and what was swapped; waits for its end."""
-        return self._watching().measured(before=before)
-
-    def _watching(self) -> Monitor:
-        if self.controller.monitor is None:
-            raise ValueError("nothing is measured: call pipe.session.monitor() before the step")
-        return self.controller.monitor
-
-    def host_values(self, state: State, kind: ValueKind) -> list[Any] | None:
-        """Copies the newest arrays of a kind to the host, in the order of their leaves.
-
-        All of several processes must ask, and the first one alone gets them.
-        """
-        self.check_whole(self.compiled, state)
-        hosts, devices = self.settings.hosts, self.settings.devices
-        newest = newest_of(self.compiled, state.stream_steps)
-        names = sorted(name for name in newest if name[0] is kind)
-        arrays = [state.arrays[newest[name]] for name in names]
-        try:
-            if hosts is None:
-                return list(map(to_host, arrays))
-            spots = names_of(self.compiled, state.stream_steps)
-            home = next(place for place, device in enumerate(devices) if _jax.is_own(device))
-            shapes = [self.compiled.lying(Value(kind, index), home) for _, index in names]
-            processes = [devices[spots[newest[name]].place].process_index for name in names]
-            return hosts.gather(processes, shapes, arrays)
-        except Exception as error:
-            raise self.controller.failure(error) from error
-
-    def own_params(self, state: State) -> dict[str, Any]:
-        """Returns the newest parameters of this process by their names, as numpy arrays."""
-        arrays = self.compiled.placing.values(self.plain_arrays(self.compiled, state))
-        return {
-            parameter.array.name: to_host(array)
-            for i, parameter in enumerate(self.graph.parameters)
-            if (array := arrays.get((ValueKind.PARAMETER, i))) is not None
-        }
-
-    def plain_arrays(self, compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
-        """Returns the newest of all that outlives a step; ValueError if the state is not whole, or another model's."""
-        self.check_whole(compiled, state)
-        return plain_arrays(compiled, state)
-
-    def check_whole(self, compiled: CompiledPlan, state: State) -> None:
-        """Raises ValueError for anything but a state of this pipeline's present model, or was consumed."""
-        self.check_state(state)
-        state.check(len(names_of(compiled, state.stream_steps)))
-
-    def check_state(self, state: State) -> None:
-        """Raises ValueError for anything but a state of this pipeline's present model, or in a forked process."""
-        check_not_forked()
-        self.compiled_plans.check_traced()
-        if not isinstance(state, State):
-            raise ValueError(
-                f"the state must be the one that init, step or restore returned, not of type {type(state).__name__}"
-            )
-        if state.model is not self.compiled_plans.model_id:
-            raise ValueError(
-                "this state belongs to another pipeline or model: use the one that init or restore of this pipeline "
-                "gave; from one pipeline to another it goes by pipe.save and pipe.restore"
-            )
-
-    def check_losses(self, state: State, *, wait: bool = False, last: bool = True) -> None:
-        """Warns of losses that are not finite.
-
-        Args:
-            state: the newest.
-            wait: for losses that are not there yet.
-            last: look at those of the last step too.
-
-        Raises:
-            ValueError: a loss is not finite, and a parameter is NaN.
-        """
-        self.loss_watch.check(lambda: self.own_params(state), wait=wait, last=last)
-
-    # Beginning
-
-    def begin(
-        self,
-        params: Tree,
-        batch: Tree,
-        rng: jax.Array | None,
-        model_state: Tree,
-        leaves_of: LeavesOf,
-    ) -> State:
-        """Begins a run: traces, plans, compiles and places.
-
-        Args:
-            params: arrays or shapes.
-            batch: a whole one, or its shapes.
-            rng: the key of the run.
-            model_state: arrays.
-            leaves_of: puts or makes the parameters, given how they are split into layers.
-        """
-        compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
-        if self.settings.splits_unasked:
-            warn_of_splitting(compiled_plans.current.traced, self.settings.microbatches)
-        states = given_leaves(jax.tree.leaves(model_state))
-        leaves = compiled_plans.take_leaves() | {
-            ("state", i): leaf for i, leaf in enumerate(states)
-        }
-        words = None if rng is None else key_words(rng)
-        return self.place(compiled_plans, compiled_plans.current, leaves, words)
-
-    def place(
-        self,
-        compiled_plans: CompiledPlans,
-        compiled: CompiledPlan,
-        leaves: dict[Name, Leaf],
-        words: np.ndarray | None,
-        step: int = 0,
-        updates: int = 0,
-    ) -> State:
-        """Begins a run whose arrays are placed now, with nothing in flight.
-
-        Args:
-            compiled_plans: those of the model.
-            compiled: of these, or one that will take their place.
-            leaves: put or make the arrays by name; optimizer state without leaves is made.
-            words: those of the run's key.
-            step: the steps that are done.
-            updates: how often parameters were updated.
-        """
-        constants = given_leaves(compiled.traced.loss.constants)
-        leaves = leaves | {("constant", i): leaf for i, leaf in enumerate(constants)}
-        placing = compiled.placing
-        placing.compile(leaves, self.store)
-        self.reset(compiled, placing.peaks(leaves))
-        self.follow(compiled_plans)
-        with phase("making and placing the parameters"):
-            arrays = placing.place(self.ledger, leaves, self.store)
-        agree_on_rows(compiled)
-        return State(arrays, words, step, updates=updates, model=compiled_plans.model_id)
-
     def reset(self, compiled: CompiledPlan, making: Sequence[Peak]) -> None:
-        """Forgets the run before, if the one to come and the making of its arrays keep the limits.
-
-        Args:
-            compiled: what is to run.
-            making: what is held at most on each device, and last on the host, while its arrays are made.
-
-        Raises:
-            MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
-        """
-        # A new run begins with nothing parked, but forgets what is only once it is sure to begin.
-        limits, hosts = replace(self.limits, parked={}), self.settings.hosts
-
-        def check() -> None:
-            limits.check(compiled.peaks, self.settings.devices)
-            limits.check(making, self.settings.devices, "while its arrays are made")
-
-        together(hosts, "limits", check)
-        peaks = told_peaks(hosts, compiled.peaks) if hosts else compiled.peaks
-        self._begun_with = compiled.plan, peaks
-        self.known_models.parked.clear()
+        """Forgets the run before, also the changes that were to come and those that have been; see `Engine.reset`."""
+        super().reset(compiled, making)
         self.migrations.begin_run()
         self.model_history = []
-        self.loss_watch.begin()
-        self.controller.marks.clear()
-        self.ledger.begin()
 
     def follow(self, compiled_plans: CompiledPlans) -> None:
         """Runs another model from here on."""
         if compiled_plans is not self.compiled_plans:
-            self.compiled_plans = compiled_plans
+            super().follow(compiled_plans)
             self.migrations.follow(compiled_plans)
             self.adapter.follow(compiled_plans)
-
-    # Running
 
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
@@ -404,29 +314,6 @@ class Session:
         )
         return metrics
 
-    def readable(self, values: Sequence[jax.Array]) -> Sequence[Any]:
-        """Metrics that say, where they are read, what went wrong on their way: of several processes, who is lost."""
-        if self.settings.hosts is None:
-            return values
-        return [Awaited(value, self.controller.arrive) for value in values]
-
-    def metrics_of(self, compiled: CompiledPlan, values: Sequence[Any]) -> Metrics:
-        """Returns names what a step or an evaluation yielded."""
-        groups = len(compiled.traced.graph.aux_groups)
-        metrics: Metrics = {"loss": values[0]}
-        if self.settings.has_aux:
-            metrics["aux"] = jax.tree.unflatten(
-                compiled.traced.loss.aux_tree, values[1 : 1 + groups]
-            )
-        if len(values) > 1 + groups:
-            metrics["grad_norm"] = values[1 + groups]
-        return metrics
-
-    def compiled_at(self, batch: Tree, updates: int) -> CompiledPlan:
-        """Finds what runs a batch after so many updates: an asynchronous schedule may begin with synchronous steps."""
-        warms_up = updates < self.settings.schedule.warmup_updates
-        return self.compiled_plans.for_batch(batch, warms_up=warms_up)
-
     def compiled_in_the_past(self, batch: Tree, microbatch: int, updates: int) -> CompiledPlan:
         """Finds what a micro-batch of this run was computed with.
 
@@ -440,49 +327,6 @@ class Session:
         # The plan of then is the one that the next change has replaced.
         later = [change for change in self.history if (change.step, change.microbatch) > moment]
         return replace(compiled, plan=later[0].old, previous=None) if later else compiled
-
-    def feeds(
-        self,
-        batch: Tree,
-        words: np.ndarray | None,
-        step: int,
-        rows: Bound | None = None,
-        compiled: CompiledPlan | None = None,
-    ) -> Feeds:
-        """Slices what the micro-batches of a step read from the host; see `feeds_of`.
-
-        Args:
-            batch: a whole one.
-            words: those of the run's key, if it has one.
-            step: the number of the step.
-            rows: that read it, if they are to find all of it.
-            compiled: the plan that they are of; the one in use unless given.
-
-        Raises:
-            ValueError: a leaf that they read is a shape alone.
-        """
-        compiled = compiled or self.compiled
-        feeds = feeds_of(batch, words, step, compiled.microbatches)
-        if rows and (missing := sorted(set(rows.feeds) - set(feeds))):
-            leaf = compiled.traced.graph.batch[missing[0][1]]
-            raise ValueError(
-                f"batch leaf '{leaf.name}' is a shape, and a stage of this process reads it: give an array; "
-                "pipe.needs() names all that it reads"
-            )
-        return feeds
-
-    def needs(self) -> list[str]:
-        """Returns the leaves of the batch that layers of this process read."""
-        graph, devices = self.graph, self.settings.devices
-        stages = self.compiled.plan.stages
-        here = [
-            layer
-            for stage in stages
-            if any(_jax.is_own(devices[d]) for d in stage.devices)
-            for layer in stage.layers
-        ]
-        leaves = {i for layer in here for i in graph.layers[layer].reading(ValueKind.BATCH)}
-        return [graph.batch[i].name for i in sorted(leaves)]
 
     def drain(self, state: State) -> State:
         """Finishes what is in flight."""
@@ -503,20 +347,49 @@ class Session:
         self.ledger.versions.drained()
         return replace(state, arrays=arrays, stream_steps=0)
 
-    def wait(self, state: State) -> State:
-        """Waits until a state is there; raises what went wrong on the way to it."""
-        if isinstance(state, State):  # that of an earlier run too
-            state.check(len(state.arrays))
-        for array in jax.tree.leaves(state):
-            if isinstance(array, jax.Array):
-                self.controller.arrive(array)
-        self.controller.settle()
-        self.check_losses(state, wait=True)
-        return state
 
-    def replace_optimizer_state(self, state: State, leaves: Sequence[Any]) -> State:
-        """Puts other values into the optimizer's state; consumes `state`."""
-        self.check_whole(self.compiled, state)
-        names = names_of(self.compiled, state.stream_steps)
-        arrays = with_leaves(names, state.arrays, ValueKind.OPTIMIZER, leaves, consume=True)
-        return replace(state, arrays=arrays)
+def switch_model(
+    session: Session, state: State, loss_fn: Callable[..., Any], params: Tree, model_state: Tree
+) -> State:
+    """Goes on with another model; what is in flight is finished first.
+
+    Args:
+        session: what trains the present model.
+        state: the newest; consumed.
+        loss_fn: of the same kind as the present one.
+        params: those of the new model; of what is kept or comes back shapes are enough.
+        model_state: of the new model; by default the present one.
+
+    Raises:
+        ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
+        MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
+        StageError: something failed on the way; its `state` is the present model's, drained and whole.
+    """
+    session.check_state(state)
+    models, present = session.known_models, session.compiled_plans
+    compiled_plans = models.compiled_for(present, loss_fn, params, model_state)
+    old, new = present.current, compiled_plans.current
+    values = {
+        "parameter": jax.tree.leaves(compiled_plans.trees.stacks.split(params)),
+        "state": jax.tree.leaves(model_state),
+    }
+    switch = plan_model_switch(old, new, values, models.parked, session.limits)
+    agree_on_rows(new, "the rows of new models")
+    session.check_losses(state, wait=bool(state.stream_steps))  # while their versions are known
+    state = session.drain(state)
+    state.check(len(session.compiled.persistent))
+    try:
+        state = replace(state, arrays=switch.run(state.arrays, session.ledger))
+    except HostLost:
+        raise
+    except StageError as error:
+        error.state = replace(state, arrays=tuple(error.table))
+        error.add_note(
+            "The model before is whole: go on with the `state` of this error, or save it."
+        )
+        raise
+    session.follow(compiled_plans)
+    session.ledger.versions = VersionLedger()
+    session.model_history.append(switch.change(state.step))
+    _log.info("%s", session.model_history[-1])
+    return replace(state, model=compiled_plans.model_id)

@@ -1,6 +1,5 @@
-"""The options of a pipeline, checked, and what of them all processes of a run must have alike."""
+"""What a pipeline trains and how: its options, checked, and the optimizer and trees in the pieces that layers own."""
 
-import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,36 +7,36 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import numpy as np
 
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import Peak
-from jvpipe.ir.lazy_array import LazyArray
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding
-from jvpipe.papers.registry import FateRule, find_planner, shape_planners
-from jvpipe.runtime.engine.compiled_plan import CompiledPlan
-from jvpipe.runtime.engine.hosts import Hosts, present_hosts
-from jvpipe.runtime.engine.replicas import check_replicable
+from jvpipe.papers.registry import FateRule, find_planner
+from jvpipe.programs.optimizer import PER_LAYER, OptimizerCut, cut_optimizer, laid_state
+from jvpipe.programs.optimizer_trace import TracedOptimizer
+from jvpipe.programs.stacked_trace import trace_stacked
+from jvpipe.runtime.engine.hosts import Hosts
+from jvpipe.runtime.engine.phases import phase
+from jvpipe.runtime.engine.value_shapes import shape
 from jvpipe.schedules import Schedule
-from jvpipe.schedules.planned import pipeline_length
-from jvpipe.session.arguments import (
-    USUAL_MICROBATCHES,
-    USUAL_STAGES,
-    check_chooser,
-    check_functions,
-    check_speeds,
-)
-from jvpipe.session.devices import device_limits, host_limit, inner_axes, place, replicas_at
 from jvpipe.trace.digests import (
-    array_digest,
-    leaf_lines,
-    made_lines,
-    shape_lines,
+    closed_lines,
     without_addresses,
 )
-from jvpipe.trace.leaves import is_initialiser
+from jvpipe.trace.graph import Traced, freeze
+from jvpipe.trace.keys import is_key
+from jvpipe.trace.leaves import abstract, canonical
+from jvpipe.trace.model import Model
+from jvpipe.trace.modules import warn_of_statistics
+from jvpipe.trace.stacks import Stacks
+from jvpipe.trace.structure import structure
+from jvpipe.util.paths import path_name
+
+Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,162 +127,8 @@ class Settings(Training):
         return f"{loss}, {how}, {len(self.devices)} devices"
 
 
-# How options become settings: what each says with the others, and the devices that they come to.
-
-
-def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, Any]) -> Settings:
-    """Returns the settings of a pipeline.
-
-    Args:
-        loss_fn: as the user gave it.
-        optimizer: as the user gave it.
-        devices: as the user gave them.
-        options: what its options mean, by name.
-
-    Raises:
-        ValueError: they cannot be together, with each other or with the devices that there are.
-    """
-    check_functions(loss_fn, optimizer, has_state=options["has_state"])
-    take, schedule, planner = options.pop, options["schedule"], options["planner"]
-    reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
-    _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
-    asked = take("microbatches")
-    microbatches = asked or USUAL_MICROBATCHES
-    replicas, stages = take("replicas"), take("stages")
-    shares = shares_devices(replicas, stages, planner)
-    stages = stages_under(stages, schedule, microbatches, shares=shares)
-    if not isinstance(stages, Plan):
-        check_chooser(schedule, planner)
-    counts = None if stages is None or shares else replica_counts(replicas, stages, schedule)
-    groups, laid = inner_axes(devices, take("sharding"), take("batch_axis"), replicas)
-    used, places = place(stages, groups, schedule, counts, shares=shares)
-    # Devices beyond those of the plan are there for later plans, without speeds of their own.
-    planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
-    check_speeds(speeds := take("speeds") or (), planned)
-    hosts = present_hosts()
-    # Over a mesh each layer's programs say how its arrays lie.
-    group = take("group") and laid is None
-    return Settings(
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        stages=stages,
-        microbatches=microbatches,
-        splits_unasked=asked is None,
-        limits=device_limits(take("memory_limit"), used, planned, hosts),
-        host_limit_bytes=host_limit(take("host_memory_limit"), used),
-        speeds=speeds,
-        fates=take("fates") or {},
-        state_fates=take("state_fates") or {},
-        devices=used,
-        places=places,
-        hosts=hosts,
-        replicas=() if counts is None else replicas_at(counts),
-        shares=shares,
-        sharding=laid,
-        group=group,
-        reductions=reductions,
-        **options,
-    )
-
-
-def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> None:
-    """Raises ValueError for reductions of leaves that no loss returns."""
-    for rules, returns_some, option, flag in (
-        (reductions.aux, has_aux, "aux_reduce", "has_aux"),
-        (reductions.state, has_state, "model_state_reduce", "has_state"),
-    ):
-        if rules and not returns_some:
-            raise ValueError(
-                f"{option} is given, but the loss returns nothing of that kind: say {flag}=True"
-            )
-
-
-def shares_devices(
-    replicas: str | tuple[int, ...] | None, stages: int | Plan | None, planner: str
-) -> bool:
-    """Tells whether how many devices each stage has is to be decided.
-
-    Args:
-        replicas: "auto", or those of each stage.
-        stages: their number, if that is given, or a plan.
-        planner: by its name.
-
-    Raises:
-        ValueError: it cannot be decided.
-    """
-    if replicas != "auto":
-        return False
-    if isinstance(stages, Plan):
-        raise ValueError(
-            f"replicas='auto' is given with a plan, whose stages have {stages.replicas} devices: leave it out"
-        )
-    if planner not in shape_planners():
-        raise ValueError(
-            f"replicas='auto' is decided by planners {', '.join(shape_planners())}, not by '{planner}': name one of "
-            "these, or give the devices of each stage, such as replicas=(2, 1)"
-        )
-    if find_planner(planner).as_paper and stages is not None:
-        raise ValueError(
-            f"replicas='auto' with planner '{planner}', which decides the number of stages itself: leave stages out"
-        )
-    return True
-
-
-def stages_under(
-    stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
-) -> int | Plan | None:
-    """Returns the number of stages, or a plan, as a schedule runs them; None if that is to be decided.
-
-    Args:
-        stages: their number or a plan, if that is given.
-        schedule: in which order they run.
-        microbatches: of a step.
-        shares: how many devices each has is to be decided.
-    """
-    if isinstance(stages, Plan):
-        stages = stages.under(schedule.name)
-        length = pipeline_length(stages, schedule)
-    elif stages is None and shares:
-        length = 1
-    else:
-        stages = length = stages or USUAL_STAGES
-    schedule.check(length, microbatches)
-    schedule.warn_of_idle(length, microbatches)
-    return stages
-
-
-def replica_counts(
-    counts: tuple[int, ...] | None, stages: int | Plan, schedule: Schedule
-) -> tuple[int, ...] | None:
-    """Returns the devices of each stage; None if every stage has one.
-
-    Args:
-        counts: as the user gave them.
-        stages: their number, or a plan.
-        schedule: in which order they run.
-
-    Raises:
-        ValueError: they are not those of the stages.
-    """
-    if isinstance(stages, Plan):
-        if counts not in (None, stages.replicas):
-            raise ValueError(
-                f"replicas={counts} is given with a plan, whose stages have {stages.replicas}: leave it out"
-            )
-        return None
-    if counts is not None and len(counts) != stages:
-        raise ValueError(
-            f"replicas={counts} says so of {len(counts)} stages, there are {stages}: give a number for each"
-        )
-    if counts is None or max(counts) == 1:
-        return None
-    check_replicable(schedule)
-    return counts
-
-
 # What all processes of a run must have alike, part by part, so that a difference can be named.
 
-Tree = Any
 Parts = list[tuple[str, str]]
 """The name of each part, and a text that is equal where the part is: one thought per line."""
 
@@ -312,76 +157,264 @@ def option_parts(settings: Settings) -> Parts:
     return [*versions(), *((name, without_addresses(str(value))) for name, value in values.items())]
 
 
-def agree_on_given(
-    hosts: Hosts, params: Tree, batch: Tree, rng: jax.Array | None, model_state: Tree
-) -> None:
-    """Makes sure that all processes begin a run with the same.
+# The optimizer in pieces, for the updates of a schedule.
 
-    Every byte of parameters and model state is compared; for parameters that a function makes, how it makes each; for
-    the batch the shapes, and the bytes of the leaves that every process gives as arrays. Batches of later steps are
-    not: to read them all would take longer than some steps.
+_Readers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerCutter:
+    """Cuts an optimizer into pieces, for whatever layers the parameters are split into; it is traced once for all.
 
     Args:
-        hosts: the processes.
-        params: arrays, or a function that makes them.
-        batch: a batch, or its shapes.
-        rng: the key of the run.
-        model_state: arrays.
-
-    Raises:
-        Disagreement: something differs.
+        optimizer: any optax transformation.
+        params: the parameters' tree, split into layers.
+        microbatches: of a step.
+        grad_norm: also compute the gradient's norm.
+        sharding: how parameters lie over the devices of a place; what an optimizer has of one lies as that does.
+        stacks: the optimizer sees these of the parameters as arrays; None: all slices alone.
+        frozen: parameters that the user freezes; the optimizer does not see them.
     """
-    if is_initialiser(params):
-        assert rng is not None
-        parameters = made_lines(params, rng)
-    else:
-        parameters = leaf_lines(params)
-    shapes = shape_lines(batch, "batch leaf")
-    parts: Parts = [
-        ("the key", "None" if rng is None else f"{rng.dtype} {array_digest(rng)}"),
-        ("the batch", "\n".join(shapes)),
-        ("parameters", "\n".join(parameters)),
-        ("model state", "\n".join(leaf_lines(model_state, "leaf of the model state"))),
-    ]
-    hosts.agree("what init is given", parts)
-    mine = leaf_lines(jax.tree.map(_unread, batch), "batch leaf")
-    all_lines = [json.loads(word) for word in hosts.exchange("batch", json.dumps(mine).encode())]
-    # A leaf that some process gives as a shape has no values to be compared.
-    by_all = [i for i, shape in enumerate(shapes) if all(lines[i] != shape for lines in all_lines)]
-    hosts.agree(
-        "what init is given", [("the values of the batch", "\n".join(mine[i] for i in by_all))]
+
+    optimizer: Optimizer
+    params: Any
+    microbatches: int
+    grad_norm: bool
+    sharding: Sharding | None = None
+    stacks: Stacks | None = None
+    frozen: frozenset[int] = frozenset()
+    _traced: dict[tuple[_Readers, int | None], TracedOptimizer] = field(
+        default_factory=dict, repr=False
+    )
+    _cuts: dict[tuple[_Readers, _Readers, int | None], OptimizerCut] = field(
+        default_factory=dict, repr=False
     )
 
+    @staticmethod
+    def of(
+        settings: Training,
+        model: Model,
+        *,
+        grad_norm: bool = False,
+        sharding: Sharding | None = None,
+    ) -> "OptimizerCutter":
+        """Makes what cuts the optimizer of a model.
 
-def _unread(leaf: Any) -> Any:
-    """Returns a leaf, or the shape of one that is read lazily: whoever needs nothing of it shall not read it."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, LazyArray) else leaf
+        Args:
+            settings: has the optimizer, and what it sees.
+            model: has the parameters.
+            grad_norm: also compute the gradient's norm.
+            sharding: how parameters lie over the devices of a place.
+        """
+        stacks = model.stacks
+        return OptimizerCutter(
+            settings.optimizer,
+            model.params,
+            settings.microbatches,
+            grad_norm,
+            sharding,
+            None if settings.stacked else stacks,
+            stacks.slices_named(settings.frozen),
+        )
+
+    def cut(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
+        """Cuts the optimizer for the layers of a graph, to be run.
+
+        Args:
+            graph: the layers that own the parameters.
+            schedule: says how many micro-batches an update takes.
+
+        Raises:
+            ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
+        """
+        cut = self.pieces(graph, schedule)
+        if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
+            name = " and ".join(cut.cross_layer) or "grad_norm=True"
+            raise ValueError(
+                f"{name} needs a value of all layers at once, which {schedule.name} does not have: its layers are "
+                "updated at different times. Use a synchronous schedule (1f1b), or what looks at one parameter at a "
+                "time, such as optax.adaptive_grad_clip or optax.clip"
+                f"{'. ' + PER_LAYER if self.stacks else ''}"
+            )
+        return cut
+
+    def pieces(self, graph: LayerGraph, schedule: Schedule) -> OptimizerCut:
+        """Cuts the optimizer for the layers of a graph, to be looked at: the schedule may not be able to run it.
+
+        Args:
+            graph: the layers that own the parameters.
+            schedule: says how many micro-batches an update takes.
+        """
+        owners = tuple(p.owner for p in graph.parameters)
+        readers, microbatches = self._sums(graph, schedule)
+        key = owners, readers, microbatches
+        if key not in self._cuts:
+            with phase("tracing and cutting the optimizer"):
+                cut = cut_optimizer(
+                    self.optimizer,
+                    abstract(self.params),
+                    owners,
+                    readers,
+                    microbatches=microbatches,
+                    grad_norm=self.grad_norm,
+                    traced=self._trace(readers, microbatches),
+                )
+                if self.sharding is not None:
+                    cut = laid_state(cut, graph.parameters, self.sharding)
+                self._cuts[key] = cut
+        return self._cuts[key]
+
+    def traced(self, graph: LayerGraph) -> TracedOptimizer:
+        """Returns the optimizer, traced for an update of all micro-batches of a step."""
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        return self._trace(readers, None if graph.weighted else self.microbatches)
+
+    def freeze(self, traced: Traced) -> Traced:
+        """Returns the same layers where what the user or the optimizer freezes has no gradient.
+
+        Raises:
+            ValueError: a parameter that is left can have no gradient, or none is left.
+        """
+        try:
+            found = self.traced(traced.graph).frozen
+        except Exception:
+            # Its message names the parameter, that of the optimizer would not.
+            freeze(traced, self.frozen)  # perhaps it is given what no optimizer takes, integers
+            raise
+        left = freeze(traced, found)
+        graph = left.graph
+        warn_of_statistics(
+            [graph.parameters[p].array.name for p in graph.trained(range(len(graph.parameters)))]
+        )
+        return left
+
+    def text(self, graph: LayerGraph, schedule: Schedule) -> str:
+        """Writes the update of a graph's parameters, in words that are mostly the same in every process."""
+        # A structure has no names of variables, which differ between processes.
+        update = self._trace(*self._sums(graph, schedule)).update.jaxpr
+        return repr(structure(update.eqns, update.invars, update.outvars))
+
+    def lines(self, graph: LayerGraph, schedule: Schedule) -> list[str]:
+        """Lines that are equal where the optimizer begins and updates the parameters of a graph alike."""
+        traced = self._trace(*self._sums(graph, schedule))
+        parts = {"update": traced.update, "init": traced.init}
+        return [
+            f"{name}: {line}" for name, closed in parts.items() for line in closed_lines(closed)
+        ]
+
+    def _sums(self, graph: LayerGraph, schedule: Schedule) -> tuple[_Readers, int | None]:
+        """Tells how many gradients each parameter has, and by what their sum is divided."""
+        readers = tuple(len(p.readers) for p in graph.parameters)
+        return readers, None if graph.weighted else schedule.period(self.microbatches)
+
+    def _trace(self, readers: _Readers, microbatches: int | None) -> TracedOptimizer:
+        params, key = abstract(self.params), (readers, microbatches)
+        if key not in self._traced:
+            self._traced[key] = trace_stacked(
+                self.optimizer,
+                params,
+                readers,
+                microbatches,
+                grad_norm=self.grad_norm,
+                stacks=self.stacks,
+                frozen=self.frozen,
+            )
+        return self._traced[key]
 
 
-def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes run") -> None:
-    """Makes sure that all processes have lowered a plan alike, before anything crosses between them.
+# The caller's pytrees, taken apart into the leaves that layers own, and put together again.
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The trees that a model was traced with, as shapes; layers that the caller stacks are leaves of their own below.
 
     Args:
-        compiled: the plan.
-        name: of what is compared, for the message.
+        params: the parameters.
+        batch: a whole batch.
+        rng: the key of the run, if it has one.
+        model_state: with `has_state`.
+        stacks: how stacked parameters are split into layers.
+    """
+
+    params: Tree
+    batch: Tree
+    rng: jax.Array | None
+    model_state: Tree
+    stacks: Stacks
+
+    def join_params(self, leaves: Sequence[Any]) -> Tree:
+        """Puts the parameters' leaves together as the caller gave them."""
+        return self.stacks.join(jax.tree.unflatten(jax.tree.structure(self._split_params), leaves))
+
+    def split_params(self, params: Tree) -> list[Any]:
+        """Takes parameters apart that are like the caller's; ValueError names the first leaf that is not."""
+        return leaves_like(params, self._split_params, self.stacks, "params")
+
+    def join_model_state(self, leaves: Sequence[Any]) -> Tree:
+        """Puts the leaves of the model state together."""
+        return jax.tree.unflatten(jax.tree.structure(self.model_state), leaves)
+
+    def join_optimizer_state(self, optimizer: OptimizerCut, leaves: Sequence[Any]) -> Tree:
+        """Puts the leaves of the optimizer's state together as `optimizer.init(params)` gives it."""
+        return self.stacks.join(jax.tree.unflatten(optimizer.state_tree, leaves))
+
+    def split_optimizer_state(self, optimizer: OptimizerCut, tree: Tree) -> list[Any]:
+        """Takes a state of the optimizer apart; ValueError names the first leaf that is none of this optimizer's."""
+        shapes = jax.tree.unflatten(
+            optimizer.state_tree, [shape(leaf.array) for leaf in optimizer.state]
+        )
+        return leaves_like(tree, shapes, self.stacks, "the optimizer's state")
+
+    @property
+    def _split_params(self) -> Tree:
+        return self.stacks.split(self.params)
+
+
+def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
+    """Returns the leaves of a tree that is like one of the pipeline's, on the host, those of stacked layers apart.
+
+    Args:
+        tree: arrays.
+        split: the shapes of the pipeline's own tree, its stacks split.
+        stacks: these.
+        what: what the tree is, for the message.
 
     Raises:
-        Disagreement: some rows differ.
+        ValueError: its containers, paths, shapes or types are others.
+
+    >>> stacks = Stacks(jax.tree.structure({"w": 0}), (2,))
+    >>> split = stacks.split({"w": jax.ShapeDtypeStruct((2, 3), np.float32)})
+    >>> [leaf.shape for leaf in leaves_like({"w": np.zeros((2, 3))}, split, stacks, "params")]
+    [(3,), (3,)]
+    >>> leaves_like({"w": np.zeros(3)}, split, stacks, "params")
+    Traceback (most recent call last):
+    ...
+    ValueError: params: 'w' is float32[3], it must be float32[2, 3]
     """
-    if compiled.hosts is not None:
-        parts = [(f"rows {i}", "\n".join(rows)) for i, rows in enumerate(compiled.whole_rows)]
-        compiled.hosts.agree(name, parts)
+    # Compared as the caller knows the tree: with stacks whole, not in slices.
+    expected = stacks.join(
+        split, lambda *parts: jax.ShapeDtypeStruct((len(parts), *parts[0].shape), parts[0].dtype)
+    )
+    there, here = map(_types, (abstract(tree), expected))
+    for path, needed in here.items():
+        if (found_leaf := there.get(path, "missing")) != needed:
+            raise ValueError(f"{what}: '{path}' is {found_leaf}, it must be {needed}")
+    if jax.tree.structure(tree) != jax.tree.structure(expected):
+        more = next(
+            (f"there is no '{path}'" for path in there if path not in here),
+            "the containers are others",
+        )
+        raise ValueError(
+            f"{what}: {more} in the tree of this pipeline: give one with the same leaves"
+        )
+    leaves = zip(
+        jax.tree.leaves(stacks.split_like(split, tree)), jax.tree.leaves(split), strict=True
+    )
+    return [leaf if is_key(shape) else np.asarray(leaf, shape.dtype) for leaf, shape in leaves]
 
 
-def told_peaks(hosts: Hosts, here: Sequence[Peak]) -> list[Peak]:
-    """Returns the most bytes on each device, and last on the host, as the processes that have them tell.
-
-    Args:
-        hosts: the processes.
-        here: what this one knows; nothing of the others' devices.
-    """
-    sizes_by_process = [
-        json.loads(word)
-        for word in hosts.exchange("peaks", json.dumps([peak.bytes for peak in here]).encode())
-    ]
-    return [Peak(max(sizes), None, ()) for sizes in zip(*sizes_by_process, strict=True)]
+def _types(tree: Tree) -> dict[str, str]:
+    """Returns the shape and type of each leaf, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): f"{canonical(x.dtype)}{list(x.shape)}" for path, x in leaves}

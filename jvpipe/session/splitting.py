@@ -24,8 +24,7 @@ from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
-from jvpipe.session.asking import Planned
-from jvpipe.session.measuring import work_s
+from jvpipe.session.planning import Planned, work_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (
     Place,

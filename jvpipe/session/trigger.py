@@ -16,15 +16,18 @@ The threshold for going home is lower. Home is the plan that was planned or aske
 to it once no other cuts would be worth leaving it.
 """
 
+import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.util.brief import brief
 
 _ROUNDING = 1e-9  # of sums of floats, as a share; and the seconds that a layer takes at least
 
@@ -288,3 +291,53 @@ def _median(values: np.ndarray, weights: np.ndarray) -> float:
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+
+
+def checked_rule(rule: Any) -> Rule:
+    """Checks a rule of when to move; the usual one unless given."""
+    if not isinstance(rule, Rule | None):
+        raise ValueError(
+            f"rule must be a jvpipe.session.trigger.Rule, such as Rule(gain=0.1), not {brief(rule)}"
+        )
+    return rule or Rule()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan that is to take another one's place, and why."""
+
+    old: Plan
+    new: Plan
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process tells the others: the seconds of its layers by step; of the first one, what it proposes.
+
+    `how` it would make the proposal before, once it is ready for it; `refusal`: why it cannot.
+    """
+
+    seconds: dict[int, Seen]
+    proposal: Proposal | None = None
+    how: str = ""
+    refusal: str = ""
+
+    def to_json(self) -> str:
+        """Writes it as text.
+
+        >>> told = Told({3: Seen([1.0], [0.0])}, Proposal(Plan.from_cuts([1]), Plan.from_cuts([1], [1]), "slow"))
+        >>> Told.from_json(told.to_json()) == told
+        True
+        """
+        seconds = [[step, asdict(seen)] for step, seen in self.seconds.items()]
+        to_come = self.proposal
+        proposal = to_come and [to_come.old.to_json(), to_come.new.to_json(), to_come.why]
+        return json.dumps([seconds, proposal, self.how, self.refusal])
+
+    @staticmethod
+    def from_json(text: str) -> "Told":
+        """Reads what `to_json` wrote."""
+        seconds, words, how, refusal = json.loads(text)
+        proposal = words and Proposal(Plan.from_json(words[0]), Plan.from_json(words[1]), words[2])
+        return Told({step: Seen(**seen) for step, seen in seconds}, proposal, how, refusal)

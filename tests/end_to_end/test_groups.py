@@ -11,7 +11,7 @@ import pytest
 
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
-from jvpipe.session.grouping import Grouping
+from jvpipe.session.adapt import Grouping
 from tests.bits import MICRO, batches_of, digest
 from tests.end_to_end.test_fates import drawn, trained
 from tests.grid import grid

@@ -10,7 +10,7 @@ from jvpipe.cost.hardware import Accelerator, Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.shapes import Shape
-from jvpipe.session.asking import ask_shapes
+from jvpipe.session.planning import ask_shapes
 
 
 def test_plans_in_cells() -> None:

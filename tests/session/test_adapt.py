@@ -107,7 +107,7 @@ def test_what_was_made_ready_is_used_as_it_is(
     def prepared(*args: Any) -> Any:
         raise AssertionError("lowered again while the pipeline waits")
 
-    monkeypatch.setattr("jvpipe.session.changes.prepare_migration", prepared)
+    monkeypatch.setattr("jvpipe.session.session.prepare_migration", prepared)
     m = CASES["mlp"]()
     pipe, state = started(m, HOME, schedule)
     pipe.adapt()

@@ -8,7 +8,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_cost import evaluate
-from jvpipe.session.asking import ask_shapes
+from jvpipe.session.planning import ask_shapes
 from tests.planners.joint.shapes import best_s, chain, flat, layer, shapes_of
 
 LAYERS = [layer(s, p, 10) for s, p in ((1.0, 5), (2.0, 60), (1.0, 0), (0.5, 300))]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jvpipe
-from jvpipe.session import changes
+from jvpipe.session import compiled_plans
 from tests.session.tiny import PARAMS, begun, loss_fn
 
 
@@ -32,9 +32,9 @@ def test_the_same_loss_and_shapes_are_the_same_model(pipe: jvpipe.Pipeline) -> N
 def test_those_that_were_asked_for_longest_ago_are_forgotten(
     pipe: jvpipe.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "REMEMBERED", 1)
+    monkeypatch.setattr(compiled_plans, "REMEMBERED", 1)
     session = pipe.session
-    known, present = changes.KnownModels(session.store), session.compiled_plans
+    known, present = compiled_plans.KnownModels(session.store), session.compiled_plans
     shorter = known.compiled_for(present, loss_fn, PARAMS[:2], None)
     assert known.compiled_for(present, loss_fn, PARAMS[:2], None) is shorter
     known.compiled_for(present, loss_fn, [*PARAMS, PARAMS[0]], None)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jvpipe.session.model_switch import switch_model
+from jvpipe.session.session import switch_model
 from tests.session.tiny import BATCH, PARAMS, begun, loss_fn
 
 

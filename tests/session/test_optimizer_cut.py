@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jvpipe.schedules import PipeDream, find_schedule
-from jvpipe.session.optimizer_cut import OptimizerCutter
+from jvpipe.session.settings import OptimizerCutter
 from tests.session.tiny import MICRO, PARAMS, begun
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))

@@ -23,9 +23,9 @@ from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
-from jvpipe.session.asking import Planned
+from jvpipe.session.arguments import micro_batch_shapes
+from jvpipe.session.planning import Planned
 from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, even_places
-from jvpipe.session.trees import micro_batch_shapes
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import Place, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss

@@ -18,7 +18,7 @@ from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.schedules.vee import VSchedule
-from jvpipe.session.asking import ask
+from jvpipe.session.planning import ask
 from tests.grid import grid
 from tests.planners.joint.exact_orders import some_order_keeps
 from tests.planners.joint.orders import problem_of

@@ -12,7 +12,7 @@ from jvpipe.planners.joint.shape_search import rough_plans
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.shapes import Path, Shape
-from jvpipe.session.asking import ask_shapes
+from jvpipe.session.planning import ask_shapes
 from tests.grid import grid
 from tests.planners.joint.shapes import (
     GPU,
