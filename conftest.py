@@ -59,6 +59,7 @@ CHECKING = (
     "jvpipe.session.forecasts",
     "jvpipe.session.arguments",
     "jvpipe.session.session",
+    "jvpipe.session.engine",
     "jvpipe.session.checkpoints",
     "jvpipe.session.devices",
     "jvpipe.session.question",

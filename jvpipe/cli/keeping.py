@@ -10,6 +10,7 @@ from typing import Any
 
 import jvpipe
 from jvpipe.cli.job import Job
+from jvpipe.cli.options import MOST
 from jvpipe.cli.processes import Watch
 from jvpipe.report.metrics import replace_text
 from jvpipe.runtime.engine.losses import nan_leaves
@@ -20,8 +21,8 @@ from jvpipe.util.pattern import compare, maybe, number, whole_in
 
 _KEPT = {
     "best_loss": maybe(number),
-    "best_step": whole_in(0, 2**31 - 1),
-    "since": whole_in(0, 2**31 - 1),
+    "best_step": whole_in(0, MOST),
+    "since": whole_in(0, MOST),
 }
 
 

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jvpipe.runtime.engine.disagreement import SHOWN
 from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.hosts import digest
 from jvpipe.util.pattern import compare, whole_in
@@ -190,8 +191,6 @@ class Patience:
 
 
 PATIENCE = Patience()
-_SHOWN = 80
-"""So many characters of a value are shown."""
 
 Parts = Mapping[str, Sequence[str]]
 """By name the digest of a value and its beginning."""
@@ -206,7 +205,7 @@ class Given(NamedTuple):
     @property
     def parts(self) -> Parts:
         """The values as the processes tell them to one another."""
-        return {name: [digest(value), value[:_SHOWN]] for name, value in self.values}
+        return {name: [digest(value), value[:SHOWN]] for name, value in self.values}
 
 
 class Bonds:

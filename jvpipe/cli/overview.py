@@ -1,19 +1,22 @@
 """`python -m jvpipe`: the version, the commands and the names that they know; or one of the commands."""
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jvpipe
 from jvpipe.cli import plan, train
-from jvpipe.cli.command_line import names
-from jvpipe.cli.completion import SHELLS, completion
+from jvpipe.cli.command_line import add_options, names, names_by_option
 from jvpipe.cli.options import TrainOptions
+from jvpipe.session.options import PipelineOptions, options_of
+from jvpipe.util.extras import extra
 from jvpipe.util.names import did_you_mean
 
 _OPTIONS = {"train": TrainOptions, "plan": plan.PlanOptions}
 
 
-def _complete(arguments: Sequence[str]) -> int:
+def _print_completion(arguments: Sequence[str]) -> int:
     """Prints the script that completes `jvpipe` in a shell."""
     try:
         (shell,) = arguments
@@ -25,7 +28,7 @@ def _complete(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"train": train.main, "plan": plan.main, "completion": _complete}
+_COMMANDS = {"train": train.main, "plan": plan.main, "completion": _print_completion}
 _TOLD = """\
 python -m jvpipe train --model bert --stages 2           trains as a pipeline over the devices of this machine
 python -m jvpipe plan --model bert --size large          plans for hardware that is not here; nothing runs
@@ -46,3 +49,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words != ["--version"]:
         print(f"\n{_TOLD}\n{names()}")
     return 0
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def completion(shell: str, commands: Mapping[str, type[PipelineOptions]]) -> str:
+    """Writes the completion script of `jvpipe` for a shell.
+
+    Args:
+        shell: one of SHELLS.
+        commands: the options of each command.
+
+    Raises:
+        ValueError: the shell is not known.
+        MissingExtraError: shtab is not installed.
+    """
+    if shell not in SHELLS:
+        raise ValueError(did_you_mean("shell", shell, SHELLS))
+    with extra("cli"):
+        import shtab
+    whole = argparse.ArgumentParser(prog="jvpipe")
+    inner = whole.add_subparsers()
+    for command, holder in commands.items():
+        parser = inner.add_parser(command, help=holder.__doc__)
+        for action in add_options(parser, options_of(holder)):
+            _complete(action, shtab.FILE, shtab.DIRECTORY)
+    inner.add_parser("completion", help="Completion for a shell.").add_argument(
+        "shell", choices=SHELLS
+    )
+    return shtab.complete(whole, shell)
+
+
+def _complete(action: Any, file: Mapping[str, Any], folder: Mapping[str, Any]) -> None:
+    """Says what may follow an option: one of some names, a file or a folder."""
+    action.choices = names_by_option().get(action.dest)
+    if action.metavar in ("FILE", "PATH"):
+        action.complete = file
+    elif action.metavar == "FOLDER":
+        action.complete = folder

@@ -12,9 +12,8 @@ from rich.console import Console
 from jvpipe.cli.command_line import read
 from jvpipe.cli.job import keep_compiled
 from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
-from jvpipe.cli.outputs import check_figure, check_outputs, writing
+from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
-from jvpipe.cli.speech import progress
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
 from jvpipe.exports.registry import find_format

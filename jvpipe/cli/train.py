@@ -1,28 +1,369 @@
-"""`python -m jvpipe.train`: trains a model, the user's or of `jvpipe.models`, as a pipeline, in a run directory."""
+"""`python -m jvpipe.train`: trains a model, the user's or of `jvpipe.models`, as a pipeline, in a run directory.
+
+From the top: what is read of a step, what a run keeps of how its steps went, the training itself, and the command.
+"""
 
 import errno
 import math
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 import jvpipe
 from jvpipe.cli import outputs
 from jvpipe.cli.command_line import given, parse
 from jvpipe.cli.job import Job, prepare, resume_command
-from jvpipe.cli.keeping import held_out_loss
-from jvpipe.cli.options import TrainOptions
-from jvpipe.cli.processes import Watch, join, leave
+from jvpipe.cli.keeping import Keeper, evaluations_before, held_out_loss, tidy
+from jvpipe.cli.options import TrainOptions, kept_options
+from jvpipe.cli.outputs import Speech, places, writing
+from jvpipe.cli.processes import Watch, join, leave, shared, shared_picture
 from jvpipe.cli.shell import ExitCode, StopRequest
-from jvpipe.cli.speech import Speech
-from jvpipe.cli.training import train
+from jvpipe.cost.utilisation import ideal_s
+from jvpipe.ir.span import Picture
+from jvpipe.report import timeline
+from jvpipe.report.metrics import MetricsLog, StepMetrics, scalars_in
+from jvpipe.report.trackers import TrackedRun, Tracker, find_tracker
 from jvpipe.runtime.engine.hosts import ALONE, Hosts
+from jvpipe.runtime.engine.monitor import Measured
+from jvpipe.trace.graph import Traced
+from jvpipe.util.paths import path_name
+
+Done = tuple[int, dict[str, Any], Sequence[str]]
+"""A step that was dispatched: its number, its metrics, and the names of the architecture's blocks."""
+
+
+_TOKENS = ("tokens", "input_ids", "inputs")
+"""The names under which batches have the tokens that a model reads."""
+
+
+class StepNumbers:
+    """Reads what the steps of a job yield, in the process that it is in."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._tokens = job, tokens_in(job.data.example)
+        self._ideal: tuple[Traced | None, float | None] = None, None
+
+    def of(self, done: Done, measured: Measured, seconds: float) -> StepMetrics:
+        """Reads the metrics of a step; waits for its end.
+
+        Args:
+            done: the step.
+            measured: what ran when in it.
+            seconds: that it took.
+        """
+        job, (step, metrics, architecture) = self._job, done
+        ideal = self._ideal_s()
+        planned = job.pipe.session.planned
+        return StepMetrics(
+            step=step,
+            loss=float(metrics["loss"]),
+            learning_rate=float(
+                job.learning_rates[step * len(job.learning_rates) // job.steps - 1]
+            ),
+            grad_norm=float(metrics.get("grad_norm", math.nan)),
+            seconds=seconds,
+            examples_per_s=job.batch_size / seconds,
+            bubble_fraction=timeline.bubble_fraction(measured.spans),
+            busy_fraction=timeline.busy_fractions(measured.spans),
+            peak_bytes={str(device): peak for device, peak in job.pipe.ledger.peak_bytes.items()},
+            staleness=job.pipe.ledger.versions.staleness(sum(job.pipe.plan.cuts)),
+            swapped_bytes=measured.swapped_bytes,
+            copy_hidden_s=measured.hidden_s,
+            copy_exposed_s=measured.exposed_s,
+            recomputed_s=measured.recomputed_s + (planned.recompute_s if planned else 0.0),
+            tokens_per_s=None if self._tokens is None else self._tokens / seconds,
+            mfu=None if ideal is None else ideal / seconds,
+            aux=scalars_in(metrics.get("aux", ())),
+            architecture=tuple(architecture),
+        )
+
+    def _ideal_s(self) -> float | None:
+        """Computes the least seconds of a step of the present model."""
+        pipe = self._job.pipe
+        traced = pipe.session.compiled.traced
+        if traced is not self._ideal[0]:
+            settings = pipe.session.settings
+            kinds = [device.device_kind for device in set(settings.devices)]
+            # Counted once per model: it looks at every equation.
+            self._ideal = traced, ideal_s(traced, settings.microbatches, kinds)
+        return self._ideal[1]
+
+
+def tokens_in(batch: Any) -> int | None:
+    """Counts the tokens of a batch that the model reads, in integer leaves called tokens, input_ids or inputs.
+
+    Their first two axes are counted, examples and positions, padding included. None if there is no such leaf.
+
+    >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
+    24
+    >>> tokens_in(np.zeros((2, 8), int))
+    """
+    # Integers alone: floating-point inputs are features, not tokens.
+    counts = [
+        math.prod(leaf.shape[:2])
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if path_name(path[-1:]) in _TOKENS
+        and len(leaf.shape) >= 2
+        and np.issubdtype(leaf.dtype, np.integer)
+    ]
+    return sum(counts) if counts else None
+
+
+class Recording:
+    """A context manager around the steps of a run: writes the timeline of the last ones, or of those it profiles.
+
+    With --profile so many steps are profiled, from the second on, for the first has much to do once; where there are
+    not as many, from the first on. A profiler sees each task twice by its name, such as `1F2[layer 4]`: its dispatch,
+    and until it has run, on a thread per device, from when it was dispatched or the task before it there had ended.
+
+    Args:
+        job: the run.
+        first: how many steps are done.
+    """
+
+    def __init__(self, job: Job, first: int) -> None:
+        self._job, count = job, job.options.profile
+        self._steps = min(count or job.options.timeline_steps, job.steps - first)
+        # The second step is the first that has compiled everything.
+        self._begin = None if count is None else min(first + 1, job.steps - self._steps)
+        self._begun: int | None = None
+        self._done = False
+        job.pipe.session.monitor(kept=self._steps)
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None and not self._done:
+            self._write(self._steps)
+        if self._begun is not None:
+            self._stop_profile()
+
+    def after(self, step: int, state: Any) -> None:
+        """Begins or ends the profile, if it is time to.
+
+        Args:
+            step: the number of steps that are done.
+            state: that after them.
+        """
+        if step == self._begin:
+            self._job.pipe.wait(state)
+            self._start_profile(step)
+        elif self._begun is not None and step == self._begun + self._steps:
+            self._job.pipe.wait(state)
+            self._write(
+                self._steps
+            )  # the profiler sees a task only once the thread that waits for it has
+            self._stop_profile()
+            self._done = True
+
+    def _start_profile(self, step: int) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # each call of Python is too much
+        jax.profiler.start_trace(str(self._folder), profiler_options=options)
+        self._begun = step
+        self._job.pipe.session.controller.profiled = True
+
+    def _stop_profile(self) -> None:
+        self._job.pipe.session.controller.profiled = False
+        jax.profiler.stop_trace()
+        self._begun = None
+        if self._job.hosts.process == 0:
+            print(f"profile in {self._folder}: open it in XProf or Perfetto", flush=True)
+
+    @property
+    def _folder(self) -> Path:
+        """Where this process writes its profile."""
+        hosts, folder = self._job.hosts, self._job.run.profile
+        return folder if hosts.count == 1 else folder / f"process-{hosts.process}"
+
+    def _write(self, steps: int) -> None:
+        """Writes the timeline of the last steps, of all processes."""
+        picture = shared_picture(
+            self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
+        )
+        if self._job.hosts.process == 0:
+            timeline.write(self._job.run.timeline, picture)
+            if self._job.options.figure is not None:
+                self._draw(self._job.options.figure, picture)
+
+    def _draw(self, path: str, picture: Picture) -> None:
+        """Draws steps to a file, with the limits that the devices have."""
+        from jvpipe.report.figures import timeline_figure
+
+        session = self._job.pipe.session
+        settings, monitor = session.settings, session.controller.monitor
+        assert monitor is not None
+        title = f"{self._job.workload.title}, {settings.schedule.name}, measured"
+        with writing("--figure", path):
+            limits = dict(zip(monitor.memories, settings.limits, strict=False))
+            timeline_figure(picture, path, limits, title)
+
+
+def train(
+    job: Job, state: Any, stop: StopRequest, watch: Watch, speech: Speech
+) -> tuple[Any, int | None]:
+    """Runs the steps that are left, logging each, and saves: now and then, and the last one whatever ends the run.
+
+    Args:
+        job: the run.
+        state: that to go on from.
+        stop: heard between two steps, of whichever process.
+        watch: told that steps are taken.
+        speech: told of each.
+
+    Returns:
+        The state, and the signal that stopped the run, if one did.
+    """
+    first, patience = state.step, job.options.early_stop
+    seen = evaluations_before(job)
+    text = (
+        f"steps {first + 1} to {job.steps}" if first < job.steps else f"all {first} steps are done"
+    )
+    print(f"{job.workload.title}: {text}, run in {job.run.path}", flush=True)
+    if job.hosts.process == 0:
+        tidy(job, seen)
+    # A run that ended early ends again when it is resumed.
+    if first >= job.steps or seen.over(patience):
+        print(seen.told(patience), end="")
+        return state, None
+    done: Done | None = None  # a step that is not yet logged
+    signum: int | None = None
+    with ExitStack() as opened:
+        recording = opened.enter_context(Recording(job, first))
+        job.pipe.adapt(job.options.adapt)
+        log, keeper = _Log(job, stop, opened, first, speech), Keeper(job, opened)
+        recording.after(first, state)
+        try:
+            for step, advanced in enumerate(job.stream(state, job.steps - first), first + 1):
+                watch.progress(f"step {step}")
+                keeper.check()
+                signum = log.tell(
+                    done, before=True
+                )  # one step later, so that the pipeline never waits for a log
+                state, done = advanced[0], (step, *advanced[1:])
+                last = step == job.steps or signum is not None
+                if last or job.pauses(step):
+                    job.pipe.wait(state)
+                    with log.clock.standing():
+                        loss = held_out_loss(job, state, watch) if job.evaluates(step) else None
+                    seen = seen if loss is None else seen.after(step, loss)
+                    log.tell(done, before=False, loss=loss)
+                    done = None
+                last = last or seen.over(patience)
+                if last or job.saves(step) or step == seen.best_step:
+                    watch.progress(f"the checkpoint of step {step}")
+                    with log.clock.standing():
+                        keeper.save(state, step, advanced[2], seen)
+                recording.after(step, state)
+                if last:
+                    break
+            keeper.finish()
+            signum = log.tell(
+                None, before=False
+            )  # it may have come during the last step, or while that was saved
+        except ValueError:  # the loss is not a number: its step belongs into the log
+            log.tell(done, before=False, hosts=ALONE)
+            raise
+    print(seen.told(patience), end="")
+    return state, signum
+
+
+class _Log:
+    """Logs the steps of a run, in the first of its processes, and hears in all of them which of them is to stop."""
+
+    def __init__(
+        self, job: Job, stop: StopRequest, opened: ExitStack, first: int, speech: Speech
+    ) -> None:
+        self._job, self._stop, self._speech, self._numbers, self.clock = (
+            job,
+            stop,
+            speech,
+            StepNumbers(job),
+            Clock(),
+        )
+        writes = job.hosts.process == 0
+        self._log = opened.enter_context(MetricsLog(job.run.metrics, first)) if writes else None
+        self._trackers: list[Tracker] = []
+        if writes:
+            opened.enter_context(speech.training(job.steps, first))
+            self._trackers += _trackers(job, first, opened)
+
+    def tell(
+        self,
+        done: Done | None,
+        *,
+        before: bool,
+        loss: float | None = None,
+        hosts: Hosts | None = None,
+    ) -> int | None:
+        """Logs a step; returns the signal that some process was sent.
+
+        Args:
+            done: the step; None if there is none to log.
+            before: another one was dispatched since.
+            loss: on held-out batches after it, if they were evaluated.
+            hosts: who is told; all processes unless given.
+        """
+        ours = None
+        if done is not None:
+            measured = self._job.pipe.session.measured(before=before)
+            ours = (
+                self._numbers.of(done, measured, self.clock.lap_s()),
+                timeline.busy(measured.spans),
+            )
+        signum, line = shared(hosts or self._job.hosts, self._stop.signum, ours)
+        if line is not None and self._log is not None:
+            line = replace(
+                line, held_out_loss=loss, elapsed_s=self._log.elapsed_s + self.clock.elapsed_s()
+            )
+            self._log.append(line)
+            for tracker in self._trackers:
+                tracker.log(line.step, line.numbers())
+            self._speech.step(line, places(self._job.pipe))
+        return signum
+
+
+def _trackers(job: Job, first: int, opened: ExitStack) -> Iterator[Tracker]:
+    """Yields what else hears of each step, until `opened` is closed."""
+    run = TrackedRun(job.run.path, kept_options(job.options), first)
+    for name in dict.fromkeys(job.options.track):
+        tracker = find_tracker(name)(run)
+        opened.callback(tracker.close)
+        yield tracker
+
+
+class Clock:
+    """Seconds since it was made, and of steps: since it was last asked, without what does not belong to a step."""
+
+    def __init__(self) -> None:
+        self._begin = self._at = time.perf_counter()
+
+    def lap_s(self) -> float:
+        """Returns seconds since the last lap, without those that it stood."""
+        before, self._at = self._at, time.perf_counter()
+        return self._at - before
+
+    def elapsed_s(self) -> float:
+        """Returns seconds since it was made, all of them."""
+        return time.perf_counter() - self._begin
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Does not count the seconds of the block for a step."""
+        before = time.perf_counter()
+        yield
+        self._at += time.perf_counter() - before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jvpipe.cli.speech import Speech
+from jvpipe.cli.outputs import Speech
 from jvpipe.report.console import Place
 from jvpipe.runtime.engine.phases import phase
 from tests.report.test_metrics import ONE

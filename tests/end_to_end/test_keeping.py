@@ -14,7 +14,6 @@ import pytest
 
 import jvpipe
 from jvpipe.cli import train as train_command
-from jvpipe.cli import training
 from jvpipe.cli.keeping import Keeper
 from jvpipe.runtime.state.checkpoints import array_file
 from tests.commands import finished
@@ -88,7 +87,7 @@ def test_evaluations_change_no_bit(whole: Path, tmp_path: Path) -> None:
 
 def killed_at_the_third_evaluation(arguments: Sequence[str]) -> int:
     """The command line, which is killed in step 9, perhaps while the checkpoint of step 8 is written."""
-    calls, evaluate = [], training.held_out_loss
+    calls, evaluate = [], train_command.held_out_loss
 
     def killing(*given: Any) -> Any:
         calls.append(given)
@@ -96,7 +95,7 @@ def killed_at_the_third_evaluation(arguments: Sequence[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return evaluate(*given)
 
-    training.held_out_loss = killing
+    train_command.held_out_loss = killing
     return train_command.main(list(arguments))
 
 

@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 
-_SHOWN = 80
+SHOWN = 80
 """The most letters of what differs that a message has."""
 
 
@@ -48,9 +48,9 @@ def unlike(text: str, other: str) -> tuple[str, str]:
     """
     pairs = zip_longest(text.split("\n"), other.split("\n"), fillvalue="nothing")
     line, their_line = next((a, b) for a, b in pairs if a != b)
-    if max(len(line), len(their_line)) <= _SHOWN:
+    if max(len(line), len(their_line)) <= SHOWN:
         return line, their_line
     letters = enumerate(zip(line, their_line, strict=False))
     at = next((i for i, (a, b) in letters if a != b), 0)
-    shown = slice(max(0, at - _SHOWN // 2), at + _SHOWN // 2)
+    shown = slice(max(0, at - SHOWN // 2), at + SHOWN // 2)
     return line[shown], their_line[shown]
