@@ -13,6 +13,7 @@ from jvpipe.runtime.engine.versions import VersionLedger
 from jvpipe.runtime.state.model_change import plan_model_switch
 from jvpipe.session.session import Session
 from jvpipe.session.settings import agree_on_rows
+from jvpipe.session.trees import with_sums
 
 Tree = Any
 _log = logging.getLogger("jvpipe")
@@ -39,9 +40,11 @@ def switch_model(
     models, present = session.known_models, session.compiled_plans
     compiled_plans = models.compiled_for(present, loss_fn, params, model_state)
     old, new = present.current, compiled_plans.current
+    trees = compiled_plans.trees
+    states = jax.tree.leaves(trees.model_state if model_state is None else model_state)
     values = {
-        "parameter": jax.tree.leaves(compiled_plans.trees.stacks.split(params)),
-        "state": jax.tree.leaves(model_state),
+        "parameter": jax.tree.leaves(trees.stacks.split(params)),
+        "state": with_sums(states, new.traced.graph.state),
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")

@@ -39,7 +39,7 @@ from jvpipe.session.changes import KnownModels, Migrations
 from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.grouping import Grouping
 from jvpipe.session.settings import Settings, agree_on_rows, option_parts, told_peaks
-from jvpipe.session.trees import Trees, feeds_of
+from jvpipe.session.trees import Trees, feeds_of, with_sums
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -244,7 +244,8 @@ class Session:
             leaves_of: puts or makes the parameters, given how they are split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
-        states = given_leaves(jax.tree.leaves(model_state))
+        state = compiled_plans.current.traced.graph.state
+        states = given_leaves(with_sums(jax.tree.leaves(model_state), state))
         leaves = compiled_plans.take_leaves() | {
             ("state", i): leaf for i, leaf in enumerate(states)
         }

@@ -85,6 +85,7 @@ class Settings(Training):
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
         reductions: given for leaves of aux and of the model state.
+        deferred_batch_norm: what batch norms remember changes once a batch.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure again what an earlier process has measured.
         group: consecutive layers of a stage run as one program.
@@ -104,6 +105,7 @@ class Settings(Training):
     shares: bool
     sharding: Sharding | None
     reductions: Reductions
+    deferred_batch_norm: bool
     grad_norm: bool
     remeasure: bool
     group: bool
@@ -145,6 +147,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     take, schedule, planner = options.pop, options["schedule"], options["planner"]
     reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
     _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
+    _check_deferred(options)
     microbatches = take("microbatches") or USUAL_MICROBATCHES
     replicas, stages = take("replicas"), take("stages")
     shares = shares_devices(replicas, stages, planner)
@@ -192,6 +195,28 @@ def _check_leaves(reductions: Reductions, *, has_aux: bool, has_state: bool) -> 
             raise ValueError(
                 f"{option} is given, but the loss returns nothing of that kind: say {flag}=True"
             )
+
+
+def _check_deferred(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for running statistics that nobody carries through a batch, or not one device alone."""
+    if not options["deferred_batch_norm"]:
+        return
+    if not options["has_state"]:
+        raise ValueError(
+            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry what batch "
+            "norms remember in it"
+        )
+    if not options["schedule"].synchronous:
+        raise ValueError(
+            f"deferred_batch_norm=True needs a schedule that ends each batch, such as '1f1b', not "
+            f"'{options['schedule'].name}'"
+        )
+    replicas = options["replicas"]
+    if replicas == "auto" or any(count > 1 for count in replicas or ()):
+        raise ValueError(
+            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
+            "leave one of both out, or call jvpipe.deferred_batch_norm in the loss"
+        )
 
 
 def shares_devices(

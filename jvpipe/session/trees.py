@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Tracer, is_plain
+from jvpipe.ir.layers import Array
 from jvpipe.ir.lazy_array import LazyArray
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.runtime.engine.value_shapes import shape
@@ -145,8 +146,9 @@ class Trees:
         return leaves_like(params, self._split_params, self.stacks, "params")
 
     def join_model_state(self, leaves: Sequence[Any]) -> Tree:
-        """Puts the leaves of the model state together."""
-        return jax.tree.unflatten(jax.tree.structure(self.model_state), leaves)
+        """Puts the leaves of the model state together; those that jvpipe added are behind the user's."""
+        tree = jax.tree.structure(self.model_state)
+        return jax.tree.unflatten(tree, leaves[: tree.num_leaves])
 
     def join_optimizer_state(self, optimizer: OptimizerCut, leaves: Sequence[Any]) -> Tree:
         """Puts the leaves of the optimizer's state together as `optimizer.init(params)` gives it."""
@@ -162,6 +164,16 @@ class Trees:
     @property
     def _split_params(self) -> Tree:
         return self.stacks.split(self.params)
+
+
+def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
+    """Returns the leaves of a model state at the start of a batch, those of deferred batch norms behind the user's.
+
+    Args:
+        leaves: the user's.
+        state: the shapes of all.
+    """
+    return [*leaves, *(np.zeros(array.shape, array.dtype) for array in state[len(leaves) :])]
 
 
 def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:
