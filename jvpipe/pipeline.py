@@ -94,6 +94,9 @@ class Pipeline:
             which leaves it on the host between updates. Unless given, the planner decides under a limit.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state (batch norm).
+        deferred_batch_norm: what batch norms remember changes once a batch, by the statistics of all its examples,
+            whatever the micro-batches, as torchgpipe's do. The leaves of the model state that follow them are found in
+            the loss; each micro-batch is still normalised by its own statistics. Not with replicas.
         aux_reduce: over micro-batches, and over replicas where the trace cannot say: "mean", "sum", "max" or "last" of
             leaves of aux by path, as in `{"largest": "max"}`; else floating-point scalars are averaged, others stacked.
         model_state_reduce: over replicas, where the trace cannot say: the "mean" over examples, "sum" of what each has
@@ -149,6 +152,7 @@ class Pipeline:
         state_fates: Mapping[str, str] | None = None,
         has_aux: bool = False,
         has_state: bool = False,
+        deferred_batch_norm: bool = False,
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,

@@ -355,6 +355,28 @@ _UNEVEN = (
 )
 
 
+def check_deferred(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for running statistics that nobody carries through a batch, or not one device alone."""
+    if not options["deferred_batch_norm"]:
+        return
+    if not options["has_state"]:
+        raise ValueError(
+            "deferred_batch_norm=True, but the loss carries no model state: say has_state=True, and carry what batch "
+            "norms remember in it"
+        )
+    if not options["schedule"].synchronous:
+        raise ValueError(
+            f"deferred_batch_norm=True needs a schedule that ends each batch, such as '1f1b', not "
+            f"'{options['schedule'].name}'"
+        )
+    replicas = options["replicas"]
+    if replicas == "auto" or any(count > 1 for count in replicas or ()):
+        raise ValueError(
+            f"deferred_batch_norm=True with replicas={replicas!r}: each replica has sums of its own examples alone; "
+            "leave one of both out, or call jvpipe.deferred_batch_norm in the loss"
+        )
+
+
 def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     """Returns the shapes of one micro-batch."""
 

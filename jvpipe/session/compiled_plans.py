@@ -208,6 +208,7 @@ class CompiledPlans:
                 has_state=settings.has_state,
                 sharding=settings.sharding,
                 reductions=settings.reductions,
+                deferred_over=settings.microbatches if settings.deferred_batch_norm else 1,
             )
         sharding, grad_norm = settings.sharding, settings.grad_norm
         cutter = OptimizerCutter.of(settings, model, grad_norm=grad_norm, sharding=sharding)

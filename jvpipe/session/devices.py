@@ -25,6 +25,7 @@ from jvpipe.session.arguments import (
     USUAL_MICROBATCHES,
     USUAL_STAGES,
     check_chooser,
+    check_deferred,
     check_functions,
     check_speeds,
 )
@@ -390,6 +391,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     take, schedule, planner = options.pop, options["schedule"], options["planner"]
     reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
     _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
+    check_deferred(options)
     asked = take("microbatches")
     microbatches = asked or USUAL_MICROBATCHES
     replicas, stages = take("replicas"), take("stages")

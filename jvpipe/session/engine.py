@@ -33,10 +33,10 @@ from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.checkpoints.flight import names_of, newest_of, plain_arrays, with_leaves
 from jvpipe.session.compiled_plans import CompiledPlans, KnownModels, LeavesOf, agree_on_rows
 from jvpipe.session.planning import Planned
-from jvpipe.session.settings import Parts, Settings, Trees, option_parts
+from jvpipe.session.settings import Parts, Settings, Trees, option_parts, with_sums
+from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.digests import array_digest, leaf_lines, made_lines, shape_lines
 from jvpipe.trace.leaves import abstract, canonical, is_initialiser
-from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -221,9 +221,10 @@ class Engine:
             leaves_of: puts or makes the parameters, given how they are split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
+        traced = compiled_plans.current.traced
         if self.settings.splits_unasked:
-            warn_of_splitting(compiled_plans.current.traced, self.settings.microbatches)
-        states = given_leaves(jax.tree.leaves(model_state))
+            warn_of_splitting(traced, self.settings.microbatches)
+        states = given_leaves(with_sums(jax.tree.leaves(model_state), traced.graph.state))
         leaves = compiled_plans.take_leaves() | {
             ("state", i): leaf for i, leaf in enumerate(states)
         }

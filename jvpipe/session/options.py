@@ -289,6 +289,14 @@ class PipelineOptions:
         "",
         CALLS,
     )
+    deferred_batch_norm: bool = option(
+        False,
+        checked_flag,
+        "What batch norms remember changes once a batch, not with each micro-batch.",
+        "model",
+        "",
+        PIPELINE,
+    )
     aux_reduce: Mapping[str, str] | None = option(
         None,
         partial(checked_reduction, kind=AuxReduction),

@@ -32,7 +32,7 @@ from jvpipe.runtime.state.model_change import ModelChange, plan_model_switch
 from jvpipe.session.adapt import Adapter, Grouping
 from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
 from jvpipe.session.engine import Engine
-from jvpipe.session.settings import Settings
+from jvpipe.session.settings import Settings, with_sums
 
 Tree = Any
 Metrics = dict[str, Any]
@@ -369,9 +369,11 @@ def switch_model(
     models, present = session.known_models, session.compiled_plans
     compiled_plans = models.compiled_for(present, loss_fn, params, model_state)
     old, new = present.current, compiled_plans.current
+    trees = compiled_plans.trees
+    states = jax.tree.leaves(trees.model_state if model_state is None else model_state)
     values = {
-        "parameter": jax.tree.leaves(compiled_plans.trees.stacks.split(params)),
-        "state": jax.tree.leaves(model_state),
+        "parameter": jax.tree.leaves(trees.stacks.split(params)),
+        "state": with_sums(states, new.traced.graph.state),
     }
     switch = plan_model_switch(old, new, values, models.parked, session.limits)
     agree_on_rows(new, "the rows of new models")

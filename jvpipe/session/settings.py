@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jvpipe._jax import Device
-from jvpipe.ir.layers import LayerGraph
+from jvpipe.ir.layers import Array, LayerGraph
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.reductions import Reductions
@@ -85,6 +85,7 @@ class Settings(Training):
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
         reductions: given for leaves of aux and of the model state.
+        deferred_batch_norm: what batch norms remember changes once a batch.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure again what an earlier process has measured.
         group: consecutive layers of a stage run as one program.
@@ -105,6 +106,7 @@ class Settings(Training):
     shares: bool
     sharding: Sharding | None
     reductions: Reductions
+    deferred_batch_norm: bool
     grad_norm: bool
     remeasure: bool
     group: bool
@@ -352,8 +354,9 @@ class Trees:
         return leaves_like(params, self._split_params, self.stacks, "params")
 
     def join_model_state(self, leaves: Sequence[Any]) -> Tree:
-        """Puts the leaves of the model state together."""
-        return jax.tree.unflatten(jax.tree.structure(self.model_state), leaves)
+        """Puts the leaves of the model state together; those that jvpipe added are behind the user's."""
+        tree = jax.tree.structure(self.model_state)
+        return jax.tree.unflatten(tree, leaves[: tree.num_leaves])
 
     def join_optimizer_state(self, optimizer: OptimizerCut, leaves: Sequence[Any]) -> Tree:
         """Puts the leaves of the optimizer's state together as `optimizer.init(params)` gives it."""
@@ -369,6 +372,16 @@ class Trees:
     @property
     def _split_params(self) -> Tree:
         return self.stacks.split(self.params)
+
+
+def with_sums(leaves: Sequence[Any], state: Sequence[Array]) -> list[Any]:
+    """Returns the leaves of a model state at the start of a batch, those of deferred batch norms behind the user's.
+
+    Args:
+        leaves: the user's.
+        state: the shapes of all.
+    """
+    return [*leaves, *(np.zeros(array.shape, array.dtype) for array in state[len(leaves) :])]
 
 
 def leaves_like(tree: Tree, split: Tree, stacks: Stacks, what: str) -> list[Any]:

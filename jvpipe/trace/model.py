@@ -10,6 +10,7 @@ import jax
 from jvpipe.ir.layers import Spec
 from jvpipe.ir.reductions import Reductions
 from jvpipe.ir.sharding import Sharding, words
+from jvpipe.trace.deferred_state import deferred
 from jvpipe.trace.graph import Traced, build_graph
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.reshaped import reshaped
@@ -55,6 +56,7 @@ def trace_model(
     has_state: bool = False,
     sharding: Sharding | None = None,
     reductions: Reductions = Reductions(),  # noqa: B008 - it is frozen
+    deferred_over: int = 1,
 ) -> Model:
     """Traces a loss at the shapes of a micro-batch, and cuts it into layers.
 
@@ -70,6 +72,7 @@ def trace_model(
         has_state: the loss takes the model state and returns it.
         sharding: how parameters lie over the devices of a place, if there are several.
         reductions: what the user says of leaves of aux and of the model state.
+        deferred_over: of so many micro-batches the last one alone changes what batch norms remember.
 
     Raises:
         ValueError: the parameters cannot lie so, or not in the layers that the model has at present.
@@ -85,6 +88,7 @@ def trace_model(
         params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
     if loss is None:
         loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
+    loss = deferred(loss, deferred_over)
     if sharding is not None:
         slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
         loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))

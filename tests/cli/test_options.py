@@ -289,7 +289,8 @@ SAID: dict[str, tuple[Any, str]] = {
     "fates": ({1: "swap"}, "such as"),
     "state_fates": ("swap", "such as"),
     **dict.fromkeys(
-        ("has_aux", "has_state", "grad_norm", "group", "remeasure"), (1, "True or False")
+        ("has_aux", "has_state", "deferred_batch_norm", "grad_norm", "group", "remeasure"),
+        (1, "True or False"),
     ),
 }
 

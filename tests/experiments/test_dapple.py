@@ -1,5 +1,7 @@
 """DAPPLE's table V, where the profiles are."""
 
+from dataclasses import replace
+
 import pytest
 
 from experiments.dapple import run, speed
@@ -46,7 +48,10 @@ def test_a_row_for_each_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_gpipe_holds_more_of_more_micro_batches_and_1f1b_does_not() -> None:
-    rows = [line.strip("| ").split(" | ") for line in list(beside_gpipe(size="tiny"))[2:]]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in list(beside_gpipe(replace(run.TRACED["bert-48"], size="tiny")))[2:]
+    ]
     assert [row[:2] for row in rows] == [
         [order, count] for order in ("gpipe", "1f1b") for count in ("2", "8", "16")
     ]
@@ -63,6 +68,16 @@ def test_more_in_flight_hides_transfers_and_holds_more(monkeypatch: pytest.Monke
     assert (a[1:3], b[1:3]) == (["A", "16"], ["B", "31"])
     assert float(a[3]) > float(b[3])
     assert float(a[4]) < float(b[4])
+
+
+def test_pipedream_wants_a_layer_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),) * 4)
+    monkeypatch.setattr(run, "costs_of", lambda _: LocalCosts((1,), (few,)))
+    shapes = shapes_of("one", 16, "B")
+    assert run.other_s("pipedream", shapes, 1.0) == "too few layers"
+    rows = [line.strip("| ").split(" | ") for line in list(run.table_vii([("one", 32)]))[2:]]
+    assert [row[1] for row in rows] == ["2 x 8", "4 x 8"]
+    assert all("too few layers" in row[4] for row in rows)
 
 
 @pytest.mark.thorough

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.seeds_throughput import run
+from experiments.seeds_throughput import gap, run
 from experiments.seeds_throughput.run import CLUSTER, NONE, SYSTEMS, compared, row
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
@@ -42,3 +42,15 @@ def test_fates_spare_recomputation_and_make_room_for_larger_batches(
     assert faster.per_s > 1.1 * gpipe.per_s > 0
     assert str(NONE) == "does not fit"
     assert row("six", costs, 2, small).startswith("| six | 2 | 0.444 (4) | ")
+
+
+def test_an_assumption_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MICRO_BATCHES", 4)
+    monkeypatch.setattr(gap, "MOST", 8)
+    base, quarter, stashes, _, _ = gap.ASSUMPTIONS
+    gains = [gap.gain(SYSTEMS[0], assumption, costs, 2) for assumption in (base, quarter, stashes)]
+    assert gains[0] == gains[2] == "+0% (8, 32)", "layers without parameters have nothing to stash"
+    assert gains[1] == "+300% (2, 32)", "a quarter of the examples takes as long"
+    weighty = replace(costs(8), layers=(replace(costs(8).layers[0], parameter_bytes=10**9),))
+    stashed = gap.stashed(weighty).layers[0].update_s
+    assert stashed == pytest.approx(7e9 / CLUSTER.device.memory_bytes_per_s)

@@ -1,0 +1,303 @@
+"""Running statistics of batch norms, found among the leaves of a model state.
+
+    s = sum(x)                   a statistic: a sum over the examples of a micro-batch
+    y = x - s / n                by which single examples are centred: so it is a batch norm's
+    q = sum((x - s / n)**2)      its spread, in one go or as sum(x**2)
+    r' = h(r, s, q)              the new value of a leaf, of nothing but its old value and such sums
+
+The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same equations. A value whose
+shape differs has examples along an axis, and the second trace's h turns sums over a whole batch into the new value,
+whatever it divides by.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isclose, prod
+
+from jvpipe import _jax
+from jvpipe._jax import Atom, JaxprEqn, Literal, Var
+from jvpipe.ir.layers import Ref
+from jvpipe.ir.values import ValueKind
+from jvpipe.trace.jaxprs import variables
+from jvpipe.trace.loss import LossJaxpr
+from jvpipe.trace.normalised import first_of_same
+
+_CASTS = ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient", "name")
+"""Primitives whose result is their operand, as far as statistics go."""
+_SHAPING = (*_CASTS, "broadcast_in_dim", "reshape", "squeeze", "transpose")
+"""Primitives that hand a statistic to single examples."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A statistic of a micro-batch.
+
+    Attributes:
+        eqn: the place of its equation.
+        count: how many values each of its elements is a sum of.
+        mean_of: the place of the sum by whose mean its values are centred before they are squared; None: it adds up
+            over micro-batches as it is.
+    """
+
+    eqn: int
+    count: int
+    mean_of: int | None = None
+
+
+@dataclass(frozen=True)
+class RunningLeaf:
+    """A leaf of the model state that follows a batch norm.
+
+    Attributes:
+        index: of the leaf.
+        sums: what its new value is made of besides its old one, and those by whose means such are centred.
+        eqns: the places of the equations from these to the new value.
+    """
+
+    index: int
+    sums: tuple[Sum, ...]
+    eqns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What the value of an atom is made of: statistics, inputs, and the equations between."""
+
+    sums: frozenset[int]
+    inputs: frozenset[Var]
+    eqns: frozenset[int]
+    barrier: str | None = None
+    """The primitive that takes it from single examples in another way than by a sum."""
+
+
+@dataclass(frozen=True)
+class TwoTraces:
+    """A loss at the shapes of a micro-batch and of a whole batch; both have the same equations.
+
+    Attributes:
+        micro: of a micro-batch.
+        whole: of a batch.
+    """
+
+    micro: LossJaxpr
+    whole: LossJaxpr
+
+    @property
+    def eqns(self) -> Sequence[JaxprEqn]:
+        """The equations of a micro-batch."""
+        return self.micro.eqns
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether both have the same primitives in the same order."""
+        names = [[eqn.primitive.name for eqn in loss.eqns] for loss in (self.micro, self.whole)]
+        return names[0] == names[1]
+
+    def find(self) -> list[RunningLeaf]:
+        """Finds the leaves of the model state that follow batch norms.
+
+        Raises:
+            ValueError: there are none, or one follows a batch norm in a way that cannot be put off to the end of a
+                batch; the message says why.
+        """
+        if not self.alike:
+            raise ValueError(
+                "deferred_batch_norm=True needs a loss that does the same whatever the batch's size, and this one has "
+                "other operations for a whole batch than for a micro-batch: leave it out, or call "
+                "jvpipe.deferred_batch_norm in the loss"
+            )
+        found: list[RunningLeaf] = []
+        others: list[str] = []
+        for index, name in enumerate(self.micro.names[ValueKind.STATE]):
+            leaf = self._leaf(index)
+            if isinstance(leaf, RunningLeaf):
+                found.append(leaf)
+            elif leaf.startswith("!"):
+                raise ValueError(
+                    f"deferred_batch_norm=True: leaf '{name}' of the model state follows a batch norm, but {leaf[1:]}; "
+                    "call jvpipe.deferred_batch_norm in the loss, or leave the option out"
+                )
+            else:
+                others.append(f"'{name}' {leaf}")
+        if not found:
+            why = "; ".join(others[:4]) + ("; ..." if len(others) > 4 else "")
+            raise ValueError(
+                "deferred_batch_norm=True, but no leaf of the model state follows the statistics of a batch norm: "
+                f"{why}. Leave it out, or call jvpipe.deferred_batch_norm in the loss"
+            )
+        return found
+
+    def _leaf(self, index: int) -> RunningLeaf | str:
+        """Returns a leaf that follows a batch norm, or why it is none; after "!", why it cannot be put off."""
+        parts = self._slice(state_after(self.micro, index))
+        if not parts.sums:
+            return (
+                f"comes from its examples by {parts.barrier}"
+                if parts.barrier
+                else "is made of no sum over examples"
+            )
+        sums = [self._sum(eqn) for eqn in sorted(parts.sums)]
+        known_sums = [x for x in sums if x is not None]
+        if not known_sums:
+            return "is made of sums over examples by which no example is centred"
+        if len(known_sums) < len(sums):
+            return "!also other sums over its examples than those of values and of their squares"
+        if parts.barrier:
+            return f"!also of its examples by {parts.barrier}"
+        if parts.inputs - {state_before(self.micro, index)}:
+            return "!it is also made of parameters, or of other leaves of the model state"
+        # Whoever centres squares by the mean of a whole batch has to know that, too.
+        means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
+        known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
+        return RunningLeaf(index, tuple(known_sums), tuple(sorted(parts.eqns)))
+
+    # Where examples are
+
+    @cached_property
+    def _whole_of(self) -> dict[Var, Atom]:
+        """The atom of the whole batch's trace, for each variable of the micro-batch's."""
+        pairs: list[tuple[Var, Atom]] = list(zip(self.micro.inputs, self.whole.inputs, strict=True))
+        for eqn, other in zip(self.eqns, self.whole.eqns, strict=True):
+            pairs += zip(eqn.outvars, other.outvars, strict=True)
+        return dict(pairs)
+
+    def _carries(self, atom: Atom) -> bool:
+        """Tells whether a value has examples along an axis."""
+        if not isinstance(atom, Var) or atom not in self._whole_of:
+            return False
+        return _jax.aval(atom).shape != _jax.aval(self._whole_of[atom]).shape
+
+    @cached_property
+    def _defining(self) -> dict[Var, int]:
+        """The place of the equation that each variable is a result of."""
+        return {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+
+    @cached_property
+    def _first(self) -> dict[Var, Var]:
+        return first_of_same(self.eqns)
+
+    def _is_sum(self, eqn: JaxprEqn) -> bool:
+        return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
+
+    def _slice(self, atom: Atom) -> _Slice:
+        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it walks over."""
+        todo, seen = variables([atom]), set[Var]()
+        sums, inputs, eqns = set[int](), set[Var](), set[int]()
+        barrier = None
+        while todo:
+            var = todo.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            place = self._defining.get(var)
+            if self._carries(var):
+                barrier = "a value of single examples"
+            elif place is None:
+                inputs.add(var)
+            elif self._is_sum(self.eqns[place]):
+                sums.add(place)
+            elif any(map(self._carries, self.eqns[place].invars)):
+                barrier = self.eqns[place].primitive.name
+            else:
+                eqns.add(place)
+                todo += variables(self.eqns[place].invars)
+        return _Slice(frozenset(sums), frozenset(inputs), frozenset(eqns), barrier)
+
+    # What is a batch norm's
+
+    def _origin(self, atom: Atom) -> Atom:
+        """Returns what a value was before it was cast; of repetitions the first."""
+        while isinstance(atom, Var):
+            atom = self._first.get(atom, atom)
+            place = self._defining.get(atom)
+            if place is None or self.eqns[place].primitive.name not in _CASTS:
+                break
+            atom = self.eqns[place].invars[0]
+        return atom
+
+    def _centre(self, eqn: JaxprEqn) -> int | None:
+        """Returns the place of the sum by whose mean an equation centres its examples, if it does that."""
+        if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
+            return None
+        values, centre = eqn.invars
+        place = self._mean(centre)
+        if place is None:
+            return None
+        return place if self._origin(self.eqns[place].invars[0]) is self._origin(values) else None
+
+    def _mean(self, atom: Atom) -> int | None:
+        """Returns the place of the sum whose mean a value is, for each example or once; None if it is none."""
+        ratio = 1.0
+        while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
+            eqn = self.eqns[place]
+            if self._is_sum(eqn):
+                return place if isclose(ratio * self._count(eqn), 1.0, rel_tol=1e-5) else None
+            name, operands = eqn.primitive.name, eqn.invars
+            if name in ("div", "mul") and isinstance(operands[1], Literal):
+                factor = float(operands[1].val)
+                ratio *= factor if name == "mul" else 1 / factor
+            elif name not in _SHAPING:
+                return None
+            atom = operands[0]
+        return None
+
+    @staticmethod
+    def _count(eqn: JaxprEqn) -> int:
+        """Returns how many values each element of a sum adds up."""
+        shape = _jax.aval(eqn.invars[0]).shape
+        return prod(shape[axis] for axis in eqn.params["axes"])
+
+    @cached_property
+    def _centred(self) -> dict[int, int]:
+        """The places of equations that centre examples, each with that of the sum by whose mean."""
+        found = ((i, self._centre(eqn)) for i, eqn in enumerate(self.eqns))
+        return {i: place for i, place in found if place is not None}
+
+    @cached_property
+    def _centring(self) -> set[int]:
+        """The places of the sums by whose mean examples are centred, repetitions included."""
+        firsts = {self._origin(self.eqns[place].outvars[0]) for place in self._centred.values()}
+        sums = (i for i, eqn in enumerate(self.eqns) if self._is_sum(eqn))
+        return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
+
+    def _sum(self, place: int) -> Sum | None:
+        """Returns a sum that is a batch norm's: of values that it centres, or of their squares; None for any other."""
+        eqn = self.eqns[place]
+        axes, operand = eqn.params["axes"], self._origin(eqn.invars[0])
+        count = self._count(eqn)
+        if place in self._centring:
+            return Sum(place, count)
+        base = self._squared(operand)
+        if base is None:
+            return None
+        centring = self._defining.get(base) if isinstance(base, Var) else None
+        mean_of = None if centring is None else self._centred.get(centring)
+        if mean_of is not None:
+            alike = self.eqns[mean_of].params["axes"] == axes
+            return Sum(place, count, mean_of) if alike else None
+        # Squares of the values themselves: their mean is a sum of its own.
+        means = (self.eqns[i] for i in self._centring)
+        plain = any(self._origin(x.invars[0]) is base and x.params["axes"] == axes for x in means)
+        return Sum(place, count) if plain else None
+
+    def _squared(self, atom: Atom) -> Atom | None:
+        """Returns what a value is the square of; None if it is not a square."""
+        place = self._defining.get(atom) if isinstance(atom, Var) else None
+        if place is None:
+            return None
+        eqn = self.eqns[place]
+        name, operands = eqn.primitive.name, [self._origin(x) for x in eqn.invars]
+        is_power = name == "integer_pow" and eqn.params["y"] == 2
+        is_product = name == "mul" and operands[0] is operands[1]
+        return operands[0] if name == "square" or is_power or is_product else None
+
+
+def state_before(loss: LossJaxpr, index: int) -> Var:
+    """Returns the input that a leaf of the model state is."""
+    return next(var for var, ref in loss.inputs.items() if ref == Ref(ValueKind.STATE, index))
+
+
+def state_after(loss: LossJaxpr, index: int) -> Atom:
+    """Returns the new value of a leaf of the model state."""
+    return next(atom for atom, ref in loss.outputs if ref == Ref(ValueKind.STATE, index))
