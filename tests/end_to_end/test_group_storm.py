@@ -19,7 +19,7 @@ from tests.end_to_end.test_groups import NAMES, random_cuts
 from tests.grid import grid
 from tests.zoo import CASES
 
-STEPS, DEVICES = 5, 3
+STEPS, DEVICES = 7, 3  # a stream that has forgotten where it came from is compiled once more
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream", "2bw")
 
 
