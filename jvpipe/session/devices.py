@@ -406,8 +406,6 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     planned = stages.device_count if isinstance(stages, Plan) and devices is None else len(used)
     check_speeds(speeds := take("speeds") or (), planned)
     hosts = present_hosts()
-    # Over a mesh each layer's programs say how its arrays lie.
-    group = take("group") and laid is None
     return Settings(
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -425,7 +423,6 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         replicas=() if counts is None else replicas_at(counts),
         shares=shares,
         sharding=laid,
-        group=group,
         reductions=reductions,
         **options,
     )

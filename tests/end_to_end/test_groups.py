@@ -12,7 +12,9 @@ import pytest
 import jvpipe
 from jvpipe.ir.kinds import KINDS, Runs
 from jvpipe.session.adapt import Grouping
+from tests import sharded
 from tests.bits import MICRO, batches_of, digest
+from tests.end_to_end import test_replicas as replicated
 from tests.end_to_end.test_fates import drawn, trained
 from tests.grid import grid
 from tests.zoo import CASES, Case, in_bfloat16
@@ -160,3 +162,63 @@ def test_a_measured_group_is_told_layer_by_layer() -> None:
     assert [s.args["layer"] for s in spans] == [0, 1, 2]
     assert all(a.end_s == b.start_s for a, b in pairwise(spans))
     assert min(pipe.session.measured().layer_s(5)) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "schedule"),
+    grid(
+        [
+            (name, widths, schedule)
+            for schedule in ("1f1b", "gpipe")
+            for name in replicated.CASES
+            for widths in replicated.WIDTHS
+        ],
+        ("plain", (2, 1), "1f1b"),
+    ),
+    ids=str,
+)
+def test_replicas_compute_the_same_in_groups(
+    name: str, widths: tuple[int, ...], schedule: str
+) -> None:
+    plan = replicated.plan_of(replicated.names_of(name)[0], widths)
+    apart, grouped = (
+        replicated.trained(name, plan, schedule, group=group) for group in (False, True)
+    )
+    assert layer_programs(grouped[2]) < layer_programs(apart[2])
+    assert digest(grouped[:2]) == digest(apart[:2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    grid(
+        [
+            plain := ((2,), {}),
+            ((2, 2), {"checkpoint": "except_last"}),
+            ((2,), {"fates": {"*": "swap"}}),
+            ((2,), {"replicas": (2, 1)}),
+        ],
+        plain,
+    ),
+    ids=str,
+)
+def test_meshes_compute_the_same_in_groups(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    """How arrays lie between the programs of layers, they lie at the edges of a group."""
+    found = []
+    for group in (False, True):
+        pipe = jvpipe.Pipeline(
+            sharded.loss_fn,
+            optax.adamw(1e-2),
+            2,
+            sharded.MICRO,
+            planner="even",
+            devices=sharded.meshes(*sizes),
+            sharding=sharded.FULLY if len(sizes) > 1 else sharded.TENSOR_PARALLEL,
+            group=group,
+            **options,
+        )
+        state = pipe.init(sharded.parameters(), sharded.ROWS, jax.random.key(3))
+        for _ in range(2):
+            state, _ = pipe.step(state, sharded.ROWS)
+        assert pipe.session.compiled.grouped == group
+        found.append((digest(pipe.params(state)), dict(pipe.ledger.live_bytes)))
+    assert found[0] == found[1]

@@ -18,6 +18,7 @@ from jvpipe.cli.shell import ExitCode
 from jvpipe.runtime.state.checkpoints.checkpoint import load_checkpoint
 from tests.bits import digest
 from tests.forks import LIMIT_S, Fork, Main, environment, forked
+from tests.grid import grid
 from tests.hosts import dying, enduring, worker
 
 ROOT = Path(__file__).parents[2]
@@ -263,3 +264,13 @@ def test_whoever_is_killed_in_a_save_the_older_checkpoint_is_whole(
     )
     assert dies == 0 or "lost: process 1" in ends[0].stdout
     assert load_checkpoint(tmp_path)[1]["step"] == 1
+
+
+@pytest.mark.parametrize("schedule", grid(["1f1b", "pipedream"], "1f1b"))
+def test_each_process_groups_the_layers_of_its_own_places(schedule: str) -> None:
+    ((apart, alone),) = runs(1, f"groups,{schedule},", f"groups,{schedule},yes")
+    both = [told for (told,) in runs(2, f"groups,{schedule},yes")]
+    assert [told["losses"] for told in (alone, *both)] == [apart["losses"]] * 3
+    assert [told["parameters"] for told in (alone, *both)] == [apart["parameters"]] * 2 + [None]
+    assert not any(apart["grouped"])
+    assert all(told["grouped"][0] and told["grouped"][-1] for told in (alone, *both))

@@ -165,6 +165,25 @@ def switched() -> dict[str, Any]:
     }
 
 
+def grouped(schedule: str, group: str) -> dict[str, Any]:
+    """The same with layers in groups, or not; all layers leave their devices inside a step, and come back."""
+    m, batches = CASES["mlp"](), batches_of(CASES["mlp"](), 8)
+    pipe = pipeline(m, schedule, planner="even", group=bool(group))
+    state = asked_to_move(pipe, pipe.init(m.params, batches[0], m.rng, m.state), "1.2+3.0")
+    losses, is_grouped = [], []
+    for now, metrics in pipe.run(state, batches):
+        state = now
+        losses.append(float(metrics["loss"]).hex())
+        is_grouped.append(pipe.session.compiled.grouped)
+        pipe.session.grouping.wait()
+    params = pipe.params(pipe.drain(state))
+    return {
+        "losses": losses,
+        "parameters": None if params is None else digest(params),
+        "grouped": is_grouped,
+    }
+
+
 def centred(params: Any, mean: jax.Array, batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
     """The tiny loss of what is left of a batch without the mean of those before."""
     x = batch["x"] @ params[0]
@@ -307,6 +326,7 @@ KINDS = {
     "adapt": adapted,
     "models": switched,
     "replicas": replicated,
+    "groups": grouped,
     "shared": shared,
     "meshes": in_meshes,
 }

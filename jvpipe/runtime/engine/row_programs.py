@@ -71,12 +71,14 @@ class RowPrograms:
 
     def laid(self, lowered: Lowered, row: Row) -> Program:
         """Returns the program of a row, compiled for arrays that lie over the devices of a place as theirs do."""
-        # An evaluation leaves nothing for a backward, so only other rows need the layer's own residuals.
-        is_training = isinstance(row.run, LayerRun) and row.kind is not Kind.E
-        programs = self._layer(row) if is_training else None
-        buffers = lowered.buffers
-        takes = [self.spec(buffers[b].value, programs) for b in row.reads]
-        gives = [self.spec(buffers[b].value, programs) for b in row.writes]
+        specs: dict[int, Spec] = {}  # by buffer
+        for part in row.parts:
+            # An evaluation leaves nothing for a backward, so only other rows need the layer's own residuals.
+            is_training = isinstance(part.run, LayerRun) and part.kind is not Kind.E
+            programs = self._layer(part) if is_training else None
+            for b in (*part.reads, *part.writes):
+                specs[b] = self.spec(lowered.buffers[b].value, programs)
+        takes, gives = ([specs[b] for b in ids] for ids in (row.reads, row.writes))
         return self.program(lowered, row).laid(takes, gives)
 
     def spec(self, value: Value, programs: LayerPrograms | None = None) -> Spec:
