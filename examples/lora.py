@@ -46,8 +46,7 @@ class Lora:
 
     def loss_fn(self, params, batch, rng):
         base, lora = params["base"], params["lora"]
-        products = [a @ b for a, b in zip(lora["down"], lora["up"])]
-        layers = [w + product for w, product in zip(base, products)]
+        layers = [w + a @ b for w, a, b in zip(base, lora["down"], lora["up"])]
         error = run(layers, batch["x"]) - batch["y"]
         return jnp.mean(error**2)
 

@@ -63,8 +63,9 @@ class Adding:
         logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
         # Only digits behind the = can be known: the question is read and not learned.
         answer = slice(2 * DIGITS + 1, None)
+        predicted = logits[:, answer]
         targets = tokens[:, 1:][:, answer, None]
-        return -jnp.mean(jnp.take_along_axis(logits[:, answer], targets, -1))
+        return -jnp.mean(jnp.take_along_axis(predicted, targets, -1))
 
     def batches(self, seed, batch_size):
         order = grain.MapDataset.range(10**6).seed(seed).shuffle().repeat()
