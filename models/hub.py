@@ -33,7 +33,8 @@ def is_name(name: str | Path) -> bool:
     >>> is_name("a/b/c"), is_name("/base"), is_name("texts.jsonl")
     (False, False, False)
     """
-    return _NAME.match(str(name)) is not None and not Path(name).exists()
+    has_form = _NAME.match(str(name)) is not None
+    return has_form and not Path(name).exists()
 
 
 def model_folder(source: str | Path) -> Path:

@@ -61,7 +61,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     special = {i for i, token in added.items() if token.special}
     special |= {i for i in (start, end, mask) if i is not None}
     # GPT-2's tokenizers have one mark for both: what ends a document then starts a record.
-    return Marks(end if start is None else start, end, mask, tuple(sorted(special)))
+    start = end if start is None else start
+    return Marks(start, end, mask, tuple(sorted(special)))
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:

@@ -55,7 +55,9 @@ class Folder:
 
     def repeats(self, name: str, other: str) -> bool:
         """Whether a tensor has the numbers of another."""
-        return other in self.files and np.array_equal(self.array(name), self.array(other))
+        if other not in self.files:
+            return False
+        return np.array_equal(self.array(name), self.array(other))
 
 
 def open_folder(path: Path) -> Folder:
