@@ -55,8 +55,7 @@ class Lora:
         keys = jax.random.split(jax.random.key(2), self.blocks)
         pairs = [jax.random.normal(key, (2, self.width)) for key in keys]
         changes = [0.1 * jnp.outer(*pair) for pair in pairs]
-        layers = [w + change for w, change in zip(self.base(), changes)]
-        return jax.jit(lambda x: run(layers, x))
+        return jax.jit(lambda x: run([w + c for w, c in zip(self.base(), changes)], x))
 
     def batches(self, seed, batch_size):
         generator, task = np.random.default_rng(seed), self.task()
