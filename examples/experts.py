@@ -16,12 +16,17 @@ def norm(x):
 
 def mixed(x, p):
     """What the chosen expert makes of each token; how unevenly they are chosen, 1 if evenly; how often each is."""
-    chances = jax.nn.softmax(norm(x) @ p["router"])
-    chosen = jax.nn.one_hot(chances.argmax(-1), chances.shape[-1])
-    hidden = jax.nn.gelu(jnp.einsum("...d,edf->...ef", norm(x), p["up"]))
+    chances = jax.nn.softmax(norm(x) @ p["router"])  # [..., experts]
+    experts = chances.shape[-1]
+    chosen = jax.nn.one_hot(chances.argmax(-1), experts)
+    # Every expert computes every token, and one result is taken: simple, and good for a few small experts.
+    expanded = jnp.einsum("...d,edf->...ef", norm(x), p["up"])
+    hidden = jax.nn.gelu(expanded)
     outputs = jnp.einsum("...ef,efd,...e->...d", hidden, p["down"], chosen * chances)
     axes = tuple(range(x.ndim - 1))
-    uneven = chances.shape[-1] * jnp.sum(chosen.mean(axes) * chances.mean(axes))
+    # Equation 4 of the paper: only the chances have a gradient, the choice has none.
+    products = chosen.mean(axes) * chances.mean(axes)
+    uneven = experts * jnp.sum(products)
     return x + outputs, uneven, chosen.mean(axes)
 
 
@@ -40,31 +45,30 @@ class Experts:
         D, E, V = self.width, self.experts, self.symbols
         keys = iter(jax.random.split(key, 4 * self.blocks + 2))
         drawn = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
-        blocks = [
-            {
-                "mix": drawn(2 * D, D),
-                "router": drawn(D, E),
-                "up": drawn(E, D, 2 * D),
-                "down": drawn(E, 2 * D, D),
-            }
-            for _ in range(self.blocks)
-        ]
+        blocks = []
+        for _ in range(self.blocks):
+            mixing = {"mix": drawn(2 * D, D), "router": drawn(D, E)}
+            experts = {"up": drawn(E, D, 2 * D), "down": drawn(E, 2 * D, D)}
+            blocks.append({**mixing, **experts})
         return {"embed": drawn(V, D), "blocks": blocks, "head": drawn(D, V)}
 
     def loss_fn(self, params, batch, rng):
-        x, uneven, chosen = params["embed"][batch[:, :-1]], 0.0, []
+        x = params["embed"][batch[:, :-1]]  # [batch, tokens, width]
+        uneven, chosen = 0.0, []
         for p in params["blocks"]:
+            # Each token reads the one before it: that is all the attention that a sum needs.
             before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-            x = x + jnp.tanh(jnp.concatenate([norm(x), norm(before)], -1) @ p["mix"])
+            both = jnp.concatenate([norm(x), norm(before)], -1)
+            x = x + jnp.tanh(both @ p["mix"])
+            # The second loss is a sum over blocks: it crosses cuts beside x, a number.
             x, unevenly, often = mixed(x, p)
-            uneven, chosen = uneven + unevenly / self.blocks, [*chosen, often]
+            uneven = uneven + unevenly / self.blocks
+            chosen.append(often)
         predicted = jax.nn.log_softmax(norm(x) @ params["head"])
-        loss = -jnp.mean(jnp.take_along_axis(predicted, batch[:, 1:, None], -1))
-        return loss + 0.01 * uneven, {
-            "loss of the task": loss,
-            "uneven": uneven,
-            "chosen": jnp.stack(chosen),
-        }
+        right = jnp.take_along_axis(predicted, batch[:, 1:, None], -1)
+        loss = -jnp.mean(right)
+        total = loss + 0.01 * uneven
+        return total, {"loss of the task": loss, "uneven": uneven, "chosen": jnp.stack(chosen)}
 
     def batches(self, seed, batch_size):
         """Sums of the two symbols before, with a step that each row has for itself."""
@@ -73,7 +77,8 @@ class Experts:
             rows = [*generator.integers(self.symbols, size=(2, batch_size))]
             step = generator.integers(1, 4, batch_size)
             while len(rows) <= self.tokens:
-                rows.append((rows[-1] + rows[-2] + step) % self.symbols)
+                following = rows[-1] + rows[-2] + step
+                rows.append(following % self.symbols)
             yield np.stack(rows, 1).astype(np.int32)
 
 

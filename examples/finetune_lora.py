@@ -30,7 +30,7 @@ def records(lines, tokenizer):
         answer = tokenizer.encode(line["answer"], add_special_tokens=False).ids
         both = (prompt + answer)[: TOKENS + 1]
         ids[i, : len(both)] = both
-        learned[i, len(prompt) : len(both)] = 1
+        learned[i, len(prompt) : len(both)] = 1  # padding stays 0 and counts nothing
     return ids, learned
 
 
@@ -39,7 +39,8 @@ def batches(ids, learned, seed):
     generator = np.random.default_rng(seed)
     while True:
         i = generator.integers(len(ids), size=BATCH)
-        yield {"tokens": ids[i, :-1], "targets": ids[i, 1:], "weights": learned[i, 1:]}
+        tokens, targets = ids[i, :-1], ids[i, 1:]  # [BATCH, TOKENS] each
+        yield {"tokens": tokens, "targets": targets, "weights": learned[i, 1:]}
 
 
 def main(base, lines, tuned, steps=100, rate=1e-3):
@@ -48,7 +49,8 @@ def main(base, lines, tuned, steps=100, rate=1e-3):
     tokenizer = Tokenizer.from_file(str(Path(base) / "tokenizer.json"))
     workload, params = from_folder(base, jax.random.key(0), lora=8, tokens=TOKENS, dropout=0.0)
     data = batches(*records(Path(lines).read_text().splitlines(), tokenizer), seed=0)
-    optimizer = replace(workload.recipe, learning_rate=float(rate)).optimizer(int(steps))
+    recipe = replace(workload.recipe, learning_rate=float(rate))
+    optimizer = recipe.optimizer(int(steps))
     pipe = jvpipe.Pipeline(workload.loss_fn, optimizer, stages=2, microbatches=4)
     state = pipe.init(params, next(data), jax.random.key(1))
     print(pipe.explain())

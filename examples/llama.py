@@ -16,13 +16,13 @@ def norm(x, scale):
     return scale * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def rotated(
-    x,
-):  # batch, tokens, heads, width of a head: each pair of numbers turns with the position
-    angles = jnp.arange(x.shape[1])[:, None, None] * 1e4 ** -jnp.linspace(
-        0, 1, x.shape[3] // 2, endpoint=False
-    )
-    (a, b), cos, sin = jnp.split(x, 2, -1), jnp.cos(angles), jnp.sin(angles)
+def rotated(x):
+    """Each pair of numbers turns with the position; x is [batch, tokens, heads, width of a head]."""
+    positions = jnp.arange(x.shape[1])[:, None, None]
+    rates = 1e4 ** -jnp.linspace(0, 1, x.shape[3] // 2, endpoint=False)
+    angles = positions * rates  # [tokens, 1, pairs]
+    a, b = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
@@ -37,56 +37,48 @@ class Llama:
     tokens: int = 64
 
     def init(self, key):
-        L, D, F, V, K = (
-            self.layers,
-            self.width,
-            self.hidden,
-            self.vocabulary,
-            self.width // self.heads * self.groups,
-        )
-        shapes = {
-            "q": (D, D),
-            "k": (D, K),
-            "v": (D, K),
-            "o": (D, D),
-            "gate": (D, F),
-            "up": (D, F),
-            "down": (F, D),
-        }
+        L, D, F, V = self.layers, self.width, self.hidden, self.vocabulary
+        K = D // self.heads * self.groups  # heads of a group share keys and values
+        shapes = {"q": (D, D), "k": (D, K), "v": (D, K), "o": (D, D)}
+        shapes |= {"gate": (D, F), "up": (D, F), "down": (F, D)}
         keys = jax.random.split(key, len(shapes) + 2)
         drawn = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
-        layers = {name: drawn(key, L, *shape) for key, (name, shape) in zip(keys, shapes.items())}
-        layers |= {"attention_norm": jnp.ones((L, D)), "mlp_norm": jnp.ones((L, D))}
-        return {
-            "embed": drawn(keys[-2], V, D),
-            "layers": layers,
-            "norm": jnp.ones(D),
-            "head": drawn(keys[-1], D, V),
-        }
+        # All layers in one array each, [layers, ...], for the scan.
+        layers = {name: drawn(key, L, *shapes[name]) for key, name in zip(keys, shapes)}
+        layers["attention_norm"] = jnp.ones((L, D))
+        layers["mlp_norm"] = jnp.ones((L, D))
+        ends = {"embed": drawn(keys[-2], V, D), "norm": jnp.ones(D)}
+        return {**ends, "layers": layers, "head": drawn(keys[-1], D, V)}
 
     def layer(self, x, p):
-        y, split = (
-            norm(x, p["attention_norm"]),
-            lambda y: y.reshape(*y.shape[:2], -1, self.width // self.heads),
-        )
-        q, k, v = rotated(split(y @ p["q"])), rotated(split(y @ p["k"])), split(y @ p["v"])
-        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["o"]
+        y = norm(x, p["attention_norm"])  # [batch, tokens, width]
+        split = lambda y: y.reshape(*y.shape[:2], -1, self.width // self.heads)
+        q = rotated(split(y @ p["q"]))  # [batch, tokens, heads, width of a head]
+        k = rotated(split(y @ p["k"]))  # and groups in place of heads
+        v = split(y @ p["v"])
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ p["o"]
         y = norm(x, p["mlp_norm"])
-        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
+        gate = jax.nn.silu(y @ p["gate"])
+        return x + (gate * (y @ p["up"])) @ p["down"], None
 
     def loss_fn(self, params, batch, rng):
-        x, _ = jax.lax.scan(self.layer, params["embed"][batch[:, :-1]], params["layers"])
-        predicted = jax.nn.log_softmax(norm(x, params["norm"]) @ params["head"])
-        return -jnp.mean(jnp.take_along_axis(predicted, batch[:, 1:, None], -1))
+        x = params["embed"][batch[:, :-1]]
+        # One scan for all layers: jvpipe takes it apart where it cuts.
+        x, _ = jax.lax.scan(self.layer, x, params["layers"])
+        x = norm(x, params["norm"])
+        predicted = jax.nn.log_softmax(x @ params["head"])
+        chosen = jnp.take_along_axis(predicted, batch[:, 1:, None], -1)
+        return -jnp.mean(chosen)
 
-    def batches(self, seed, batch_size):  # of the bytes of this file: it learns to write itself
-        text, generator = (
-            np.frombuffer(Path(__file__).read_bytes(), np.uint8),
-            np.random.default_rng(seed),
-        )
+    def batches(self, seed, batch_size):
+        """Yields pieces of this file: the model learns to write itself."""
+        text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
+        generator = np.random.default_rng(seed)
         while True:
             starts = generator.integers(len(text), size=(batch_size, 1))
-            yield np.take(text, starts + np.arange(self.tokens + 1), mode="wrap").astype(np.int32)
+            places = starts + np.arange(self.tokens + 1)
+            yield np.take(text, places, mode="wrap").astype(np.int32)
 
 
 llama = Llama()

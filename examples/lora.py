@@ -27,34 +27,35 @@ class Lora:
 
     def base(self):
         """What was trained before: it would be read from a file."""
+        D = self.width
         keys = jax.random.split(jax.random.key(1), self.blocks)
-        return [jax.random.normal(key, (self.width, self.width)) * self.width**-0.5 for key in keys]
+        return [jax.random.normal(key, (D, D)) * D**-0.5 for key in keys]
 
     def init(self, key):
-        down = [
-            jax.random.normal(k, (self.width, self.rank)) * 0.1
-            for k in jax.random.split(key, self.blocks)
-        ]
-        up = [jnp.zeros((self.rank, self.width))] * self.blocks  # at first the base alone speaks
+        D, r = self.width, self.rank
+        keys = jax.random.split(key, self.blocks)
+        down = [jax.random.normal(k, (D, r)) * 0.1 for k in keys]
+        up = [jnp.zeros((r, D))] * self.blocks  # at first the base alone speaks
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        learning = {
-            "base": optax.set_to_zero(),
-            "lora": optax.adam(optax.cosine_decay_schedule(1e-2, steps)),
-        }
+        # What is set to zero is frozen: jvpipe computes no gradients of it and keeps no moments.
+        rate = optax.cosine_decay_schedule(1e-2, steps)
+        learning = {"base": optax.set_to_zero(), "lora": optax.adam(rate)}
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})
 
     def loss_fn(self, params, batch, rng):
         base, lora = params["base"], params["lora"]
         layers = [w + a @ b for w, a, b in zip(base, lora["down"], lora["up"])]
-        return jnp.mean((run(layers, batch["x"]) - batch["y"]) ** 2)
+        error = run(layers, batch["x"]) - batch["y"]
+        return jnp.mean(error**2)
 
     def task(self):
         """The new task: the base, changed by matrices of rank 1."""
         keys = jax.random.split(jax.random.key(2), self.blocks)
-        change = [0.1 * jnp.outer(*jax.random.normal(key, (2, self.width))) for key in keys]
-        return jax.jit(lambda x: run([w + c for w, c in zip(self.base(), change)], x))
+        pairs = [jax.random.normal(key, (2, self.width)) for key in keys]
+        changes = [0.1 * jnp.outer(*pair) for pair in pairs]
+        return jax.jit(lambda x: run([w + c for w, c in zip(self.base(), changes)], x))
 
     def batches(self, seed, batch_size):
         generator, task = np.random.default_rng(seed), self.task()

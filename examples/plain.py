@@ -13,7 +13,8 @@ def points(generator, count):
     label = generator.integers(2, size=count)
     turn = generator.uniform(0.5, 3, count)
     angle = np.pi * (turn + label)
-    x = turn * np.stack([np.cos(angle), np.sin(angle)]) + 0.1 * generator.normal(size=(2, count))
+    circle = np.stack([np.cos(angle), np.sin(angle)])
+    x = turn * circle + 0.1 * generator.normal(size=(2, count))
     return {"x": x.T.astype(np.float32), "label": label.astype(np.int32)}
 
 
@@ -23,18 +24,23 @@ class Spiral:
     def init(self, key):
         sizes = [2, 64, 64, 64, 64, 2]
         keys = jax.random.split(key, len(sizes))
-        return [
-            {"w": jax.random.normal(k, (n, m)) * (2 / n) ** 0.5, "b": jnp.zeros(m)}
-            for k, n, m in zip(keys, sizes, sizes[1:], strict=False)
-        ]
+        layers = []
+        for k, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False):
+            w = jax.random.normal(k, (inputs, outputs)) * (2 / inputs) ** 0.5
+            layers.append({"w": w, "b": jnp.zeros(outputs)})
+        return layers
 
     def loss_fn(self, params, batch, rng):
         *hidden, last = params
-        x = batch["x"]
+        x = batch["x"]  # [batch, 2]
+        # Each turn is a layer that a cut can lie behind. A cut sends x, [batch, 64].
         for p in hidden:
-            x = jax.nn.relu(x @ p["w"] + p["b"])
-        logits = jax.nn.log_softmax(x @ last["w"] + last["b"])
-        return -jnp.mean(jnp.take_along_axis(logits, batch["label"][:, None], 1))
+            y = x @ p["w"]
+            x = jax.nn.relu(y + p["b"])
+        y = x @ last["w"]
+        logits = jax.nn.log_softmax(y + last["b"])
+        chosen = jnp.take_along_axis(logits, batch["label"][:, None], 1)
+        return -jnp.mean(chosen)
 
     def batches(self, seed, batch_size):
         generator = np.random.default_rng(seed)

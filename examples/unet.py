@@ -18,22 +18,24 @@ def conv(x, w, stride=1):
 
 def block(x, p, time):
     """Two convolutions; how much noise there is comes in between."""
-    y = jax.nn.silu(conv(x, p["first"]) + (time @ p["time"])[:, None, None])
-    y = (y - y.mean((1, 2, 3), keepdims=True)) * jax.lax.rsqrt(
-        y.var((1, 2, 3), keepdims=True) + 1e-5
-    )
+    y = conv(x, p["first"])
+    noise = (time @ p["time"])[:, None, None]  # [batch, 1, 1, channels]
+    y = jax.nn.silu(y + noise)
+    pixels = (1, 2, 3)
+    # Each picture is normed alone, because micro-batches must not see each other.
+    centred = y - y.mean(pixels, keepdims=True)
+    y = centred * jax.lax.rsqrt(y.var(pixels, keepdims=True) + 1e-5)
     return jax.nn.silu(conv(y, p["second"]))
 
 
 def rings(generator, count, side):
     """Pictures of rings."""
-    middle, radius = (
-        generator.uniform(4, side - 4, (2, count, 1, 1)),
-        generator.uniform(2, 5, (count, 1, 1)),
-    )
+    middle = generator.uniform(4, side - 4, (2, count, 1, 1))
+    radius = generator.uniform(2, 5, (count, 1, 1))
     y, x = np.mgrid[:side, :side]
     distance = np.hypot(x - middle[0], y - middle[1]) - radius
-    return np.exp(-(distance**2)).astype(np.float32)[..., None]
+    ink = np.exp(-(distance**2))
+    return ink.astype(np.float32)[..., None]
 
 
 @dataclass(frozen=True)
@@ -47,27 +49,25 @@ class UNet:
         keys = iter(jax.random.split(key, 64))
         drawn = lambda *shape: jax.random.normal(next(keys), shape) * np.prod(shape[:-1]) ** -0.5
 
-        def block_weights(inside, outside):
-            return {
-                "first": drawn(3, 3, inside, outside),
-                "time": drawn(8, outside),
-                "second": drawn(3, 3, outside, outside),
-            }
+        def block_weights(inputs, outputs):
+            first, time = drawn(3, 3, inputs, outputs), drawn(8, outputs)
+            return {"first": first, "time": time, "second": drawn(3, 3, outputs, outputs)}
 
         widths = self.channels
         down = [block_weights(a, b) for a, b in zip((1, *widths), widths)]
-        up = [block_weights(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1])]
+        # On the way up a block reads what comes from below, a channels, and a skip of b.
+        upwards = zip(widths[:0:-1], widths[-2::-1])
+        up = [block_weights(a + b, b) for a, b in upwards]
         return {"down": down, "up": up, "last": drawn(1, 1, widths[0], 1)}
 
     def loss_fn(self, params, clean, rng):
         keys = jax.random.split(rng)
         share = jax.random.uniform(keys[0], (len(clean),))
         noise = jax.random.normal(keys[1], clean.shape)
-        time = jnp.cos(share[:, None] * np.pi * np.arange(8))
-        x = (
-            jnp.sqrt(1 - share)[:, None, None, None] * clean
-            + jnp.sqrt(share)[:, None, None, None] * noise
-        )
+        time = jnp.cos(share[:, None] * np.pi * np.arange(8))  # [batch, 8]
+        # The shares of variance add up to 1: the picture alone at 0, noise alone at 1.
+        picture_part = jnp.sqrt(1 - share)[:, None, None, None] * clean
+        x = picture_part + jnp.sqrt(share)[:, None, None, None] * noise
         skips = []
         for p in params["down"]:
             x = block(x, p, time)
@@ -75,9 +75,12 @@ class UNet:
             x = x[:, ::2, ::2]
         x = skips.pop()
         for p in params["up"]:
-            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-            x = block(jnp.concatenate([x, skips.pop()], -1), p, time)
-        return jnp.mean((conv(x, params["last"]) - noise) ** 2)
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)  # twice as high and as wide
+            # A skip crosses all cuts between its two ends.
+            x = jnp.concatenate([x, skips.pop()], -1)
+            x = block(x, p, time)
+        error = conv(x, params["last"]) - noise
+        return jnp.mean(error**2)
 
     def batches(self, seed, batch_size):
         generator = np.random.default_rng(seed)

@@ -18,11 +18,14 @@ class Mixer(eqx.Module):
     dropout: eqx.nn.Dropout
 
     def __init__(self, key):
-        self.norm, self.dropout = eqx.nn.LayerNorm(WIDTH), eqx.nn.Dropout(0.1)
-        self.mix = eqx.nn.MLP(WIDTH, WIDTH, 2 * WIDTH, depth=1, activation=jax.nn.silu, key=key)
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.dropout = eqx.nn.Dropout(0.1)
+        hidden = 2 * WIDTH
+        self.mix = eqx.nn.MLP(WIDTH, WIDTH, hidden, depth=1, activation=jax.nn.silu, key=key)
 
     def __call__(self, x, key):
-        return x + self.dropout(self.mix(self.norm(x)), key=key, inference=key is None)
+        y = self.mix(self.norm(x))
+        return x + self.dropout(y, key=key, inference=key is None)
 
 
 class Net(eqx.Module):
@@ -32,33 +35,32 @@ class Net(eqx.Module):
 
     def __init__(self, key):
         first, last, *rest = jax.random.split(key, 6)
-        self.first, self.last = (
-            eqx.nn.Linear(POINTS, WIDTH, key=first),
-            eqx.nn.Linear(WIDTH, 1, key=last),
-        )
+        self.first = eqx.nn.Linear(POINTS, WIDTH, key=first)
+        self.last = eqx.nn.Linear(WIDTH, 1, key=last)
         self.mixers = [Mixer(k) for k in rest]
 
     def __call__(self, x, key):
         x = self.first(x)
         for i, mixer in enumerate(self.mixers):
-            x = mixer(x, None if key is None else jax.random.fold_in(key, i))
+            mixer_key = None if key is None else jax.random.fold_in(key, i)
+            x = mixer(x, mixer_key)
         return self.last(x)[0]
 
 
 def waves(generator, count):
     """Sines under noise, and how often each swings."""
-    swings, phase = generator.uniform(1, 8, (count, 1)), generator.uniform(0, 2 * np.pi, (count, 1))
-    x = np.sin(swings * np.linspace(0, 2 * np.pi, POINTS) + phase) + 0.2 * generator.normal(
-        size=(count, POINTS)
-    )
+    swings = generator.uniform(1, 8, (count, 1))
+    phase = generator.uniform(0, 2 * np.pi, (count, 1))
+    angles = swings * np.linspace(0, 2 * np.pi, POINTS) + phase
+    x = np.sin(angles) + 0.2 * generator.normal(size=(count, POINTS))
     return {"x": x.astype(np.float32), "swings": swings[:, 0].astype(np.float32)}
 
 
 class Waves:
     batch_size, steps = 64, 500
-    static = eqx.partition(
-        eqx.filter_eval_shape(Net, jax.random.key(0)), lambda x: hasattr(x, "shape")
-    )[1]
+    # All of a module that is not an array, such as activations: the same for any parameters.
+    abstract = eqx.filter_eval_shape(Net, jax.random.key(0))
+    _, static = eqx.partition(abstract, lambda x: hasattr(x, "shape"))
 
     def init(self, key):
         return eqx.filter(Net(key), eqx.is_array)
@@ -68,9 +70,11 @@ class Waves:
 
     def loss_fn(self, params, batch, rng):
         net = eqx.combine(params, self.static)
+        # An equinox module takes one example: each has a key of its own.
         keys = None if rng is None else jax.random.split(rng, len(batch["x"]))
-        found = jax.vmap(net, in_axes=(0, None if rng is None else 0))(batch["x"], keys)
-        return jnp.mean((found - batch["swings"]) ** 2)
+        nets = jax.vmap(net, in_axes=(0, None if rng is None else 0))
+        error = nets(batch["x"], keys) - batch["swings"]
+        return jnp.mean(error**2)
 
     def batches(self, seed, batch_size):
         generator = np.random.default_rng(seed)

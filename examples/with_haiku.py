@@ -16,28 +16,29 @@ TOKENS, WIDTH = 32, 32
 def brackets(generator, count):
     """Rows of opening (1) and closing (2) brackets, then padding (0); how deep one is after each."""
     length = generator.integers(4, TOKENS + 1, (count, 1))
-    there = np.arange(TOKENS) < length
+    there = np.arange(TOKENS) < length  # [count, TOKENS]
     tokens = np.where(there, generator.integers(1, 3, (count, TOKENS)), 0)
-    depth = np.cumsum(np.where(tokens == 1, 1, -1) * there, 1)
-    return {
-        "tokens": tokens.astype(np.int32),
-        "depth": (depth > 0).astype(np.int32),
-        "there": there.astype(np.float32),
-    }
+    steps = np.where(tokens == 1, 1, -1) * there
+    depth = np.cumsum(steps, 1)
+    batch = {"tokens": tokens.astype(np.int32), "depth": (depth > 0).astype(np.int32)}
+    return {**batch, "there": there.astype(np.float32)}
 
 
 @hk.transform
 def net(tokens):
-    x = hk.Embed(3, WIDTH)(tokens) + hk.get_parameter(
-        "places", [TOKENS, WIDTH], init=hk.initializers.RandomNormal(0.1)
-    )
+    x = hk.Embed(3, WIDTH)(tokens)
+    small = hk.initializers.RandomNormal(0.1)
+    x = x + hk.get_parameter("places", [TOKENS, WIDTH], init=small)
+    # How deep one is depends on what came before: nobody looks ahead.
     mask = jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS)))
     normed = lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
     scaled = hk.initializers.VarianceScaling(1.0)
     for _ in range(2):
         y = normed(x)
-        x = x + hk.MultiHeadAttention(4, WIDTH // 4, w_init=scaled, model_size=WIDTH)(y, y, y, mask)
-        x = x + hk.nets.MLP([4 * WIDTH, WIDTH], activation=jax.nn.gelu)(normed(x))
+        attention = hk.MultiHeadAttention(4, WIDTH // 4, w_init=scaled, model_size=WIDTH)
+        x = x + attention(y, y, y, mask)
+        feed_forward = hk.nets.MLP([4 * WIDTH, WIDTH], activation=jax.nn.gelu)
+        x = x + feed_forward(normed(x))
     return hk.Linear(2)(normed(x))
 
 
@@ -49,7 +50,9 @@ class Brackets:
 
     def loss_fn(self, params, batch, rng):
         logits = jax.nn.log_softmax(net.apply(params, rng, batch["tokens"]))
-        losses = -jnp.take_along_axis(logits, batch["depth"][..., None], -1)[..., 0]
+        right = jnp.take_along_axis(logits, batch["depth"][..., None], -1)
+        losses = -right[..., 0]  # [batch, TOKENS]
+        # Micro-batches have more or less padding: sums are added up before they are divided.
         return jvpipe.Weighted(jnp.sum(losses * batch["there"]), jnp.sum(batch["there"]))
 
     def batches(self, seed, batch_size):

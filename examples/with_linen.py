@@ -15,14 +15,21 @@ SIDE = 16
 def pictures(generator, count):
     """Noisy pictures of rectangles and of their outlines."""
     label = generator.integers(2, size=count)
-    low, size = generator.integers(1, 6, (2, count)), generator.integers(5, 9, count)
-    at = np.arange(SIDE)[:, None]
-    inside = [((at >= a) & (at < a + size)).T for a in low]
-    inner = [((at > a) & (at < a + size - 1)).T for a in low]
-    full, hole = (rows[:, :, None] & columns[:, None] for rows, columns in (inside, inner))
+    corner = generator.integers(1, 6, (2, count))
+    size = generator.integers(5, 9, count)
+    full = rectangles(corner, size)
+    hole = rectangles(corner + 1, size - 2)
     image = full & ~(hole & (label == 1)[:, None, None])
-    image = image[..., None] + 0.3 * generator.normal(size=(count, SIDE, SIDE, 1))
+    noise = 0.3 * generator.normal(size=(count, SIDE, SIDE, 1))
+    image = image[..., None] + noise
     return {"image": image.astype(np.float32), "label": label.astype(np.int32)}
+
+
+def rectangles(corner, size):
+    """Which pixels lie in a square: [count, SIDE, SIDE]."""
+    at = np.arange(SIDE)[:, None]
+    rows, columns = [((at >= low) & (at < low + size)).T for low in corner]
+    return rows[:, :, None] & columns[:, None]
 
 
 class Net(nn.Module):
@@ -30,8 +37,8 @@ class Net(nn.Module):
     def __call__(self, x):
         for channels in (8, 16, 32):
             x = nn.Conv(channels, (3, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
-            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))  # half the side
         return nn.Dense(2)(x.mean((1, 2)))
 
 
@@ -49,12 +56,13 @@ class Shapes:
         return self._variables(jax.random.key(0))["batch_stats"]
 
     def optimizer(self, steps):
-        return optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+        rate = optax.cosine_decay_schedule(3e-3, steps)
+        return optax.adam(rate)
 
     def loss_fn(self, params, state, batch, rng):
-        logits, new = self.net.apply(
-            {"params": params, "batch_stats": state}, batch["image"], mutable=["batch_stats"]
-        )
+        variables = {"params": params, "batch_stats": state}
+        # The averages go in and come out: each micro-batch reads those that the one before it left.
+        logits, new = self.net.apply(variables, batch["image"], mutable=["batch_stats"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), new["batch_stats"]
 

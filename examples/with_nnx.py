@@ -16,28 +16,27 @@ TOKENS = 4 * DIGITS + 3  # 123+456=0579, and one more digit
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
-        self.wide, self.narrow = (
-            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
-            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
-        )
+        self.wide = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.narrow = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
         self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
-        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.narrow(jax.nn.gelu(self.wide(self.norms[1](x))))
+        y = self.norms[0](x)
+        x = x + self.attention(y, mask=nnx.make_causal_mask(x[..., 0]))
+        y = self.wide(self.norms[1](x))
+        return x + self.narrow(jax.nn.gelu(y))
 
 
 class Adder(nnx.Module):
     def __init__(self, rngs):
-        self.digits, self.places = (
-            nnx.Embed(12, WIDTH, rngs=rngs),
-            nnx.Embed(TOKENS, WIDTH, rngs=rngs),
-        )
+        self.digits = nnx.Embed(12, WIDTH, rngs=rngs)
+        self.places = nnx.Embed(TOKENS, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(BLOCKS)])
         self.head = nnx.Linear(WIDTH, 12, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.digits(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        x = self.digits(tokens)
+        x = x + self.places(jnp.arange(tokens.shape[1]))  # [batch, tokens, WIDTH]
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -46,8 +45,8 @@ class Adder(nnx.Module):
 def example(index, generator):
     """The digits of a sum, + as 10 and = as 11."""
     a, b = generator.integers(10**DIGITS, size=2)
-    text = f"{a:0{DIGITS}}+{b:0{DIGITS}}={a + b:0{DIGITS + 1}}"
-    return np.array(["0123456789+=".index(c) for c in text], np.int32)
+    question, answer = f"{a:0{DIGITS}}+{b:0{DIGITS}}=", f"{a + b:0{DIGITS + 1}}"
+    return np.array(["0123456789+=".index(c) for c in question + answer], np.int32)
 
 
 class Adding:
@@ -57,11 +56,18 @@ class Adding:
         return nnx.state(Adder(nnx.Rngs(params=key)), nnx.Param)
 
     def loss_fn(self, params, tokens, rng):
-        graph, _, rest = nnx.split(nnx.eval_shape(lambda: Adder(nnx.Rngs(0))), nnx.Param, ...)
-        logits = jax.nn.log_softmax(nnx.merge(graph, params, rest, copy=True)(tokens[:, :-1]))
+        # The module's structure, of shapes alone: the parameters are those that jvpipe gives.
+        abstract = nnx.eval_shape(lambda: Adder(nnx.Rngs(0)))
+        graph, _, rest = nnx.split(abstract, nnx.Param, ...)
+        adder = nnx.merge(graph, params, rest, copy=True)
+        logits = jax.nn.log_softmax(adder(tokens[:, :-1]))
+        # Only digits behind the = can be known: the question is read and not learned.
         answer = slice(2 * DIGITS + 1, None)
-        return -jnp.mean(jnp.take_along_axis(logits[:, answer], tokens[:, 1:][:, answer, None], -1))
+        predicted = logits[:, answer]
+        targets = tokens[:, 1:][:, answer, None]
+        return -jnp.mean(jnp.take_along_axis(predicted, targets, -1))
 
     def batches(self, seed, batch_size):
-        drawn = grain.MapDataset.range(10**6).seed(seed).shuffle().repeat().random_map(example)
+        order = grain.MapDataset.range(10**6).seed(seed).shuffle().repeat()
+        drawn = order.random_map(example)
         return iter(drawn.batch(batch_size).to_iter_dataset())

@@ -7,12 +7,17 @@ image, stand between reductions, which halve it and double the channels. An oper
 convolutions, each after a ReLU and before a batch norm. The cells are those of the TensorFlow implementation, whose
 normal cell returns other values than the paper's: with them GPipe's parameter counts are met.
 
+    stem ──┬── cell 0 ──┬── cell 1 ──┬── cell 2 ── ...     a cell reads two images, `near` and `far`,
+           └────────────┼────────────┘                     so a cut between cells carries two:
+                        └──────────────── cell 3's far     the last cell's and the one before
+
 The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
 of the statistics of the batch, and stay.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +53,8 @@ class AmoebaNetConfig(ClassConfig):
     groups: int = 3
 
     def __post_init__(self) -> None:
-        if min(self.cells, self.groups) < 1 or self.cells % self.groups:
+        is_empty = min(self.cells, self.groups) < 1
+        if is_empty or self.cells % self.groups:
             raise ValueError(f"cells={self.cells} must be a multiple of groups={self.groups}")
         if self.filters < 8 or self.filters % 8:
             raise ValueError(
@@ -76,17 +82,27 @@ SIZES = {
 
 def mean_pool(x: Image, stride: int) -> Image:
     """Means of what is there of 3 x 3 pixels, taken in float32."""
-    wide = nnx.avg_pool(
-        x.astype(jnp.float32), (3, 3), (stride, stride), "SAME", count_include_pad=False
-    )
+    wide, strides = x.astype(jnp.float32), (stride, stride)
+    wide = nnx.avg_pool(wide, (3, 3), strides, "SAME", count_include_pad=False)
     return wide.astype(x.dtype)
 
 
-POOLINGS: Mapping[str, Callable[[jax.Array, int], jax.Array]] = {
-    "none": lambda x, stride: x,
-    "max_pool_2x2": lambda x, stride: nnx.max_pool(x, (2, 2), (stride, stride), "SAME"),
-    "max_pool_3x3": lambda x, stride: nnx.max_pool(x, (3, 3), (stride, stride), "SAME"),
-    "avg_pool_3x3": lambda x, stride: mean_pool(x, stride),
+def largest_pool(side: int, x: Image, stride: int) -> Image:
+    """The largest of what is there of `side` x `side` pixels."""
+    return nnx.max_pool(x, (side, side), (stride, stride), "SAME")
+
+
+def unpooled(x: Image, stride: int) -> Image:
+    """The image as it is: no genotype has `none` where a stride is needed."""
+    return x
+
+
+Pooling = Callable[[Image, int], Image]
+POOLINGS: Mapping[str, Pooling] = {
+    "none": unpooled,
+    "max_pool_2x2": partial(largest_pool, 2),
+    "max_pool_3x3": partial(largest_pool, 3),
+    "avg_pool_3x3": mean_pool,
 }
 CONVOLUTIONS = {"conv_1x1": [(1, 1)], "conv_3x3": [(3, 3)], "conv_1x7_7x1": [(1, 7), (7, 1)]}
 """Kernels; larger ones than 1 x 1 work on a quarter of the channels."""
@@ -102,10 +118,16 @@ def convolutions(operation: str, channels: int, stride: int) -> tuple[Convolutio
         return ()
     if operation == "conv_1x1":
         return (Convolution(channels, channels, strides=(stride, stride)),)
-    quarter, kernels = channels // 4, CONVOLUTIONS[operation]
-    along = lambda n: stride if n > 1 else 1  # noqa: E731
-    inner = (Convolution(quarter, quarter, k, (along(k[0]), along(k[1]))) for k in kernels)
+    quarter, inner = channels // 4, []
+    for y, x in CONVOLUTIONS[operation]:
+        # Strides lie along the axes of a kernel: 1 x 7 strides over X, and 7 x 1 then over Y.
+        strides = (stride if y > 1 else 1, stride if x > 1 else 1)
+        inner.append(Convolution(quarter, quarter, (y, x), strides))
     return (Convolution(channels, quarter), *inner, Convolution(quarter, channels))
+
+
+Choice = tuple[str, int]
+"""An operation and the value that it reads."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +137,20 @@ class Genotype:
     A pair holds two operations with the value that each reads; `outputs` are concatenated.
     """
 
-    pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...]
+    pairs: tuple[tuple[Choice, Choice], ...]
     outputs: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Step:
+    """An operation of a cell under the name that its parameters have, e.g. `2_right_conv_1x1`."""
+
+    name: str
+    operation: str
+    value: int
+
+
+# Pair i makes value i + 2; values 0 and 1 are the cell's inputs.
 NORMAL = Genotype(
     pairs=(
         (("conv_1x1", 1), ("max_pool_3x3", 1)),
@@ -167,12 +199,11 @@ class Cell:
         if self.far_is_large:
             far = Convolution(self.far, self.channels, strides=(2, 2), shifted=True)
         fits = self.far == self.channels and not self.far_is_large
-        inputs = {"near": (Convolution(self.near, self.channels),), "far": () if fits else (far,)}
-        return inputs | {
-            name: convolutions(operation, self.channels, self._stride(value))
-            for pair in self._named()
-            for name, operation, value in pair
-        }
+        chains = {"near": (Convolution(self.near, self.channels),), "far": () if fits else (far,)}
+        for step in (step for pair in self._steps() for step in pair):
+            stride = self._stride(step.value)
+            chains[step.name] = convolutions(step.operation, self.channels, stride)
+        return chains
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters."""
@@ -195,28 +226,30 @@ class Cell:
             return x
 
         values = [through("near", near), through("far", far)]
-        for pair in self._named():
-            read = [
-                POOLINGS.get(operation, lambda x, _: x)(
-                    through(name, values[value]), self._stride(value)
-                )
-                for name, operation, value in pair
-            ]
-            values.append(read[0] + read[1])
+
+        def result(step: Step) -> Image:
+            x = through(step.name, values[step.value])
+            # An operation is either a chain or a pooling: what it is not leaves the image as it is.
+            pool = POOLINGS.get(step.operation, unpooled)
+            return pool(x, self._stride(step.value))
+
+        for left, right in self._steps():
+            values.append(result(left) + result(right))
         return jnp.concatenate([values[i] for i in self.genotype.outputs], axis=3), new
 
-    def _named(self) -> Iterator[list[tuple[str, str, int]]]:
-        for i, pair in enumerate(self.genotype.pairs):
-            yield [
-                (f"{i}_{side}_{op}", op, value)
-                for side, (op, value) in zip(("left", "right"), pair, strict=True)
-            ]
+    def _steps(self) -> Iterator[tuple[Step, Step]]:
+        for i, ((left, read), (right, also_read)) in enumerate(self.genotype.pairs):
+            yield (
+                Step(f"{i}_left_{left}", left, read),
+                Step(f"{i}_right_{right}", right, also_read),
+            )
 
     def _units(self) -> Iterator[tuple[str, Convolution]]:
         for chain, units in self.chains.items():
             yield from ((f"{chain}_{i}", unit) for i, unit in enumerate(units))
 
     def _stride(self, value: int) -> int:
+        # Only the two inputs are still large: values made in the cell have its size.
         return 2 if self.halve and value < 2 else 1
 
 
@@ -229,26 +262,28 @@ class AmoebaNet:
     @property
     def stem(self) -> Convolution:
         """From colours to channels."""
-        config, stride = self.config, 2 if self.config.stem_reductions else 1
-        return Convolution(3, config.filters >> config.stem_reductions, (3, 3), (stride, stride))
+        config = self.config
+        stride = 2 if config.stem_reductions else 1
+        # Each reduction doubles the channels, so that the first group has `filters`.
+        channels = config.filters >> config.stem_reductions
+        return Convolution(3, channels, (3, 3), (stride, stride))
 
     @property
     def cells(self) -> dict[str, Cell]:
         """The cells in their order, by name."""
         config = self.config
-        group = ["halve"] + ["normal"] * (config.cells // config.groups)
-        kinds = ["halve"] * config.stem_reductions + (group * config.groups)[1:]
+        group = [True] + [False] * (config.cells // config.groups)
+        # Which cells halve the image: those of the stem, and one between any two groups.
+        halvings = [True] * config.stem_reductions + (group * config.groups)[1:]
         channels = near = far = self.stem.outputs
         cells: dict[str, Cell] = {}
-        before = "normal"
-        for i, kind in enumerate(kinds):
-            halve = kind == "halve"
-            channels *= 1 + halve
-            cell = Cell(
-                REDUCTION if halve else NORMAL, channels, near, far, halve, before == "halve"
-            )
+        far_is_large = False
+        for i, halve in enumerate(halvings):
+            channels *= 2 if halve else 1
+            genotype = REDUCTION if halve else NORMAL
+            cell = Cell(genotype, channels, near, far, halve, far_is_large)
             cells[f"{i:03}"] = cell
-            near, far, before = cell.outputs, near, kind
+            near, far, far_is_large = cell.outputs, near, halve
         return cells
 
     @property
@@ -260,13 +295,10 @@ class AmoebaNet:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `cells/003/near_0/kernel`."""
         cells = self.cells
         keys = [jax.random.fold_in(key, i) for i in range(2 + len(cells))]
-        return {
-            "stem": self.stem.init(keys[0]),
-            "cells": {
-                name: cell.init(k) for (name, cell), k in zip(cells.items(), keys[2:], strict=True)
-            },
-            "head": self.head.init(keys[1]),
-        }
+        key_of = dict(zip(cells, keys[2:], strict=True))
+        stem = self.stem.init(keys[0])
+        of_cells = {name: cell.init(key_of[name]) for name, cell in cells.items()}
+        return {"stem": stem, "cells": of_cells, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
         """The running averages before any step: the model state."""
@@ -282,9 +314,10 @@ class AmoebaNet:
         batch, training = jax.tree.map(jnp.asarray, batch), rng is not None
         x = batch["images"].astype(self.config.dtype)
         x, stem = self.stem(params["stem"], averages["stem"], x, training)
-        before, new = x, {}
+        before, new = x, {}  # the first cell reads the stem twice
         for name, cell in self.cells.items():
-            y, new[name] = cell(params["cells"][name], averages["cells"][name], x, before, training)
+            p, old = params["cells"][name], averages["cells"][name]
+            y, new[name] = cell(p, old, x, before, training)
             before, x = x, y
         loss, aux = class_loss(self.head(params["head"], x), batch)
         return loss, {"stem": stem, "cells": new}, aux

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 Tree = Any
+ArchitectureLoss = Callable[[Tree, Tree, jax.Array | None], Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Architecture:
         """Slot, name and block of the filled slots, in order."""
         for slot, block in enumerate(self.slots):
             if block is not None:
-                yield slot, f"block_{slot:02}_{block.left}_{block.right}", block
+                name = f"block_{slot:02}_{block.left}_{block.right}"
+                yield slot, name, block
 
     def names(self) -> list[str]:
         """What the blocks, and their parameters, are called."""
@@ -44,7 +46,9 @@ class Architecture:
 
     def with_slot(self, slot: int, block: Block | None) -> "Architecture":
         """The same, except for one slot."""
-        return Architecture((*self.slots[:slot], block, *self.slots[slot + 1 :]))
+        slots = list(self.slots)
+        slots[slot] = block
+        return Architecture(tuple(slots))
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,8 @@ class SearchSpace:
         """Any architecture: how many slots are filled, which ones, with what."""
         count = int(rng.integers(self.fewest, self.slots + 1))
         filled = set(rng.permutation(self.slots)[:count].tolist())
-        return Architecture(
-            tuple(self.block(rng) if slot in filled else None for slot in range(self.slots))
-        )
+        slots = [self.block(rng) if slot in filled else None for slot in range(self.slots)]
+        return Architecture(tuple(slots))
 
     def mutate(self, architecture: Architecture, rng: np.random.Generator) -> Architecture:
         """Another architecture, which differs in one slot: a branch has another operation, or it is filled or emptied.
@@ -81,30 +84,35 @@ class SearchSpace:
             ValueError: the architecture has another number of slots.
 
         """
-        if len(architecture.slots) != self.slots:
+        count = len(architecture.slots)
+        if count != self.slots:
             raise ValueError(
-                f"an architecture of {len(architecture.slots)} slots is none of a space of {self.slots}"
+                f"an architecture of {count} slots is none of a space of {self.slots}: "
+                f"give one of {self.slots}"
             )
         slot = int(rng.integers(self.slots))
         block = architecture.slots[slot]
         if block is None:
             return architecture.with_slot(slot, self.block(rng))
-        changes: list[Block | None] = [
-            Block(left, block.right) for left in self.left if left != block.left
-        ]
-        changes += [Block(block.left, right) for right in self.right if right != block.right]
+        # The present operations are left out, so a mutation is always another architecture.
+        lefts = [left for left in self.left if left != block.left]
+        rights = [right for right in self.right if right != block.right]
+        changes: list[Block | None] = [Block(left, block.right) for left in lefts]
+        changes += [Block(block.left, right) for right in rights]
         if len(architecture.names()) > self.fewest and rng.random() < 0.25:
             changes = [None]
-        return architecture.with_slot(slot, changes[int(rng.integers(len(changes)))])
+        chosen = int(rng.integers(len(changes)))
+        return architecture.with_slot(slot, changes[chosen])
 
     def covering(self) -> tuple[Architecture, ...]:
         """A few architectures that hold each pair of branches once or more, so that programs can be made ahead."""
         pairs = [Block(left, right) for left in self.left for right in self.right]
+        # A block's program depends on its branches alone and not on its slot: once each is enough.
         groups = [pairs[i : i + self.slots] for i in range(0, len(pairs), self.slots)]
         groups[-1] += pairs[: self.slots - len(groups[-1])]
-        return tuple(
-            Architecture(tuple(group + group[:1] * (self.slots - len(group)))) for group in groups
-        )
+        # With fewer pairs than slots the last group is still short: its first pair fills it up.
+        groups[-1] += groups[-1][:1] * (self.slots - len(groups[-1]))
+        return tuple(Architecture(tuple(group)) for group in groups)
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class Supernet:
 
     space: SearchSpace
     default: Architecture
-    loss_of: Callable[[Architecture], Callable[[Tree, Tree, jax.Array | None], Any]]
+    loss_of: Callable[[Architecture], ArchitectureLoss]
     params_of: Callable[[Architecture, jax.Array], Tree]
 
 

@@ -27,7 +27,9 @@ def train_batches(
     position, is all there is to save. A thread prepares `prefetch` batches ahead.
     """
     rows = cast(Sequence[np.ndarray], records)
-    order = grain.MapDataset.source(rows).seed(seed).shuffle().repeat().random_map(transform)
+    # Shuffled before it is repeated, and again for each epoch: an epoch has each record once.
+    shuffled = grain.MapDataset.source(rows).seed(seed).shuffle()
+    order = shuffled.repeat().random_map(transform)
     return ShuffledBatches(order, batch_size, prefetch)
 
 
@@ -71,6 +73,7 @@ class LazyBatches:
     def __next__(self) -> dict[str, LazyArray]:
         first, size = self._next * self._batch_size, self._batch_size
         self._next += 1
+        # An example has several leaves; it is made once for all of them.
         example = cache(lambda i: self._order[first + i])
 
         def leaf(name: str) -> LazyArray:
@@ -103,9 +106,13 @@ def fixed_batches(
     examples = [
         transform(record, np.random.default_rng(i)) for i, record in enumerate(records[:whole])
     ]
-    filler = {**examples[-1], "weights": np.zeros_like(examples[-1]["weights"])}
+    last = examples[-1]
+    # All batches have one shape, so one program evaluates them; weight 0 takes no part in the mean.
+    filler = {**last, "weights": np.zeros_like(last["weights"])}
     examples += [filler] * (whole - len(examples))
     groups = [examples[i : i + batch_size] for i in range(0, whole, batch_size)]
-    return tuple(
-        {name: np.stack([item[name] for item in group]) for name in examples[0]} for group in groups
-    )
+    return tuple(_stacked(group) for group in groups)
+
+
+def _stacked(examples: Sequence[Batch]) -> Batch:
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}

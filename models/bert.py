@@ -9,7 +9,6 @@ MosaicBERT, arXiv:2312.17482) in place of position embeddings; there is one segm
 With `published` it is as in the paper (`bert_published.py`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,13 @@ from jaxtyping import Array, Float, Int
 from jvpipe.models import bert_published
 from jvpipe.models.blocks import (
     Block,
+    Key,
+    Logits,
     LossFunction,
+    Part,
     Parts,
     TransformerConfig,
+    Vectors,
     distance_bias,
     dropped,
     embedding,
@@ -51,6 +54,7 @@ class MaskedConfig(TransformerConfig):
     @property
     def masked(self) -> int:
         """K: how many tokens of a record are predicted at most (its first token is special)."""
+        # A constant, so that shapes do not depend on the record: the rest is filled up with weight 0.
         return max(1, round(self.mask_rate * (self.tokens - 1)))
 
 
@@ -85,8 +89,9 @@ class Embeddings(nnx.Module):
         self.norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that the first block reads."""
+        # No positions: each block's bias tells them (ALiBi), so longer records need no new table.
         return dropped(self.dropout, normed(self.norm, self.tokens(tokens)), key)
 
 
@@ -101,23 +106,22 @@ class Head(nnx.Module):
 
     def __call__(self, x: Float[Array, "B K D"], tokens: nnx.Embed) -> Float[Array, "B K V"]:
         """Logits in float32; the embedding of `tokens` is the tied projection."""
-        y = normed(self.norm, jax.nn.gelu(self.transform(normed(self.input_norm, x))))
-        return tokens.attend(y).astype(jnp.float32) + self.bias[...][None, None]
+        # The norm that BERT has in its last block stands here, since blocks are pre-norm.
+        y = jax.nn.gelu(self.transform(normed(self.input_norm, x)))
+        logits = tokens.attend(normed(self.norm, y))
+        return logits.astype(jnp.float32) + self.bias[...][None, None]
 
 
 def parts(config: BertConfig) -> Parts:
     """The model taken apart."""
+    kinds: dict[str, Part] = {"embeddings": Embeddings, "blocks": Block, "head": Head}
     if config.published:
-        head = bert_published.Head
-        return Parts(
-            config,
-            {
-                "embeddings": bert_published.Embeddings,
-                "blocks": bert_published.PublishedBlock,
-                "head": head,
-            },
-        )
-    return Parts(config, {"embeddings": Embeddings, "blocks": Block, "head": Head})
+        kinds = {
+            "embeddings": bert_published.Embeddings,
+            "blocks": bert_published.PublishedBlock,
+            "head": bert_published.Head,
+        }
+    return Parts(config, kinds)
 
 
 def loss_function(config: BertConfig) -> LossFunction:
@@ -129,17 +133,16 @@ def loss_function(config: BertConfig) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(
-    config: BertConfig,
-) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
-    """The logits of tokens at `positions`, `logits(params, batch, key)`; without dropout if the key is None."""
+def logits_function(config: BertConfig) -> Logits:
+    """The logits of tokens at `positions` [B, K, V], `logits(params, batch, key)`; no dropout if the key is None."""
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B K V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B K V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
-        x = model.through("blocks", params["blocks"], x, key)
-        x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
+        x = model.through("blocks", params["blocks"], x, key)  # [B, T, D]
+        # Only a sixth of the rows is predicted: the projection to V, the widest map, skips the rest.
+        x = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)  # [B, K, D]
         return model.part("head", params["head"])(x, embeddings.tokens)
 
     return logits
@@ -160,9 +163,8 @@ def open_data(
     config: BertConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Text as records with masked tokens."""
-    from jvpipe.models.masking import (
-        open_masked_text,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.masking import open_masked_text
 
     return open_masked_text(config, data_path, run_dir, seed, batch_size)
 

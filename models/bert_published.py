@@ -16,9 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import (
     Block,
+    Key,
     TransformerConfig,
+    Vectors,
     dropped,
     embedding,
+    keys_of,
     layer_norm,
     linear,
     normed,
@@ -43,20 +46,23 @@ class Embeddings(nnx.Module):
         self.norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that the first block reads."""
-        positions = self.positions(jnp.arange(tokens.shape[1]))[None]
-        x = self.tokens(tokens) + positions + self.segments(jnp.zeros((1, 1), jnp.int32))
+        positions = self.positions(jnp.arange(tokens.shape[1]))[None]  # [1, T, D]
+        segment = jnp.zeros((1, 1), jnp.int32)
+        x = self.tokens(tokens) + positions + self.segments(segment)
         return dropped(self.dropout, normed(self.norm, x), key)
 
 
 class PublishedBlock(Block):
     """Attention, then a feed-forward network, each added to its input, the sum normed."""
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = normed(self.attention_norm, x + dropped(self.dropout, self.attention(x, k0), k1))
+        # The parameters are those of `Block`; the norms alone stand elsewhere.
+        k0, k1, k2 = keys_of(key, 3)
+        mixed = dropped(self.dropout, self.attention(x, k0), k1)
+        x = normed(self.attention_norm, x + mixed)
         y = self.contract(_gelu(self.expand(x)))
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, k2))
 
@@ -81,16 +87,13 @@ class Head(nnx.Module):
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `BertConfig` that config.json tells."""
     dropout = settings.get("hidden_dropout_prob", 0.1)
-    for key, value in (
-        ("hidden_act", "gelu"),
-        ("type_vocab_size", 2),
-        ("position_embedding_type", "absolute"),
-        ("attention_probs_dropout_prob", dropout),
-        ("is_decoder", False),
-        ("add_cross_attention", False),
-        ("is_encoder_decoder", False),
-    ):
-        settings.only(key, value)
+    settings.only("hidden_act", "gelu")
+    settings.only("type_vocab_size", 2)
+    settings.only("position_embedding_type", "absolute")
+    settings.only("attention_probs_dropout_prob", dropout)
+    settings.only("is_decoder", False)
+    settings.only("add_cross_attention", False)
+    settings.only("is_encoder_decoder", False)
     positions = settings["max_position_embeddings"]
     return {
         "blocks": settings["num_hidden_layers"],
@@ -115,6 +118,7 @@ def _sources(config: Any) -> dict[str, Source]:
     sources |= norm_of("embeddings.norm", "embeddings.LayerNorm")
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"encoder.layer.{i}"
+        # Three tensors of theirs lie side by side in one of ours: [D, 3 D].
         read = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
         sources |= linear_of(f"{ours}.attention.inputs", *read)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attention.output.dense")
@@ -134,8 +138,13 @@ FORMAT = Format(
     _fields,
     _sources,
     harmless=(
-        *("directionality", "initializer_range", "pooler_fc_size", "pooler_num_attention_heads"),
-        *("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+        "directionality",
+        "initializer_range",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
     ),
     copies={
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",

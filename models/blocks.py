@@ -1,6 +1,12 @@
 """What the models of text share: the blocks of transformers, pre-norm (arXiv:1706.03762, arXiv:2002.04745) in Flax NNX.
 
 Axes: B batch, T tokens, S tokens that are looked at, D model, H heads, F feed-forward.
+
+A block of a pre-norm transformer normalises what a sublayer reads and leaves the sum alone:
+
+    x ──┬── norm ── attention ──(+)──┬── norm ── expand, gelu, contract ──(+)── x'
+        └────────────────────────┘   └────────────────────────────────────┘
+        [B, T, D]                    [B, T, D]          [B, T, F]         [B, T, D]
 """
 
 from abc import ABC, abstractmethod
@@ -19,9 +25,13 @@ from jvpipe.ir.weighted import Weighted
 from jvpipe.models.lora import with_adapters
 from jvpipe.util.names import did_you_mean
 
-Logits = Callable[[Any, Any, jax.Array | None], Float[Array, "*B V"]]
+Key = jax.Array | None
+"""What dropout is drawn by; nothing is dropped if it is None."""
+Vectors = Float[Array, "B T D"]
+"""The residual stream: a vector for each token of each record. This is what a cut between two blocks sends."""
+Logits = Callable[[Any, Any, Key], Float[Array, "*B V"]]
 """A function of parameters, a batch and a key; without dropout if the key is None."""
-LossFunction = Callable[[Any, Any, jax.Array | None], Weighted]
+LossFunction = Callable[[Any, Any, Key], Weighted]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,9 @@ class TextConfig:
             raise ValueError(f"lora={self.lora} must be a rank, 1 or more, or 0 for no adapters")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        if min(self.blocks, self.width) < 1 or self.tokens < 8 or self.vocabulary < 300:
+        # A tokenizer has 256 bytes and four special tokens before its first merge.
+        is_small = self.tokens < 8 or self.vocabulary < 300
+        if min(self.blocks, self.width) < 1 or is_small:
             raise ValueError(
                 f"{self} is too small: it needs a block, 8 tokens and a vocabulary of 300"
             )
@@ -94,15 +106,19 @@ def distance_bias(heads: int, tokens: int) -> Float[Array, "H T T"]:
     """
     half = (heads + 1) // 2
     iota = partial(jax.lax.broadcasted_iota, jnp.float32)
+    # ALiBi's geometric slopes, 2^(-8 i / half) for the heads i of one half.
     slope = jnp.exp2(iota((half, 1, 1), 0) * (-8 / half))
-    ahead = iota((1, tokens, tokens), 2) - iota((1, tokens, tokens), 1)
-    back = slope * jnp.minimum(ahead, -4 * ahead)
+    square = (1, tokens, tokens)
+    ahead = iota(square, 2) - iota(square, 1)  # [1, T, T], negative for tokens before this one
+    back = slope * jnp.minimum(ahead, -4 * ahead)  # [half, T, T], never above 0
+    # Looking ahead is looking back with rows and columns exchanged. An odd last head is cut off.
     return jnp.concatenate([back, jnp.swapaxes(back, 1, 2)])[:heads]
 
 
 def looking_back(tokens: int) -> Float[Array, "1 T T"]:
     """What keeps attention from tokens ahead."""
     iota = partial(jax.lax.broadcasted_iota, jnp.int32, (1, tokens, tokens))
+    # A token always sees itself, so no row is all -inf and softmax stays finite.
     return jnp.where(iota(2) > iota(1), -jnp.inf, 0.0).astype(jnp.float32)
 
 
@@ -115,37 +131,42 @@ class Attention(nnx.Module):
         self.output = linear(config, rngs, config.width, config.width, scale=residual_scale(config))
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The mixture of the other tokens' values; `key` draws the dropped weights."""
+        # One product gives queries, keys and values: [B, T, 3 D] is three of [B, T, D].
         q, k, v = jnp.split(self.inputs(x), 3, axis=-1)
         bias = self.config.bias(x.shape[1])
-        return self.output(
-            mixture(q, k, v, self.config.heads, bias, lambda w: dropped(self.dropout, w, key))
-        )
+        drop = partial(dropped, self.dropout, key=key)
+        return self.output(mixture(q, k, v, self.config.heads, bias, drop))
+
+
+Bias = Float[Array, "#H T S"] | Float[Array, "#B #H #T S"]
+"""What is added to scores: the same for all records, or another for each."""
 
 
 def mixture(
-    q: Float[Array, "B T D"],
+    q: Vectors,
     k: Float[Array, "B S D"],
     v: Float[Array, "B S D"],
     heads: int,
-    bias: Float[Array, "#H T S"] | Float[Array, "#B #H #T S"] | None,
+    bias: Bias | None,
     drop: Callable[[jax.Array], jax.Array],
     scale: float | None = None,
-) -> Float[Array, "B T D"]:
+) -> Vectors:
     """Mixes values v for each query q, weighted by how well their keys k match it, head by head; `drop` drops weights.
 
-    Scores are multiplied by `scale`, by the usual one unless it is given.
+    Scores are multiplied by `scale`, by the usual one unless it is given (arXiv:1706.03762, equation 1).
     """
-    D = q.shape[2]
-    q, k, v = (y.reshape(*y.shape[:2], heads, D // heads) for y in (q, k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * (
-        (D // heads) ** -0.5 if scale is None else scale
-    )
+    B, T, D = q.shape
+    width = D // heads
+    q, k, v = (y.reshape(*y.shape[:2], heads, width) for y in (q, k, v))  # [B, T or S, H, D / H]
+    factor = width**-0.5 if scale is None else scale
+    # Scores are float32 whatever the type of computation: softmax takes differences of large numbers.
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * factor
     if bias is not None:
         scores = scores + (bias if bias.ndim == 4 else bias[None])
-    weights = drop(jax.nn.softmax(scores).astype(q.dtype))
-    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(*q.shape[:2], D)
+    weights = drop(jax.nn.softmax(scores).astype(q.dtype))  # [B, H, T, S]
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(B, T, D)
 
 
 class CrossAttention(nnx.Module):
@@ -160,13 +181,13 @@ class CrossAttention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Vectors,
         read: Float[Array, "B S D"],
-        key: jax.Array | None,
+        key: Key,
         bias: Float[Array, "#B #H #T S"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Vectors:
         """The mixture of the values of what was `read`; `bias` says who looks at whom."""
-        k, v = jnp.split(self.inputs(read), 2, axis=-1)
+        k, v = jnp.split(self.inputs(read), 2, axis=-1)  # [B, S, D] each
         drop = partial(dropped, self.dropout, key=key)
         return self.output(mixture(self.queries(x), k, v, self.config.heads, bias, drop))
 
@@ -183,12 +204,13 @@ class Block(nnx.Module):
         self.contract = linear(config, rngs, units, config.width, scale=residual_scale(config))
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = x + dropped(self.dropout, self.attention(normed(self.attention_norm, x), k0), k1)
-        y = self.contract(jax.nn.gelu(self.expand(normed(self.feed_forward_norm, x))))
-        return x + dropped(self.dropout, y, k2)
+        k0, k1, k2 = keys_of(key, 3)
+        mixed = self.attention(normed(self.attention_norm, x), k0)
+        x = x + dropped(self.dropout, mixed, k1)
+        hidden = jax.nn.gelu(self.expand(normed(self.feed_forward_norm, x)))  # [B, T, F]
+        return x + dropped(self.dropout, self.contract(hidden), k2)
 
 
 Part = Callable[..., nnx.Module]
@@ -204,18 +226,23 @@ class Kind:
     def module(self, params: Any) -> Any:
         """A module of this kind with these parameters."""
         graph, _, rest = self._structure
+        # Without a copy two calls would share what they change, such as counts of random streams.
         return nnx.merge(graph, params, rest, copy=True)
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
         """Maps a key to fresh parameters, nested dicts of float32 arrays."""
-        return jax.jit(
-            lambda key: nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param))
-        )
+
+        def module(key: jax.Array) -> nnx.Module:
+            return self._build(nnx.Rngs(params=key))
+
+        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(module(key), nnx.Param)))
 
     @cached_property
     def _structure(self) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param, ...)
+        # Traced with shapes alone: no parameter of a model of billions is made here.
+        module = nnx.eval_shape(lambda: self._build(nnx.Rngs(0)))
+        return nnx.split(module, nnx.Param, ...)
 
 
 def adapted_kind(build: Callable[[nnx.Rngs], nnx.Module], config: TextConfig, name: str) -> Kind:
@@ -239,11 +266,11 @@ class Parts:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/attention/inputs/kernel`."""
         layers = {}
         for name, kind in self._kinds.items():
-            first = self._first[name]
-            stack = {
-                f"{i:03}": kind.init(jax.random.fold_in(key, first + i))
-                for i in range(self._count(name))
-            }
+            stack = {}
+            for i in range(self._count(name)):
+                # Keys follow from positions, so the same model in fewer stages draws the same numbers.
+                module_key = jax.random.fold_in(key, self._first[name] + i)
+                stack[f"{i:03}"] = kind.init(module_key)
             layers[name] = stack if name in self.stacked else stack["000"]
         return layers
 
@@ -251,16 +278,20 @@ class Parts:
         """A module of a kind with these parameters."""
         return self._kinds[name].module(params)
 
-    def key(self, name: str, key: jax.Array | None, i: int = 0) -> jax.Array | None:
+    def key(self, name: str, key: Key, i: int = 0) -> Key:
         """The key of a module: derived by its position in the model, so that blocks are alike except for a number."""
-        return None if key is None else jax.random.fold_in(key, self._first[name] + i)
+        if key is None:
+            return None
+        return jax.random.fold_in(key, self._first[name] + i)
 
     def through(
-        self, name: str, blocks: Any, x: jax.Array, key: jax.Array | None, *others: jax.Array
+        self, name: str, blocks: Any, x: jax.Array, key: Key, *others: jax.Array
     ) -> jax.Array:
         """The tokens after all blocks of a kind, each of which reads `others` too."""
+        # A loop and no scan: each block is a layer of its own, and cuts may lie between any two.
         for i in range(self._count(name)):
-            x = self.part(name, blocks[f"{i:03}"])(x, *others, self.key(name, key, i))
+            block = self.part(name, blocks[f"{i:03}"])
+            x = block(x, *others, self.key(name, key, i))
         return x
 
     def _count(self, name: str) -> int:
@@ -276,18 +307,20 @@ class Parts:
     @cached_property
     def _kinds(self) -> dict[str, Kind]:
         config = self.config
+
+        def built(part: Part, rngs: nnx.Rngs) -> nnx.Module:
+            return part(config, rngs=rngs)
+
         return {
-            name: adapted_kind(lambda rngs, part=part: part(config, rngs=rngs), config, name)
+            name: adapted_kind(partial(built, part), config, name)
             for name, part in self.kinds.items()
         }
 
 
 def embedding(config: TextConfig, rngs: nnx.Rngs, rows: int, spread: float = 0.02) -> nnx.Embed:
     """A table of vectors of width D."""
-    init = nnx.initializers.normal(spread)
-    return nnx.Embed(
-        rows, config.width, embedding_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs
-    )
+    init, dtype = nnx.initializers.normal(spread), jnp.dtype(config.dtype)
+    return nnx.Embed(rows, config.width, embedding_init=init, dtype=dtype, rngs=rngs)
 
 
 def linear(
@@ -300,10 +333,10 @@ def linear(
     bias: bool = True,
 ) -> nnx.Linear:
     """A linear map whose results vary as its inputs do, times `scale`."""
+    # A variance of scale^2 / inputs: then the results vary as the inputs do (LeCun's initialisation).
     init = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    return nnx.Linear(
-        inputs, outputs, use_bias=bias, kernel_init=init, dtype=jnp.dtype(config.dtype), rngs=rngs
-    )
+    dtype = jnp.dtype(config.dtype)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -321,14 +354,20 @@ def normed(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
     return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def dropped(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
+def dropped(dropout: nnx.Dropout, x: jax.Array, key: Key) -> jax.Array:
     """Dropout; none without a key."""
     return x if key is None else dropout(x, rngs=key, deterministic=False)
 
 
+def keys_of(key: Key, count: int) -> Any:
+    """So many keys, each for one place of a module that drops; as many None without a key."""
+    return (None,) * count if key is None else jax.random.split(key, count)
+
+
 def cross_entropies(logits: Float[Array, "*B V"], targets: Any) -> Float[Array, "*B"]:
     """Nats for each target [*B]."""
-    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+    likelihoods = jax.nn.log_softmax(logits)
+    scores = jnp.take_along_axis(likelihoods, targets[..., None], axis=-1)  # [*B, 1]
     return -jnp.squeeze(scores, -1)
 
 
@@ -341,7 +380,9 @@ def prediction_loss(
     """
     nats, weights = cross_entropies(logits, batch["targets"]), batch["weights"]
     if smoothing:
+        # The cross entropy with a uniform target is the mean of the negative log likelihoods.
         nats = (1 - smoothing) * nats - smoothing * jnp.mean(jax.nn.log_softmax(logits), -1)
+    # A sum and its weight, not a mean: micro-batches of unequal weight then add up to the batch's mean.
     return Weighted(jnp.sum(nats * weights), jnp.sum(weights))
 
 
@@ -354,10 +395,10 @@ def predicting(logits: Logits, dropout: float, smoothing: float = 0.0) -> LossFu
         smoothing: of the targets.
     """
 
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+    def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
-        return prediction_loss(
-            logits(params, batch, rng if dropout > 0 else None), batch, smoothing
-        )
+        # An unused key would still be an input of every layer, and be sent over each cut.
+        key = rng if dropout > 0 else None
+        return prediction_loss(logits(params, batch, key), batch, smoothing)
 
     return loss_fn

@@ -31,6 +31,7 @@ def catalogue_pairs(source: str, target: str) -> list[Pair]:
     path = cache_folder() / f"catalogues-{source}-{target}.json"
     if not path.exists():
         left, right = _texts(source), _texts(target)
+        # A dictionary and not a set: it drops repetitions and keeps the order.
         pairs = {(left[name], right[name]): None for name in left if name in right}
         write_whole(path, json.dumps(list(pairs)).encode())
     return [(a, b) for a, b in json.loads(path.read_text())]
@@ -43,13 +44,16 @@ def read_messages(content: bytes) -> Iterator[Pair]:
     >>> list(read_messages(head + struct.pack("<4I", 4, 44, 5, 49) + b"door\0" + b"T\xc3\xbcr.\0"))
     [('door', 'Tür.')]
     """
+    # GNU gettext's format: a magic number that tells the byte order, a version, the number of texts, and where
+    # the tables of originals and of translations begin. A row is the length of a text and its place.
     order = "<" if content[:4] == b"\xde\x12\x04\x95" else ">"
     count, originals, translations = struct.unpack_from(f"{order}3I", content, 8)
     for i in range(count):
         forms = []
         for table in (originals, translations):
             length, start = struct.unpack_from(f"{order}2I", content, table + 8 * i)
-            forms.append(content[start : start + length].decode().split("\0"))
+            text = content[start : start + length].decode()
+            forms.append(text.split("\0"))
         english, translated = forms
         if english[0]:  # the catalogue's own header has no name
             yield english[0].split("\4")[-1], translated[0]  # what precedes it says where it stands
@@ -62,10 +66,14 @@ def _texts(language: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for file in _catalogues("de" if language == "en" else language):
         for english, translated in read_messages(file.read_bytes()):
-            plain, text = (_PLACE.sub("X", " ".join(x.split())) for x in (english, translated))
+            plain, text = _one_line(english), _one_line(translated)
             if plain and text and not _CODE.search(plain + text):
                 pairs.setdefault(plain, plain if language == "en" else text)
     return pairs
+
+
+def _one_line(message: str) -> str:
+    return _PLACE.sub("X", " ".join(message.split()))
 
 
 def _catalogues(language: str) -> list[Path]:
@@ -77,12 +85,7 @@ def _catalogues(language: str) -> list[Path]:
     package = Path(spec.origin).parent
     files = sorted(package.rglob(f"locale/{language}/LC_MESSAGES/django.mo"))
     if not files:
-        catalogues = [
-            folder.name for folder in (package / "conf" / "locale").iterdir() if folder.is_dir()
-        ]
-        raise ValueError(
-            did_you_mean(
-                "language", language, sorted(name for name in catalogues if name[:2] != "__")
-            )
-        )
+        folders = [path for path in (package / "conf" / "locale").iterdir() if path.is_dir()]
+        languages = sorted(path.name for path in folders if path.name[:2] != "__")
+        raise ValueError(did_you_mean("language", language, languages))
     return files

@@ -60,18 +60,25 @@ class ChatTemplate:
         ('<assistant>a', ((11, 12),))
         """
         _check(messages)
+        # Written out twice, once with marks around the assistant's words: where these are taken out again, they tell
+        # the places. A template that looks at contents could write something else for them, so both are compared.
         text = self._text(messages)
         marked = self._text([_marked(m) if m["role"] == "assistant" else m for m in messages])
         spans, plain = [], ""
         for i, piece in enumerate(marked.split(_OPEN)):
             said, closed, after = piece.partition(_CLOSE)
+            # The first piece stands before all marks; each other one has exactly one that closes.
             if bool(closed) != bool(i) or _CLOSE in after:
                 break
             if i:
                 spans.append((len(plain), len(plain) + len(said)))
             plain += said + after
-        if plain != text or len(spans) != sum(m["role"] == "assistant" for m in messages):
-            raise ValueError("the chat template leaves out or changes what the assistant said")
+        count = sum(m["role"] == "assistant" for m in messages)
+        if plain != text or len(spans) != count:
+            raise ValueError(
+                f"the chat template leaves out or changes what the assistant said in {count} messages: "
+                "give one that writes them as they are"
+            )
         return Rendered(text, tuple(spans))
 
     def _text(self, messages: Sequence[Message]) -> str:
@@ -111,6 +118,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
+        # Jinja's own filter escapes for HTML, which templates of transformers do not expect.
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
             value, ensure_ascii=False, indent=indent
         )
@@ -143,11 +151,10 @@ def read_template(folder: Path) -> ChatTemplate | None:
         source = (folder / FILES[0]).read_text(encoding="utf-8")
     if source is None:
         return None
-    tokens = {
-        name: value["content"] if isinstance(value, dict) else value
-        for name, value in settings.items()
-        if name.endswith("_token") and isinstance(value, str | dict)
-    }
+    tokens = {}
+    for name, value in settings.items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            tokens[name] = value["content"] if isinstance(value, dict) else value
     return ChatTemplate(source, tokens)
 
 
@@ -177,7 +184,8 @@ class Chats:
             ValueError: what `ChatTemplate.rendered` raises, of which conversation.
         """
         rows = [self._record(document, tokenizer, tokens) for document in documents]
-        return np.array([row for row in rows if row[1].any()], np.int32).reshape(-1, 2, tokens)
+        learned = [row for row in rows if row[1].any()]
+        return np.array(learned, np.int32).reshape(-1, 2, tokens)
 
     def streamed(
         self, documents: grain.IterDataset, tokenizer: Tokenizer, tokens: int
@@ -191,13 +199,16 @@ class Chats:
             found = self.template.rendered(json.loads(document))
         except ValueError as problem:
             raise ValueError(f"of the conversation {document[:80]}...: {problem}") from problem
+        # The template writes special tokens out itself, the start among them.
         encoding = tokenizer.encode(found.text, add_special_tokens=False)
-        special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        added = tokenizer.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special}
         record = np.zeros((2, tokens), np.int32)
         ids = encoding.ids[:tokens]
         record[0, : len(ids)] = ids
         spoken = False
         for i, (begin, end) in enumerate(encoding.offsets[: len(ids)]):
+            # The special token right behind the assistant's words ends them, and is learned too.
             ends = spoken and ids[i] in special
             spoken = any(begin < last and first < end for first, last in found.spoken)
             record[1, i] = spoken or ends
@@ -217,20 +228,22 @@ def learned_tokens(record: Int32[np.ndarray, "2 T"], generator: np.random.Genera
 
 def _check(messages: Sequence[Message]) -> None:
     for message in messages:
-        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(message.get("content"), str):
+        fields = message if isinstance(message, Mapping) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
                 "each of 'messages' should have a 'role' and a text as 'content', "
                 f"not {str(message)[:80]}"
             )
-        if {_OPEN, _CLOSE} & set(message["content"]):
-            raise ValueError("U+E000 and U+E001 stand for no character: take them out")
+        if {_OPEN, _CLOSE} & set(content):
+            raise ValueError(
+                f"U+E000 and U+E001 stand for no character: take them out of {content[:80]!r}"
+            )
 
 
 def _marked(message: Message) -> Message:
     """A message whose text has marks around it, within the white space that a template may take off."""
     content = message["content"]
     core = content.strip()
-    begin = content.find(core)
-    around = content[:begin] + _OPEN + core + _CLOSE + content[begin + len(core) :]
-    return {**message, "content": around}
+    before, after = content.split(core, 1) if core else ("", content)
+    return {**message, "content": f"{before}{_OPEN}{core}{_CLOSE}{after}"}

@@ -83,7 +83,5 @@ def to_folder(workload: Workload, params: Tree, like: str | Path, into: str | Pa
         ValueError: the one that it began with is not there any more.
         OSError: nothing can be written.
     """
-    folder = open_folder(model_folder(like))
-    write_params(
-        folder, format_of(workload.name), workload.config, lora.merged_params(params), Path(into)
-    )
+    folder, form = open_folder(model_folder(like)), format_of(workload.name)
+    write_params(folder, form, workload.config, lora.merged_params(params), Path(into))

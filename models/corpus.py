@@ -9,10 +9,6 @@ from pathlib import Path
 
 from jvpipe.models.text_files import SUFFIXES, read_text, texts_in
 
-_DOCUMENT_CHARACTERS = 2000
-_LINE_CHARACTERS = 200
-_HELD_OUT_SHARE = 50  # one document in so many
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -30,27 +26,28 @@ class Corpus:
         """The SHA-256 of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def split(self) -> tuple[list[str], list[str]]:
-        """The documents to train on, and those held out: the fiftieth of least hash, one at least.
+    def split(self, one_in: int = 50) -> tuple[list[str], list[str]]:
+        """The documents to train on, and those held out: one in so many, those of least hash, one at least.
 
         >>> train, held_out = Corpus(tuple(f"Document {i}." for i in range(100))).split()
         >>> len(train), len(held_out)
         (98, 2)
         """
+        # By hash and not at random: the same text is held out whatever the seed and whatever stands around it.
         hashes = [hashlib.sha256(document.encode()).digest() for document in self.documents]
-        count = max(1, len(hashes) // _HELD_OUT_SHARE)
-        chosen = set(sorted(range(len(hashes)), key=hashes.__getitem__)[:count])
+        by_hash = sorted(range(len(hashes)), key=hashes.__getitem__)
+        chosen = set(by_hash[: max(1, len(hashes) // one_in)])
         train = [document for i, document in enumerate(self.documents) if i not in chosen]
         return train, [self.documents[i] for i in sorted(chosen)]
 
 
-def documents(paragraphs: Iterable[str]) -> list[str]:
-    """Groups the paragraphs of one file into documents of some 2,000 characters."""
+def documents(paragraphs: Iterable[str], least: int = 2000) -> list[str]:
+    """Groups the paragraphs of one file into documents of some 2,000 characters, at `least` so many but the last."""
     whole, group, characters = [], [], 0
     for paragraph in paragraphs:
         group.append(paragraph)
         characters += len(paragraph)
-        if characters >= _DOCUMENT_CHARACTERS:
+        if characters >= least:
             whole.append("\n".join(group))
             group, characters = [], 0
     return whole + (["\n".join(group)] if group else [])
@@ -70,15 +67,14 @@ def open_corpus(path: Path | None) -> Corpus:
         return _python_prose()
     texts = [text for file in files_under(path) for text in texts_in(file)]
     parts = [document for text in texts for document in documents(_paragraphs(text))]
-    if len(parts) < 2:  # no blank lines
-        parts = [
-            document
-            for text in texts
-            for document in documents(textwrap.wrap(text, _LINE_CHARACTERS))
-        ]
     if len(parts) < 2:
+        # Without blank lines each file was one paragraph. Lines of 200 characters serve as such.
+        wrapped = [documents(textwrap.wrap(text, 200)) for text in texts]
+        parts = [document for some in wrapped for document in some]
+    if len(parts) < 2:
+        characters = sum(map(len, parts))
         raise ValueError(
-            f"'{path}' holds {sum(map(len, parts))} characters of text: give at least a few thousand, "
+            f"'{path}' holds {characters} characters of text: give at least a few thousand, "
             "some to train on and some to hold out"
         )
     return Corpus(tuple(parts))
@@ -86,7 +82,8 @@ def open_corpus(path: Path | None) -> Corpus:
 
 def cache_folder() -> Path:
     """Where prepared data is kept: `jvpipe` in XDG_CACHE_HOME or ~/.cache, made if absent."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jvpipe"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(caches) / "jvpipe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -101,7 +98,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file so that no reader ever sees a part of it."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_bytes(content)
-    partial.replace(path)
+    partial.replace(path)  # atomic on one file system, and the last of several writers wins
 
 
 def _python_prose() -> Corpus:
@@ -126,9 +123,8 @@ def files_under(path: Path) -> list[Path]:
         )
     if path.is_file():
         return [path]
-    files = sorted(
-        file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
-    )
+    named = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES]
+    files = sorted(file for file in named if file.is_file())
     if not files:
         raise ValueError(
             f"there is no {', '.join(SUFFIXES)} file in '{path}' or below: name a file itself"
@@ -139,7 +135,7 @@ def files_under(path: Path) -> list[Path]:
 def _paragraphs(text: str) -> Iterable[str]:
     """Runs of lines without a blank one between them, each as one line."""
     lines: list[str] = []
-    for line in [*text.splitlines(), ""]:
+    for line in [*text.splitlines(), ""]:  # the last blank line ends the last paragraph
         if words := line.split():
             lines += words
         elif lines:

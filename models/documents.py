@@ -136,6 +136,7 @@ def _streamed(name: Path, field: str) -> Documents:
 
     rows = data_set(name)
     head = read_head(rows, str(name))
-    held_out, first = ([*map(document, part)] for part in (head.held_out, head.first))
+    held_out, first = [*map(document, head.held_out)], [*map(document, head.first)]
+    # The stream begins behind what is held out, and gives `first` again.
     stream = Rows(rows, len(held_out)).map(document)
     return Documents(first, held_out, head.digest, stream)

@@ -7,6 +7,9 @@ import numpy as np
 
 from jvpipe.models.architecture import Architecture, SearchSpace
 
+Member = tuple[Architecture, float]
+"""A trained architecture and its loss."""
+
 
 class RegularizedEvolution:
     """An endless iterator over architectures, to which the loss of each is reported.
@@ -31,7 +34,7 @@ class RegularizedEvolution:
             raise ValueError(f"population={population} and sample={sample} must be at least 1")
         self.space, self._sample = space, sample
         self._rng = np.random.default_rng(seed)
-        self._members: deque[tuple[Architecture, float]] = deque(maxlen=population)
+        self._members: deque[Member] = deque(maxlen=population)
         self._drawn = 0
 
     def __iter__(self) -> "RegularizedEvolution":
@@ -52,24 +55,28 @@ class RegularizedEvolution:
             raise ValueError(
                 f"{size} architectures were given and no loss was reported: call report() for each"
             )
+        # A tournament with replacement, as in the paper: even the worst member may win one.
         chosen = self._rng.integers(len(self._members), size=self._sample)
-        parent, _ = min((self._members[int(i)] for i in chosen), key=_loss)
+        tournament = [self._members[int(i)] for i in chosen]
+        parent, _ = min(tournament, key=_loss)
         return self.space.mutate(parent, self._rng)
 
     def report(self, architecture: Architecture, loss: float) -> None:
         """Adds a trained architecture to the population; a loss that is not a number counts as the worst."""
-        self._members.append((architecture, math.inf if math.isnan(loss) else loss))
+        # The queue has a greatest length: the oldest member leaves it, however good it is (section 3).
+        ranked = math.inf if math.isnan(loss) else loss
+        self._members.append((architecture, ranked))
 
     @property
-    def population(self) -> tuple[tuple[Architecture, float], ...]:
+    def population(self) -> tuple[Member, ...]:
         """The members with their losses, oldest first."""
         return tuple(self._members)
 
     @property
-    def best(self) -> tuple[Architecture, float]:
+    def best(self) -> Member:
         """The member of the least loss; ValueError if there is none yet."""
         return min(self._members, key=_loss)
 
 
-def _loss(member: tuple[Architecture, float]) -> float:
+def _loss(member: Member) -> float:
     return member[1]

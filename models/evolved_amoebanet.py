@@ -11,7 +11,6 @@ statistics of the batch and keeps none.
 """
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.amoebanet import POOLINGS, convolutions
+from jvpipe.models.amoebanet import POOLINGS, convolutions, unpooled
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
-from jvpipe.models.blocks import prediction_loss
+from jvpipe.models.blocks import Key, LossFunction, prediction_loss
 from jvpipe.models.vision import (
     ClassConfig,
     Convolution,
@@ -49,7 +48,8 @@ class EvolvedAmoebaNetConfig(ClassConfig):
     groups: int = 2
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.groups) < 1 or self.slots % self.groups:
+        is_empty = min(self.slots, self.groups) < 1
+        if is_empty or self.slots % self.groups:
             raise ValueError(f"slots={self.slots} must be a multiple of groups={self.groups}")
         if self.filters < 4 or self.filters % 4:
             raise ValueError(
@@ -77,6 +77,7 @@ Chain = tuple[Convolution, ...]
 def through(chain: Chain, p: Any, x: Image) -> Image:
     """An image after a chain of convolutions, each with the statistics of the batch."""
     for i, unit in enumerate(chain):
+        # In training averages are written and not read, so fresh ones serve.
         x, _ = unit(p[str(i)], unit.averages(), x, True)
     return x
 
@@ -98,21 +99,18 @@ def block_chains(block: Block, channels: int) -> dict[str, Chain]:
 def run_block(block: Block, p: Any, x: Image) -> Image:
     """The image after a block."""
     chains = block_chains(block, x.shape[3])
-    right = through(
-        chains["right"], p.get("right", {}), through(chains["project"], p["project"], x)
-    )
-    return (
-        x
-        + through(chains["left"], p["left"], x)
-        + POOLINGS.get(block.right, lambda y, _: y)(right, 1)
-    )
+    projected = through(chains["project"], p["project"], x)
+    right = through(chains["right"], p.get("right", {}), projected)  # a pooling has no chain
+    left = through(chains["left"], p["left"], x)
+    pool = POOLINGS.get(block.right, unpooled)  # a chain has no pooling
+    return x + left + pool(right, 1)
 
 
 def entry(config: EvolvedAmoebaNetConfig, group: int) -> Convolution:
     """From the colours to the channels of the first group, or from a group to the next."""
-    stride = 2 if group else 1
+    strides = (2, 2) if group else (1, 1)
     before = config.channels(group - 1) if group else 3
-    return Convolution(before, config.channels(group), (3, 3), (stride, stride), linear=True)
+    return Convolution(before, config.channels(group), (3, 3), strides, linear=True)
 
 
 def last(config: EvolvedAmoebaNetConfig) -> Convolution:
@@ -132,30 +130,29 @@ def params_of(
     """Fresh parameters, e.g. `block_03_conv_1x1_none/left/0/kernel`; each part's follow from the key and its name."""
 
     def leaf(*names: str) -> jax.Array:
+        # A checksum of the path and not a count: parameters of other blocks outlive a mutation.
         return jax.random.fold_in(key, zlib.crc32("/".join(names).encode()))
 
-    parts: dict[str, dict[str, Chain]] = {
-        f"entry_{group}": {"conv": (entry(config, group),)} for group in range(config.groups)
-    }
+    parts: dict[str, dict[str, Chain]] = {}
+    for group in range(config.groups):
+        parts[f"entry_{group}"] = {"conv": (entry(config, group),)}
     parts["last"] = {"conv": (last(config),)}
-    parts |= {
-        name: block_chains(b, config.channels(config.group(slot)))
-        for slot, name, b in architecture.blocks()
-    }
-    params = {
-        name: {side: init(chain, leaf(name, side)) for side, chain in chains.items() if chain}
-        for name, chains in parts.items()
-    }
+    for slot, name, block in architecture.blocks():
+        parts[name] = block_chains(block, config.channels(config.group(slot)))
+
+    def drawn(name: str) -> dict[str, Any]:
+        chains = {side: chain for side, chain in parts[name].items() if chain}
+        return {side: init(chain, leaf(name, side)) for side, chain in chains.items()}
+
+    params = {name: drawn(name) for name in parts}
     return params | {"head": head(config).init(leaf("head"))}
 
 
-def loss_of(
-    config: EvolvedAmoebaNetConfig, architecture: Architecture
-) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_of(config: EvolvedAmoebaNetConfig, architecture: Architecture) -> LossFunction:
     """The loss of classes under an architecture, `loss_fn(params, batch, rng)`; the batch is that of AmoebaNet."""
     blocks = tuple(architecture.blocks())
 
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+    def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
         x = batch["images"].astype(config.dtype)
         for group in range(config.groups):
@@ -177,8 +174,9 @@ def default_architecture(config: EvolvedAmoebaNetConfig) -> Architecture:
 
 def supernet(config: EvolvedAmoebaNetConfig) -> Supernet:
     """All architectures of at least half the slots."""
+    half = (config.slots + 1) // 2
     return Supernet(
-        space=SearchSpace(LEFT, RIGHT, slots=config.slots, fewest=(config.slots + 1) // 2),
+        space=SearchSpace(LEFT, RIGHT, slots=config.slots, fewest=half),
         default=default_architecture(config),
         loss_of=partial(loss_of, config),
         params_of=partial(params_of, config),

@@ -17,14 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models.architecture import Architecture, Block, SearchSpace, Supernet
 from jvpipe.models.blocks import (
     Attention,
+    Key,
     Kind,
+    LossFunction,
+    Vectors,
     dropped,
+    keys_of,
     linear,
     normed,
     prediction_loss,
@@ -75,13 +78,12 @@ class Glu(nnx.Module):
     """A linear map, gated by another one."""
 
     def __init__(self, config: Gpt2Config, *, rngs: nnx.Rngs) -> None:
-        self.inputs = linear(
-            config, rngs, config.width, 2 * config.width, scale=residual_scale(config)
-        )
+        D = config.width
+        self.inputs = linear(config, rngs, D, 2 * D, scale=residual_scale(config))
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The gated vectors."""
-        y, gate = jnp.split(self.inputs(x), 2, axis=2)
+        y, gate = jnp.split(self.inputs(x), 2, axis=2)  # [B, T, D] each
         return y * jax.nn.sigmoid(gate)
 
 
@@ -90,13 +92,14 @@ class SeparableConvolution(nnx.Module):
 
     def __init__(self, config: Gpt2Config, K: int, activation: str, *, rngs: nnx.Rngs) -> None:
         D, dtype = config.width, jnp.dtype(config.dtype)
+        # Each channel is a group of its own: K numbers for each, where a full convolution has K D.
         self.channels = nnx.Conv(
             D, D, (K,), padding="CAUSAL", feature_group_count=D, dtype=dtype, rngs=rngs
         )
         self.output = linear(config, rngs, D, D, scale=residual_scale(config))
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The tokens, mixed with those before them."""
         return self.output(ACTIVATIONS[self.activation](self.channels(x)))
 
@@ -112,13 +115,14 @@ class FeedForward(nnx.Module):
         self.contract = linear(config, rngs, expansion * D, D, scale=residual_scale(config))
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """Each token for itself."""
         return self.contract(ACTIVATIONS[self.activation](self.expand(x)))
 
 
 def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
     """The module of a branch's operation; None for `none`."""
+    # A kind, a size and an activation, of which the last two may be missing: conv7_relu, attention4, glu.
     match = re.fullmatch(r"([a-z]+)(\d*)(?:_([a-z]+))?", name)
     kind, size, activation = match.groups() if match else ("", "", None)
     match kind:
@@ -133,9 +137,8 @@ def operation(name: str, config: Gpt2Config, rngs: nnx.Rngs) -> Any:
         case "ffn":
             return FeedForward(config, int(size), activation or "", rngs=rngs)
         case _:
-            raise ValueError(
-                f"unknown operation '{name}': there are {', '.join(sorted({*LEFT, *RIGHT}))}"
-            )
+            operations = ", ".join(sorted({*LEFT, *RIGHT}))
+            raise ValueError(f"unknown operation '{name}': there are {operations}")
 
 
 class TwoBranches(nnx.Module):
@@ -147,12 +150,15 @@ class TwoBranches(nnx.Module):
         self.right = operation(block.right, config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The tokens after the block."""
-        keys = [None] * 4 if key is None else jax.random.split(key, 4)
+        keys = keys_of(key, 4)
         y = normed(self.norm, x)
-        for branch, inner, outer in ((self.left, keys[0], keys[1]), (self.right, keys[2], keys[3])):
-            x = x if branch is None else x + dropped(self.dropout, branch(y, inner), outer)
+        # Two keys for each branch, whether or not it has an operation: a mutation leaves the other's alone.
+        branches = ((self.left, keys[0], keys[1]), (self.right, keys[2], keys[3]))
+        for branch, inner, outer in branches:
+            if branch is not None:
+                x = x + dropped(self.dropout, branch(y, inner), outer)
         return x
 
 
@@ -165,9 +171,10 @@ def block_kind(config: EvolvedTransformerConfig, block: Block) -> Kind:
 @cache
 def end_kinds(config: EvolvedTransformerConfig) -> dict[str, Kind]:
     """What stands before and after the blocks."""
-    ends = {"embeddings": Embeddings, "last": partial(TwoBranches, block=LAST), "head": Head}
     return {
-        name: Kind(lambda rngs, part=part: part(config, rngs=rngs)) for name, part in ends.items()
+        "embeddings": Kind(lambda rngs: Embeddings(config, rngs=rngs)),
+        "last": Kind(lambda rngs: TwoBranches(config, LAST, rngs=rngs)),
+        "head": Kind(lambda rngs: Head(config, rngs=rngs)),
     }
 
 
@@ -181,33 +188,37 @@ def params_of(
     kind_of: KindOf = block_kind,
 ) -> dict[str, Any]:
     """Fresh parameters, e.g. `block_03_glu_none/left/inputs/kernel`; each part's follow from the key and its name."""
-    kinds = end_kinds(config) | {
-        name: kind_of(config, block) for _, name, block in architecture.blocks()
-    }
-    return {
-        name: kind.init(jax.random.fold_in(key, zlib.crc32(name.encode())))
-        for name, kind in kinds.items()
-    }
+    kinds = dict(end_kinds(config))
+    for _, name, block in architecture.blocks():
+        kinds[name] = kind_of(config, block)
+    # A checksum of the name and not a count: parameters of other blocks outlive a mutation.
+    numbers = {name: zlib.crc32(name.encode()) for name in kinds}
+    return {name: kind.init(jax.random.fold_in(key, numbers[name])) for name, kind in kinds.items()}
 
 
 def loss_of(
     config: EvolvedTransformerConfig, architecture: Architecture, kind_of: KindOf = block_kind
-) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+) -> LossFunction:
     """The loss of next tokens under an architecture, `loss_fn(params, batch, rng)`; the batch is that of GPT-2."""
     ends, blocks = end_kinds(config), tuple(architecture.blocks())
 
-    def loss_fn(params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+    def loss_fn(params: Any, batch: Any, rng: Key) -> Weighted:
         batch = jax.tree.map(jnp.asarray, batch)
 
-        def key(number: int) -> jax.Array | None:
-            return None if rng is None or config.dropout == 0 else jax.random.fold_in(rng, number)
+        def key(number: int) -> Key:
+            if rng is None or config.dropout == 0:
+                return None
+            return jax.random.fold_in(rng, number)
 
         embeddings = ends["embeddings"].module(params["embeddings"])
         x = embeddings(batch["tokens"], key(0))
         for slot, name, block in blocks:
-            x = kind_of(config, block).module(params[name])(x, key(2 + slot))
+            module = kind_of(config, block).module(params[name])
+            # Keys follow from slots, so a block that comes or goes changes no other's.
+            x = module(x, key(2 + slot))
         x = ends["last"].module(params["last"])(x, key(1))
-        return prediction_loss(ends["head"].module(params["head"])(x, embeddings.tokens), batch)
+        logits = ends["head"].module(params["head"])(x, embeddings.tokens)
+        return prediction_loss(logits, batch)
 
     return loss_fn
 
@@ -219,13 +230,15 @@ def default_architecture(config: EvolvedTransformerConfig) -> Architecture:
 
 def supernet(config: EvolvedTransformerConfig, kind_of: KindOf = block_kind) -> Supernet:
     """All architectures of at least half the slots; those whose attention has heads that do not fit are left out."""
-    fits = [
-        name
-        for name in LEFT
-        if not name.startswith("attention") or config.width % int(name[9:]) == 0
-    ]
+
+    def fits(operation: str) -> bool:
+        heads = operation.removeprefix("attention")
+        return heads == operation or config.width % int(heads) == 0
+
+    left, half = tuple(filter(fits, LEFT)), (config.blocks + 1) // 2
+    space = SearchSpace(left, RIGHT, slots=config.blocks, fewest=half)
     return Supernet(
-        space=SearchSpace(tuple(fits), RIGHT, slots=config.blocks, fewest=(config.blocks + 1) // 2),
+        space=space,
         default=default_architecture(config),
         loss_of=partial(loss_of, config, kind_of=kind_of),
         params_of=partial(params_of, config, kind_of=kind_of),

@@ -39,7 +39,9 @@ def with_fields(kind: str, config: Config, named: Mapping[str, Any]) -> Config:
         field_name = name if name in fields else _ALSO.get(name, name)
         if field_name not in fields:
             raise ValueError(did_you_mean(f"option of {kind}", name, fields))
-        values[field_name] = _read(f"{field_name} of {kind}", value, getattr(chosen, field_name))
+        present = getattr(chosen, field_name)
+        values[field_name] = _read(f"{field_name} of {kind}", value, present)
+    # Replaced all at once: __post_init__ checks them against each other and not one by one.
     return dataclasses.replace(chosen, **values)
 
 
@@ -61,10 +63,9 @@ def _read(where: str, value: Any, present: Any) -> Any:
         case None if value.lower() in ("true", "false"):
             return value.lower() == "true"
         case None:
-            return next(
-                (number for kind in (int, float) if (number := _number(kind, value)) is not None),
-                value,
-            )
+            # Nothing tells the type: a whole number if it is one, else a number, else the text.
+            numbers = (_number(kind, value) for kind in (int, float))
+            return next((number for number in numbers if number is not None), value)
         case _:
             raise ValueError(
                 f"{where} is {present!r}, which no text can replace: only numbers, texts, true and false"

@@ -4,88 +4,84 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 SAMPLING = (
-    *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
-    *(
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-    ),
-    *(
-        "length_penalty",
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "no_repeat_ngram_size",
-    ),
-    *(
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "remove_invalid_values",
-    ),
-    *(
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "suppress_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    ),
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
 )
 """How texts are written by a model that is trained."""
 TOKENS = (
-    *(
-        "bos_token_id",
-        "decoder_start_token_id",
-        "eos_token_id",
-        "language",
-        "mask_token_id",
-        "model_max_length",
-    ),
-    *("pad_token_id", "prefix", "sep_token_id", "tokenizer_class", "unk_token_id"),
+    "bos_token_id",
+    "decoder_start_token_id",
+    "eos_token_id",
+    "language",
+    "mask_token_id",
+    "model_max_length",
+    "pad_token_id",
+    "prefix",
+    "sep_token_id",
+    "tokenizer_class",
+    "unk_token_id",
 )
 """What a tokenizer does."""
 TASKS = (
-    *(
-        "classifier_dropout",
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-    ),
-    *("task_specific_params", "_num_labels"),
+    "classifier_dropout",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "task_specific_params",
+    "_num_labels",
 )
 """Settings of heads, which are not read."""
 EXECUTION = (
-    *(
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_attn_implementation_internal",
-        "_commit_hash",
-    ),
-    *("_name_or_path", "architectures", "attn_implementation", "chunk_size_feed_forward", "dtype"),
-    *(
-        "gradient_checkpointing",
-        "model_type",
-        "name",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-    ),
-    *(
-        "output_past",
-        "return_dict",
-        "tf_legacy_loss",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-    ),
-    *("use_bfloat16", "use_cache"),
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "gradient_checkpointing",
+    "model_type",
+    "name",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "return_dict",
+    "tf_legacy_loss",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "use_bfloat16",
+    "use_cache",
 )
 """How transformers runs a model, or finds it."""
 HARMLESS = (*SAMPLING, *TOKENS, *TASKS, *EXECUTION)
@@ -121,8 +117,9 @@ class Settings(Mapping[str, Any]):
             ValueError: it is another.
         """
         if self.get(key, values[0]) not in values:
+            known_values = " or ".join(map(repr, values))
             raise ValueError(
-                f"{self._where} has {key} {self[key]!r}: of such models only {' or '.join(map(repr, values))} is known"
+                f"{self._where} has {key} {self[key]!r}: of such models only {known_values} is known"
             )
 
     def all_understood(self, harmless: tuple[str, ...]) -> None:
@@ -136,6 +133,7 @@ class Settings(Mapping[str, Any]):
         """
         for key, *values in _PLAIN:
             self.only(key, *values)
+        # An unknown key is refused: it may be a switch of a newer model that computes something else.
         for key in sorted(self._told.keys() - self._asked - {*HARMLESS, *harmless}):
             raise ValueError(
                 f"{self._where} has {key} {self._told[key]!r}, which is not known here: what the model computes may "

@@ -12,6 +12,7 @@ from jvpipe.models.llama import LlamaConfig, family
 from jvpipe.models.workload import Workload
 
 FORMAT, logits_function = llama.FORMAT, llama.logits_function
+# Gemma 2B: all heads share one group of keys and values (multi-query attention).
 _FIRST = LlamaConfig(
     blocks=18,
     width=2048,
@@ -27,6 +28,7 @@ _FIRST = LlamaConfig(
     offset_norms=True,
     scaled_embedding=True,
 )
+# Gemma 2: every second block sees a window; scores and logits are capped.
 _SECOND = replace(
     _FIRST,
     blocks=26,
@@ -40,6 +42,7 @@ _SECOND = replace(
     window=4096,
     spans="LG",
 )
+# Gemma 3: norms of queries and keys in place of caps, and one block in six sees all.
 _THIRD = replace(
     _SECOND,
     width=1152,
@@ -58,6 +61,7 @@ _THIRD = replace(
 )
 _TINY = {"width": 16, "heads": 4, "groups": 2, "hidden": 24, "vocabulary": 300, "tokens": 8}
 SIZES = {
+    # The window is half of the record, so that a local block differs from one that sees all.
     "tiny": replace(_THIRD, blocks=4, head_width=6, window=4, spans="LG", score_width=6.0, **_TINY),
     "mini": replace(
         _FIRST,

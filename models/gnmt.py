@@ -8,12 +8,15 @@ attention gives it: so attention needs no loop, and layers follow one another, a
 the paper the bottom layer reads the last step's attention too). Attention is a network with one hidden layer, whose
 output vector has a length of its own (arXiv:1602.07868).
 
+    inputs ── source ── first (both ways) ── second ── encoder ... ──┐ read [B, T, D]
+    tokens ── target ── first ───────────────────────────────── attention ──┬──────┬─── ...
+                          └───────────────────────────────────── second ── third ── ... ── head
+
 The size 16 has 8 layers on each side and 290.6M parameters, published as 291M: both languages and the output have
 tables of their own, of 36,548 tokens, about as many as 32,000 merges give for WMT's English and German. With 32,000
 tokens there are 276.7M, with one table for both languages 253.2M.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,10 +26,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import Parts, dropped, embedding, linear
-from jvpipe.models.translators import (
+from jvpipe.models.blocks import (
+    Key,
     Logits,
+    LossFunction,
+    Parts,
+    Vectors,
+    dropped,
+    embedding,
+    linear,
+)
+from jvpipe.models.translators import (
     TranslatorConfig,
     abstract_batch,
     loss_of,
@@ -66,9 +76,12 @@ class Embeddings(nnx.Module):
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.tokens = embedding(config, rngs, config.vocabulary, spread=1.0)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"]) -> Vectors:
         """The vectors that a first layer reads."""
         return self.tokens(tokens)
+
+
+State = Float[Array, "B D"]
 
 
 class Lstm(nnx.Module):
@@ -82,27 +95,27 @@ class Lstm(nnx.Module):
         self.context = linear(config, rngs, D, 4 * D, bias=False) if context else None
         self.state = linear(config, rngs, D, 4 * D, bias=False)
 
-    def __call__(
-        self, x: Float[Array, "B T I"], attended: Float[Array, "B T D"] | None = None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T I"], attended: Vectors | None = None) -> Vectors:
         """What the cells give at each time; they begin with zeros."""
 
         def step(
-            state: tuple[Float[Array, "B D"], Float[Array, "B D"]], gates_in: Float[Array, "B G"]
-        ) -> tuple[tuple[Float[Array, "B D"], Float[Array, "B D"]], Float[Array, "B D"]]:
+            state: tuple[State, State], gates_in: Float[Array, "B G"]
+        ) -> tuple[tuple[State, State], State]:
             h, c = state
-            i, f, g, o = jnp.split(gates_in + h @ kernel, 4, axis=-1)
+            i, f, g, o = jnp.split(gates_in + h @ kernel, 4, axis=-1)  # [B, D] each
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
+        # All that does not depend on the step before is one product for all times: [B, T, 4 D].
         read = self.inputs(x)
         if self.context is not None and attended is not None:
             read = read + self.context(attended)
-        inputs = jnp.swapaxes(read, 0, 1)
+        inputs = jnp.swapaxes(read, 0, 1)  # a scan goes along the first axis: [T, B, 4 D]
         kernel = self.state.kernel[...].astype(inputs.dtype)
         zeros = jnp.zeros((x.shape[0], kernel.shape[0]), inputs.dtype)
-        return jnp.swapaxes(jax.lax.scan(step, (zeros, zeros), inputs)[1], 0, 1)
+        _, outputs = jax.lax.scan(step, (zeros, zeros), inputs)
+        return jnp.swapaxes(outputs, 0, 1)
 
 
 class BothWays(nnx.Module):
@@ -113,20 +126,20 @@ class BothWays(nnx.Module):
         self.backward = Lstm(config, config.width, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], lengths: Int[Array, "B"], key: jax.Array | None
-    ) -> Float[Array, "B T 2*D"]:
+    def __call__(self, x: Vectors, lengths: Int[Array, "B"], key: Key) -> Float[Array, "B T 2*D"]:
         """Both results side by side."""
         x = dropped(self.dropout, x, key)
+        # Turned twice, so that the result of a token stands at that token again.
         back = turned(self.backward(turned(x, lengths)), lengths)
         return jnp.concatenate([self.forward(x), back], -1)
 
 
-def turned(x: Float[Array, "B T D"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+def turned(x: Vectors, lengths: Int[Array, "B"]) -> Vectors:
     """Each sentence the other way round; what fills it up stays where it is."""
     at = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
     ends = lengths[:, None]
-    return jnp.take_along_axis(x, jnp.where(at < ends, ends - 1 - at, at)[:, :, None], axis=1)
+    mirrored = jnp.where(at < ends, ends - 1 - at, at)  # [B, T]
+    return jnp.take_along_axis(x, mirrored[:, :, None], axis=1)
 
 
 class Layer(nnx.Module):
@@ -145,7 +158,7 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
         self.adds = adds
 
-    def __call__(self, x: Float[Array, "B T I"], *rest: Any) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T I"], *rest: Any) -> Vectors:
         """`rest`: what attention found, if the layer reads it, and the key."""
         *attended, key = rest
         y = self.lstm(dropped(self.dropout, x, key), *attended)
@@ -162,16 +175,16 @@ class Attention(nnx.Module):
         self.output = nnx.Param(jax.random.normal(rngs.params(), (D,)))
         self.length = nnx.Param(jnp.ones(()))
 
-    def __call__(
-        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], lengths: Int[Array, "B"]
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, read: Vectors, lengths: Int[Array, "B"]) -> Vectors:
         """The mixture of what was `read` at each step of `x`."""
+        # Every step of the decoder beside every one of the encoder: [B, T, T, D], the model's largest array.
         hidden = jnp.tanh(self.queries(x)[:, :, None] + self.keys(read)[:, None])
-        output = self.output[...] * (
-            self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2))
-        )
+        # Weight normalisation (arXiv:1602.07868, equation 2): a direction and a length are learned.
+        length = self.length[...] * jax.lax.rsqrt(jnp.sum(self.output[...] ** 2))
+        output = self.output[...] * length
         scores = (hidden @ output.astype(hidden.dtype)).astype(jnp.float32)
-        weights = jax.nn.softmax(scores + unseen(lengths, read.shape[1])[:, None]).astype(x.dtype)
+        mask = unseen(lengths, read.shape[1])[:, None]  # [B, 1, T]
+        weights = jax.nn.softmax(scores + mask).astype(x.dtype)
         return weights @ read
 
 
@@ -181,7 +194,7 @@ class Head(nnx.Module):
     def __init__(self, config: GnmtConfig, *, rngs: nnx.Rngs) -> None:
         self.output = linear(config, rngs, config.width, config.vocabulary)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def __call__(self, x: Vectors) -> Float[Array, "B T V"]:
         """Logits in float32."""
         return self.output(x).astype(jnp.float32)
 
@@ -208,7 +221,7 @@ def logits_function(config: GnmtConfig) -> Logits:
     """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         def part(name: str, *inputs: jax.Array) -> jax.Array:
             return model.part(name, params[name])(*inputs)
 
@@ -216,19 +229,21 @@ def logits_function(config: GnmtConfig) -> Logits:
             return model.part(name, params[name])(*inputs, model.key(name, key))
 
         lengths = batch["lengths"]
-        x = layer(
-            "encoder_second", layer("encoder_first", part("source", batch["inputs"]), lengths)
-        )
+        x = part("source", batch["inputs"])  # [B, T, D]
+        x = layer("encoder_first", x, lengths)  # [B, T, 2 D]
+        x = layer("encoder_second", x)  # [B, T, D]
         read = model.through("encoder", params["encoder"], x, key)
         y = layer("decoder_first", part("target", batch["tokens"]))
+        # Attention is done once, so all layers above can follow one another: a cut there carries y and `attended`.
         attended = part("attention", y, read, lengths)
         y = layer("decoder_second", y, attended)
-        return part("head", model.through("decoder", params["decoder"], y, key, attended))
+        y = model.through("decoder", params["decoder"], y, key, attended)
+        return part("head", y)
 
     return logits
 
 
-def loss_function(config: GnmtConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_function(config: GnmtConfig) -> LossFunction:
     """The loss of the tokens that are written, that of `loss_of`."""
     return loss_of(config, logits_function(config))
 

@@ -6,7 +6,6 @@ Layer norm stands before each sublayer and after the last block; positions are l
 token embedding transposed.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.blocks import (
     Block,
+    Key,
+    Logits,
     LossFunction,
     Parts,
     TextConfig,
     TransformerConfig,
+    Vectors,
     dropped,
     embedding,
     layer_norm,
@@ -68,10 +70,11 @@ class Embeddings(nnx.Module):
         self.positions = embedding(config, rngs, config.positions or config.tokens, spread=0.01)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that the first block reads."""
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
-        return dropped(self.dropout, x, key)
+        x = self.tokens(tokens)
+        places = jnp.arange(tokens.shape[1])  # [T], the first rows of a table that may have more
+        return dropped(self.dropout, x + self.positions(places)[None], key)
 
 
 class Head(nnx.Module):
@@ -81,8 +84,9 @@ class Head(nnx.Module):
         self.norm, width, vocabulary = layer_norm(config, rngs), config.width, config.vocabulary
         self.output = None if config.tied else linear(config, rngs, width, vocabulary, bias=False)
 
-    def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
+    def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32; the embedding of `tokens` is the tied projection."""
+        # The tied table is read by the first layer and the last: their gradients of it are added.
         project = tokens.attend if self.output is None else self.output
         return project(normed(self.norm, x)).astype(jnp.float32)
 
@@ -101,15 +105,14 @@ def loss_function(config: Gpt2Config) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(
-    config: Gpt2Config,
-) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
-    """The logits of next tokens, `logits(params, batch, key)`; without dropout if the key is None."""
+def logits_function(config: Gpt2Config) -> Logits:
+    """The logits of next tokens [B, T, V], `logits(params, batch, key)`; without dropout if the key is None."""
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["tokens"], model.key("embeddings", key))
+        # [B, T, D] between any two blocks: what a cut there carries, and no more.
         x = model.through("blocks", params["blocks"], x, key)
         return model.part("head", params["head"])(x, embeddings.tokens)
 
@@ -127,29 +130,25 @@ def open_data(
     config: TextConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Text as records whose every token is predicted from those before it."""
-    from jvpipe.models.text import (
-        open_next_tokens,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.text import open_next_tokens
 
-    return open_next_tokens(
-        data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens
-    )
+    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens}
+    return open_next_tokens(data_path, run_dir, seed, batch_size, **sizes)
 
 
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `Gpt2Config` that config.json tells."""
     dropout = settings.get("resid_pdrop", 0.1)
-    for key, *values in (
-        ("activation_function", "gelu_new"),
-        ("embd_pdrop", dropout),
-        ("attn_pdrop", dropout),
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-        ("is_encoder_decoder", False),
-        ("is_decoder", False, True),
-    ):
-        settings.only(key, *values)
+    settings.only("activation_function", "gelu_new")
+    # There is one `dropout` here: a folder with three different ones is refused.
+    settings.only("embd_pdrop", dropout)
+    settings.only("attn_pdrop", dropout)
+    settings.only("scale_attn_weights", True)
+    settings.only("scale_attn_by_inverse_layer_idx", False)
+    settings.only("add_cross_attention", False)
+    settings.only("is_encoder_decoder", False)
+    settings.only("is_decoder", False, True)
     return {
         "blocks": settings["n_layer"],
         "width": settings["n_embd"],
@@ -166,14 +165,14 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 
 def _sources(config: Gpt2Config) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    sources = (
-        table("embeddings.tokens", "wte")
-        | table("embeddings.positions", "wpe")
-        | norm("head.norm", "ln_f")
-        | ({} if config.tied else linear_of("head.output", "lm_head", bias=False))
-    )
+    sources = table("embeddings.tokens", "wte")
+    sources |= table("embeddings.positions", "wpe")
+    sources |= norm("head.norm", "ln_f")
+    if not config.tied:
+        sources |= linear_of("head.output", "lm_head", bias=False)
     for i in range(config.blocks):
         ours, theirs = f"blocks.{i:03}", f"h.{i}"
+        # GPT-2's kernels lie as ours, [inputs, outputs] (its Conv1D): they are not transposed.
         sources |= norm(f"{ours}.attention_norm", f"{theirs}.ln_1")
         sources |= linear_of(f"{ours}.attention.inputs", f"{theirs}.attn.c_attn", turned=False)
         sources |= linear_of(f"{ours}.attention.output", f"{theirs}.attn.c_proj", turned=False)
@@ -187,15 +186,17 @@ FORMAT = Format(
     _fields,
     _sources,
     harmless=(
-        *(
-            "initializer_range",
-            "n_ctx",
-            "n_special",
-            "predict_special_tokens",
-            "reorder_and_upcast_attn",
-        ),
-        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
-        *("summary_use_proj", "vocab"),
+        "initializer_range",
+        "n_ctx",
+        "n_special",
+        "predict_special_tokens",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "vocab",
     ),
     copies={"lm_head.weight": "wte.weight"},
     ignored=("h.*.attn.bias", "h.*.attn.masked_bias"),

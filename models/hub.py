@@ -33,7 +33,8 @@ def is_name(name: str | Path) -> bool:
     >>> is_name("a/b/c"), is_name("/base"), is_name("texts.jsonl")
     (False, False, False)
     """
-    return _NAME.match(str(name)) is not None and not Path(name).exists()
+    has_form = _NAME.match(str(name)) is not None
+    return has_form and not Path(name).exists()
 
 
 def model_folder(source: str | Path) -> Path:
@@ -55,11 +56,8 @@ def model_folder(source: str | Path) -> Path:
     name, revision, _ = _parts(source)
     cure = f"where there is a network, hf download {name} --local-dir DIR gives a folder for it"
     with _telling(f"there is no folder {source}, and the hub gives none of this name", cure):
-        patterns: list[str] = [*_FILES]
-        there: Any = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns
-        )
-        return Path(there)
+        download: Any = huggingface_hub.snapshot_download
+        return Path(download(name, revision=revision, allow_patterns=[*_FILES]))
 
 
 def pinned(name: str, folder: Path) -> str:
@@ -91,6 +89,7 @@ def data_set(source: str | Path) -> Callable[[], Any]:
         rows: Any = datasets.load_dataset(
             name, config, split="train", streaming=True, revision=revision
         )
+    # A data set is immutable and skipping makes another one, so each call begins at its first row.
     return lambda: rows.skip(0)
 
 

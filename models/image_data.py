@@ -14,9 +14,6 @@ from jvpipe.models.masks import mask_folders, masked_digits
 from jvpipe.models.text import frequency_loss
 from jvpipe.models.workload import Batch, Batches, Data
 
-_HELD_OUT = 16  # one in so many
-_HELD_OUT_MOST = 512  # they lie in memory
-
 
 class Parts(NamedTuple):
     """The numbers of the images to train on, [N, 1], their batches, and batches of the others."""
@@ -26,7 +23,9 @@ class Parts(NamedTuple):
     held_out: Sequence[Batch]
 
 
-def parted(count: int, example: Transform, seed: int, batch_size: int) -> Parts:
+def parted(
+    count: int, example: Transform, seed: int, batch_size: int, one_in: int = 16, limit: int = 512
+) -> Parts:
     """So many images, some of which no seed trains on.
 
     Args:
@@ -34,14 +33,15 @@ def parted(count: int, example: Transform, seed: int, batch_size: int) -> Parts:
         example: makes one of the record of an image, which holds its number.
         seed: of the order to train in.
         batch_size: in examples.
+        one_in: of so many images one is held out.
+        limit: so many are at most, because they lie in memory.
     """
-    order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]
-    held_out, records = np.split(order, [min(_HELD_OUT_MOST, max(1, count // _HELD_OUT))])
-    return Parts(
-        records,
-        train_batches(records, example, seed, batch_size),
-        fixed_batches(held_out, example, batch_size),
-    )
+    # Always the same order, so that every run holds out the same images.
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)[:, None]  # [count, 1]
+    aside = min(limit, max(1, count // one_in))
+    held_out, records = np.split(order, [aside])
+    train = train_batches(records, example, seed, batch_size)
+    return Parts(records, train, fixed_batches(held_out, example, batch_size))
 
 
 def open_images(
@@ -67,12 +67,13 @@ def open_images(
         }
 
     parts = parted(len(pictures.labels), example, seed, batch_size)
+    labels = pictures.labels[parts.records]
     return Data(
         train=parts.train,
         example=parts.held_out[0],
         held_out=parts.held_out,
         digest=pictures.digest,
-        baseline_loss=frequency_loss(pictures.labels[parts.records], parts.held_out, classes, 0),
+        baseline_loss=frequency_loss(labels, parts.held_out, classes, 0),
     )
 
 
@@ -96,13 +97,14 @@ def open_masks(data_path: Path | None, seed: int, batch_size: int, *, side: int)
         }
 
     parts = parted(pictures.count, example, seed, batch_size)
-    some = [pictures.mask(int(i)).mean() for (i,) in parts.records[:_HELD_OUT_MOST]]
+    # A few hundred masks suffice to know which share of pixels is masked.
+    shares = [pictures.mask(int(i)).mean() for (i,) in parts.records[:512]]
     return Data(
         train=parts.train,
         example=parts.held_out[0],
         held_out=parts.held_out,
         digest=pictures.digest,
-        baseline_loss=_share_loss(float(np.mean(some)), parts.held_out),
+        baseline_loss=_share_loss(float(np.mean(shares)), parts.held_out),
     )
 
 
@@ -110,7 +112,7 @@ def _share_loss(share: float, held_out: Sequence[Batch]) -> float:
     """The mean loss, in nats, of telling of every pixel that it belongs to a mask with the probability `share`."""
     weights = np.concatenate([batch["weights"] for batch in held_out])
     masked = np.concatenate([batch["masks"].mean((1, 2)) for batch in held_out])
-    share = min(max(share, 1e-6), 1 - 1e-6)
+    share = min(max(share, 1e-6), 1 - 1e-6)  # the logarithm of 0 is not finite
     nats = -masked * np.log(share) - (1 - masked) * np.log(1 - share)
     return float(nats @ weights / weights.sum())
 

@@ -15,7 +15,6 @@ from jvpipe.models.images import Images
 from jvpipe.util.extras import extra
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_FEW = 4096
 
 
 def class_folders(path: Path, side: int, classes: int) -> Images:
@@ -28,45 +27,41 @@ def class_folders(path: Path, side: int, classes: int) -> Images:
             decoded.
         MissingExtraError: Pillow is not installed.
     """
-    folders = sorted(
-        folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != "."
-    )
+    visible = [file for file in path.iterdir() if file.name[0] != "."]
+    folders = sorted(folder for folder in visible if folder.is_dir())
     if len(folders) != classes:
-        few = ", ".join(folder.name for folder in folders[:3]) + (
-            ", ..." if len(folders) > 3 else ""
-        )
-        cure = (
-            f"give --set classes={len(folders)}"
-            if len(folders) > 1
-            else "each is to hold the images of one class"
-        )
+        names = [folder.name for folder in folders[:3]] + ["..."] * (len(folders) > 3)
+        cure = "each is to hold the images of one class"
+        if len(folders) > 1:
+            cure = f"give --set classes={len(folders)}"
         raise ValueError(
-            f"'{path}' has {len(folders)} folders ({few}), the model has {classes} classes: {cure}"
+            f"'{path}' has {len(folders)} folders ({', '.join(names)}), "
+            f"the model has {classes} classes: {cure}"
         )
     files = [image_files(folder) for folder in folders]
-    labels = np.repeat(np.arange(classes, dtype=np.int32), [len(some) for some in files])
+    counts = [len(some) for some in files]
+    labels = np.repeat(np.arange(classes, dtype=np.int32), counts)
     flat = [file for some in files for file in some]
-    sizes_of(flat)
+    sizes_of(flat)  # a file that cannot be decoded is found now, not in the middle of an epoch
     return Images(labels, lambda i: decoded(flat[i], side), listing_digest(flat, path))
 
 
 def image_files(folder: Path) -> list[Path]:
     """The images of a folder, in the order of their names; ValueError if there is none."""
-    files = sorted(
-        file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.name[0] != "."
-    )
+    visible = [file for file in folder.iterdir() if file.name[0] != "."]
+    files = sorted(file for file in visible if file.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(f"'{folder}' has no images ({', '.join(SUFFIXES)})")
     return files
 
 
-def sizes_of(files: list[Path]) -> list[tuple[int, int]]:
+def sizes_of(files: list[Path], few: int = 4096) -> list[tuple[int, int]]:
     """The sizes of images, looked at before anything is begun: if they are few they are decoded, else headers are read.
 
     Raises:
         ValueError: one cannot be decoded.
     """
-    return [_opened(file, whole=len(files) <= _FEW).size for file in files]
+    return [_opened(file, whole=len(files) <= few).size for file in files]
 
 
 def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray, "Y X _C"]:
@@ -83,11 +78,13 @@ def decoded(file: Path, side: int, *, mask: bool = False) -> Float32[np.ndarray,
     picture = _opened(file, whole=True).convert("L" if mask else "RGB")
     from PIL import Image, ImageOps
 
-    fitted = ImageOps.fit(
-        picture, (side, side), Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR
-    )
+    # Between a mask and what is around it there is nothing to interpolate.
+    resampling = Image.Resampling.NEAREST if mask else Image.Resampling.BILINEAR
+    fitted = ImageOps.fit(picture, (side, side), resampling)
     pixels = np.asarray(fitted, np.float32)
-    return (pixels[..., None] > 0).astype(np.float32) if mask else pixels / np.float32(127.5) - 1
+    if mask:
+        return (pixels[..., None] > 0).astype(np.float32)
+    return pixels / np.float32(127.5) - 1
 
 
 def _opened(file: Path, *, whole: bool) -> Any:
@@ -106,5 +103,5 @@ def _opened(file: Path, *, whole: bool) -> Any:
 
 def listing_digest(files: Iterable[Path], root: Path) -> str:
     """What tells these files from others: their names and sizes."""
-    listing = "".join(f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files)
-    return hashlib.sha256(listing.encode()).hexdigest()
+    lines = [f"{file.relative_to(root)} {file.stat().st_size}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

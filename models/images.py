@@ -16,14 +16,16 @@ from jaxtyping import Float32, Int32
 from jvpipe.util.extras import extra
 
 DIGITS = 10
-_DRAWN = 4096
+"""The classes of handwritten digits."""
+Picture = Float32[np.ndarray, "Y X 3"]
+Labels = Int32[np.ndarray, "N"]
 
 
 @dataclass(frozen=True)
 class Images:
     """Labelled images; `image` maps the number of one to its [Y, X, 3]."""
 
-    labels: Int32[np.ndarray, "N"]
+    labels: Labels
     image: Callable[[int], np.ndarray]
     digest: str
 
@@ -37,39 +39,45 @@ def digit_images(side: int) -> Images:
     grey, labels = digits()
     nearest = np.arange(side) * grey.shape[1] // side
 
-    def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        return np.repeat(2 * grey[i][np.ix_(nearest, nearest)][..., None] - 1, 3, axis=2)
+    def image(i: int) -> Picture:
+        ink = grey[i][np.ix_(nearest, nearest)]  # [Y, X], from 0 to 1
+        return np.repeat(2 * ink[..., None] - 1, 3, axis=2)
 
-    return Images(labels, image, hashlib.sha256(grey.tobytes() + labels.tobytes()).hexdigest())
+    content = grey.tobytes() + labels.tobytes()
+    return Images(labels, image, hashlib.sha256(content).hexdigest())
 
 
 @cache
-def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Int32[np.ndarray, "N"]]:
+def digits() -> tuple[Float32[np.ndarray, "N 8 8"], Labels]:
     """The ink of scikit-learn's digits, from 0 to 1, and which they are."""
     with extra("images"):
         digits = import_module("sklearn.datasets").load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int32)
 
 
-def drawn_images(side: int, classes: int) -> Images:
+def drawn_images(side: int, classes: int, count: int = 4096) -> Images:
     """Coloured waves: a class is four of them, an image shows them from some point, under noise.
 
     >>> drawn_images(8, 3).labels[:5].tolist()
     [0, 1, 2, 0, 1]
     """
-    labels = np.arange(_DRAWN, dtype=np.int32) % classes
+    labels = np.arange(count, dtype=np.int32) % classes
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
-        waves, view = np.random.default_rng((1, labels[i])), np.random.default_rng((2, i))
-        cycles, colours = waves.integers(-3, 4, (2, 4)), waves.normal(size=(4, 3))
-        steps = np.arange(side) / side + view.random((2, 1))
-        phases = cycles[0, :, None, None] * steps[0][:, None] + cycles[1, :, None, None] * steps[1]
+        # What is drawn from `waves` belongs to the class, what is drawn from `view` to this image.
+        waves = np.random.default_rng((1, labels[i]))
+        view = np.random.default_rng((2, i))
+        cycles = waves.integers(-3, 4, (2, 4))
+        colours = waves.normal(size=(4, 3))
+        steps = np.arange(side) / side + view.random((2, 1))  # [2, side]: along Y and along X
+        down, across = cycles[:, :, None, None]  # [4, 1, 1] each
+        phases = down * steps[0][:, None] + across * steps[1]  # [4, Y, X]
         seen = np.einsum("wyx,wc->yxc", np.cos(2 * np.pi * phases), colours)
-        return (0.5 * seen + 0.2 * view.normal(size=seen.shape)).astype(np.float32)
+        noise = view.normal(size=seen.shape)
+        return (0.5 * seen + 0.2 * noise).astype(np.float32)
 
-    return Images(
-        labels, image, hashlib.sha256(f"waves {_DRAWN} {side} {classes}".encode()).hexdigest()
-    )
+    digest = hashlib.sha256(f"waves {count} {side} {classes}".encode()).hexdigest()
+    return Images(labels, image, digest)
 
 
 def read_images(path: Path, side: int, classes: int) -> Images:
@@ -86,19 +94,22 @@ def read_images(path: Path, side: int, classes: int) -> Images:
         raise ValueError(
             f"'{path}' is not an .npz file of `images` and `labels`: {problem}"
         ) from problem
-    if images.shape[1:] != (side, side, 3) or labels.shape != images.shape[:1] or len(labels) < 2:
+    is_square = images.shape[1:] == (side, side, 3)
+    if not is_square or labels.shape != images.shape[:1] or len(labels) < 2:
         shapes = f"[N, {side}, {side}, 3] and [N]"
         raise ValueError(
             f"'{path}': images {images.shape} and labels {labels.shape} are not {shapes}"
         )
-    if labels.min() < 0 or labels.max() >= classes:
+    least, greatest = labels.min(), labels.max()
+    if least < 0 or greatest >= classes:
         raise ValueError(
-            f"'{path}': labels {labels.min()} to {labels.max()} are not among {classes} classes"
+            f"'{path}': labels {least} to {greatest} are not among {classes} classes: "
+            "number classes from 0, or give --set classes=N"
         )
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
         pixels = images[i].astype(np.float32)
         return pixels / np.float32(127.5) - 1 if images.dtype == np.uint8 else pixels
 
-    digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
-    return Images(labels, image, digest)
+    content = images.tobytes() + labels.tobytes()
+    return Images(labels, image, hashlib.sha256(content).hexdigest())

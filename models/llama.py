@@ -4,8 +4,14 @@ Axes: B batch, T and S tokens, D model, H heads, G groups of them, R heads of a 
 
 Root mean square norm stands before each sublayer and after the last block; queries and keys turn with their position
 (`rotary.py`); the heads of a group share keys and values (arXiv:2305.13245); the feed-forward network is gated
-(arXiv:2002.05202). Nothing has a bias. Blocks are one scan over parameters that are stacked, [blocks, ...]. What
-Qwen 3 and Gemma have otherwise are fields of the configuration.
+(arXiv:2002.05202). Nothing has a bias. Blocks are one scan over parameters that are stacked, [blocks, ...]. What Qwen 3
+and Gemma do differently are fields of the configuration.
+
+R = H / G heads of a block, side by side, ask the same keys:
+
+    queries   q0 q1 │ q2 q3      [B, T, G, R, K]
+              ──┬── │ ──┬──
+    keys        k0  │   k1       [B, S, G, K]
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +28,14 @@ from jaxtyping import Array, Bool, Float
 from jvpipe.ir.weighted import Weighted
 from jvpipe.models import llama_published
 from jvpipe.models.blocks import (
+    Key,
     Kind,
+    Logits,
     TextConfig,
+    Vectors,
     adapted_kind,
     embedding,
+    linear,
     prediction_loss,
     residual_scale,
 )
@@ -83,7 +93,8 @@ class LlamaConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads < 1 or (not self.head_width and self.width % (2 * self.heads)):
+        shares_width = not self.head_width
+        if self.heads < 1 or (shares_width and self.width % (2 * self.heads)):
             raise ValueError(
                 f"width={self.width} is not an even number for each of heads={self.heads}: change one of them"
             )
@@ -101,7 +112,8 @@ class LlamaConfig(TextConfig):
             raise ValueError(f"dropout={self.dropout}: a Llama has none")
         if self.activation not in ACTIVATIONS:
             raise ValueError(did_you_mean("activation", self.activation, list(ACTIVATIONS)))
-        if set(self.spans) - {"L", "G"} or ("L" in self.spans and self.window < 1):
+        needs_window = "L" in self.spans and self.window < 1
+        if set(self.spans) - {"L", "G"} or needs_window:
             raise ValueError(
                 f"spans={self.spans!r} with window={self.window}: give L and G alone, and a window of 1 at least for L"
             )
@@ -128,6 +140,7 @@ class LlamaConfig(TextConfig):
         """Which blocks are local; None if none is."""
         if "L" not in self.spans:
             return None
+        # `spans` holds a letter at least, so that many copies of it suffice for all blocks.
         letters = (self.spans * self.blocks)[: self.blocks]
         return np.array([letter == "L" for letter in letters])
 
@@ -171,10 +184,7 @@ def matrix(
     config: LlamaConfig, rngs: nnx.Rngs, inputs: int, outputs: int, scale: float = 1.0
 ) -> nnx.Linear:
     """A linear map without a bias."""
-    draw = nnx.initializers.variance_scaling(scale**2, "fan_in", "truncated_normal")
-    return nnx.Linear(
-        inputs, outputs, use_bias=False, kernel_init=draw, dtype=jnp.dtype(config.dtype), rngs=rngs
-    )
+    return linear(config, rngs, inputs, outputs, scale, bias=False)
 
 
 class Norm(nnx.Module):
@@ -189,10 +199,10 @@ class Norm(nnx.Module):
         """The normalised vectors."""
         y = x.astype(jnp.float32)
         normed = self.norm(y)
-        if self.offset:  # the scale is what is added to 1
-            normed = normed + y * jax.lax.rsqrt(
-                jnp.mean(y * y, -1, keepdims=True) + self.norm.epsilon
-            )
+        if self.offset:
+            # Gemma's scale is what is added to 1: (1 + s) n = s n + n, where n is y / rms(y).
+            square = jnp.mean(y * y, -1, keepdims=True)
+            normed = normed + y * jax.lax.rsqrt(square + self.norm.epsilon)
         return normed.astype(x.dtype)
 
 
@@ -210,31 +220,35 @@ class GroupedAttention(nnx.Module):
             self.query_norm = Norm(config, config.head, rngs=rngs)
             self.key_norm = Norm(config, config.head, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], local: Bool[Array, ""] | None = None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
         """The mixture of the values of tokens up to each; `local`: whether of those in its window alone."""
         config, (B, T, _) = self.config, x.shape
-        q, k, v = (
-            project(x).reshape(B, T, -1, config.head)
-            for project in (self.queries, self.keys, self.values)
-        )
+        split = (B, T, -1, config.head)
+        q = self.queries(x).reshape(split)  # [B, T, H, K]
+        k = self.keys(x).reshape(split)  # [B, T, G, K]
+        v = self.values(x).reshape(split)  # [B, T, G, K]
         if config.normed_heads:
+            # Before they turn: a turn keeps lengths, and so what was normed.
             q, k = self.query_norm(q), self.key_norm(k)
         rates = config.rotation.rates(config.head)
         if local is not None:
+            # `local` is scanned along with the parameters, so one traced block serves both kinds.
             rates = jnp.where(local, config.local_rotation.rates(config.head), rates)
         q, k = turned(q, rates), turned(k, rates)
-        q = q.reshape(B, T, config.groups, -1, config.head)
-        scale = (config.score_width or config.head) ** -0.5
-        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) * scale
-        scores = capped(scores, config.score_cap)
+        q = q.reshape(B, T, config.groups, -1, config.head)  # [B, T, G, R, K]
+        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32)
+        scores = scores * (config.score_width or config.head) ** -0.5
+        scores = capped(scores, config.score_cap)  # [B, G, R, T, S]
+        # Made of iotas where it is used, a mask is neither sent over a cut nor kept as a constant.
         iota = partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape)
         unseen = iota(4) > iota(3)
         if local is not None:
-            unseen = unseen | (local & (iota(3) - iota(4) >= config.window))
+            is_far = iota(3) - iota(4) >= config.window
+            unseen = unseen | (local & is_far)
+        # A token always sees itself, so no row of scores is all -inf.
         weights = jax.nn.softmax(jnp.where(unseen, -jnp.inf, scores)).astype(x.dtype)
-        return self.output(jnp.einsum("bgrts,bsgk->btgrk", weights, v).reshape(B, T, -1))
+        mixed = jnp.einsum("bgrts,bsgk->btgrk", weights, v)
+        return self.output(mixed.reshape(B, T, -1))  # [B, T, H K] before the map
 
 
 def capped(x: Float[Array, "*B"], cap: float) -> Float[Array, "*B"]:
@@ -247,27 +261,25 @@ class LlamaBlock(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.attention_norm = Norm(config, config.width, rngs=rngs)
+        width, hidden = config.width, config.hidden
+        self.attention_norm = Norm(config, width, rngs=rngs)
         self.attention = GroupedAttention(config, rngs=rngs)
-        self.feed_forward_norm = Norm(config, config.width, rngs=rngs)
-        self.gate = matrix(config, rngs, config.width, config.hidden)
-        self.expand = matrix(config, rngs, config.width, config.hidden)
-        self.contract = matrix(
-            config, rngs, config.hidden, config.width, scale=residual_scale(config)
-        )
+        self.feed_forward_norm = Norm(config, width, rngs=rngs)
+        self.gate = matrix(config, rngs, width, hidden)
+        self.expand = matrix(config, rngs, width, hidden)
+        self.contract = matrix(config, rngs, hidden, width, scale=residual_scale(config))
         if config.after_norms:
             self.mixed_norm = Norm(config, config.width, rngs=rngs)
             self.contracted_norm = Norm(config, config.width, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], local: Bool[Array, ""] | None = None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, local: Bool[Array, ""] | None = None) -> Vectors:
         """The tokens after one block."""
-        after = self.config.after_norms
+        after, activation = self.config.after_norms, ACTIVATIONS[self.config.activation]
         mixed = self.attention(self.attention_norm(x), local)
         x = x + (self.mixed_norm(mixed) if after else mixed)
         y = self.feed_forward_norm(x)
-        y = self.contract(ACTIVATIONS[self.config.activation](self.gate(y)) * self.expand(y))
+        # SwiGLU or GeGLU, arXiv:2002.05202, equation 6; `hidden` numbers per token.
+        y = self.contract(activation(self.gate(y)) * self.expand(y))
         return x + (self.contracted_norm(y) if after else y)
 
 
@@ -296,41 +308,40 @@ class Llama:
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/attention/keys/kernel` [blocks, D, G K]."""
         keys = dict(zip(self.kinds, jax.random.split(key, len(self.kinds)), strict=True))
-        stack = jax.vmap(self.kinds["blocks"].init)(
-            jax.random.split(keys["blocks"], self.config.blocks)
-        )
+        block_keys = jax.random.split(keys["blocks"], self.config.blocks)
+        stack = jax.vmap(self.kinds["blocks"].init)(block_keys)
         return {
             name: stack if name == "blocks" else kind.init(keys[name])
             for name, kind in self.kinds.items()
         }
 
-    def logits(self, params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+    def logits(self, params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         """The logits of next tokens, in float32; nothing depends on the key."""
         kinds, config = self.kinds, self.config
 
-        def block(x: Float[Array, "B T D"], scanned: Any) -> tuple[Float[Array, "B T D"], None]:
+        def block(x: Vectors, scanned: Any) -> tuple[Vectors, None]:
             p, *local = scanned
             return kinds["blocks"].module(p)(x, *local), None
 
         tokens = kinds["tokens"].module(params["tokens"])
-        x = tokens(batch["tokens"])
-        x = x * jnp.asarray(config.width**0.5, x.dtype) if config.scaled_embedding else x
+        x = tokens(batch["tokens"])  # [B, T, D]
+        if config.scaled_embedding:
+            x = x * jnp.asarray(config.width**0.5, x.dtype)
+        # A scan traces one block however many there are; it is unrolled where a cut needs it.
         local = () if config.local is None else (config.local,)
         x, _ = jax.lax.scan(block, x, (params["blocks"], *local))
         x = kinds["norm"].module(params["norm"])(x)
         logits = tokens.attend(x) if config.tied else kinds["head"].module(params["head"])(x)
         return capped(logits.astype(jnp.float32), config.logit_cap)
 
-    def loss_fn(self, params: Any, batch: Any, rng: jax.Array | None) -> Weighted:
+    def loss_fn(self, params: Any, batch: Any, rng: Key) -> Weighted:
         """The loss of next tokens; the batch is that of GPT-2."""
         batch = jax.tree.map(jnp.asarray, batch)
         return prediction_loss(self.logits(params, batch, rng), batch)
 
 
-def logits_function(
-    config: LlamaConfig,
-) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
-    """The logits of next tokens, `logits(params, batch, key)`."""
+def logits_function(config: LlamaConfig) -> Logits:
+    """The logits of next tokens [B, T, V], `logits(params, batch, key)`."""
     return Llama(config).logits
 
 

@@ -10,10 +10,9 @@ from jvpipe.models.folder_settings import Settings
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
 
-_TOKENS = 512
-"""The length of a record, unless the model has fewer positions."""
+Fields = Mapping[str, Any]
 _GEMMA: dict[str, Any] = {"activation": "gelu", "offset_norms": True, "scaled_embedding": True}
-KINDS: Mapping[str, Mapping[str, Any]] = {
+KINDS: Mapping[str, Fields] = {
     "llama": {},
     "qwen3": {"normed_heads": True},
     "gemma": _GEMMA,
@@ -21,7 +20,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _GEMMA | {"after_norms": True, "normed_heads": True},
 }
 """By `model_type`, the fields that all of a kind have."""
-_USUAL: Mapping[str, Mapping[str, Any]] = {
+_USUAL: Mapping[str, Fields] = {
     "llama": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 128},
     "gemma": {"head_dim": 256},
@@ -52,17 +51,15 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     kind = settings["model_type"]
     usual = {"tie_word_embeddings": True, **_USUAL[kind]}
     get = lambda key, otherwise=None: settings.get(key, usual.get(key, otherwise))  # noqa: E731
-    activation = KINDS[kind].get("activation", "silu")
-    for key, *values in (
-        ("hidden_act", *_ACTIVATIONS[activation]),
-        ("hidden_activation", None, *_ACTIVATIONS[activation]),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("attention_dropout", 0.0),
-        ("use_bidirectional_attention", None, False),
-        ("is_encoder_decoder", False),
-    ):
-        settings.only(key, *values)
+    names = _ACTIVATIONS[KINDS[kind].get("activation", "silu")]
+    settings.only("hidden_act", *names)
+    settings.only("hidden_activation", None, *names)
+    settings.only("attention_bias", False)
+    settings.only("mlp_bias", False)
+    settings.only("attention_dropout", 0.0)
+    settings.only("use_bidirectional_attention", None, False)
+    settings.only("is_encoder_decoder", False)
+    length = 512  # of a record, unless the model has fewer positions
     fields = {
         "blocks": settings["num_hidden_layers"],
         "width": settings["hidden_size"],
@@ -70,7 +67,7 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
         "groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
         "hidden": settings["intermediate_size"],
         "vocabulary": settings["vocab_size"],
-        "tokens": min(_TOKENS, get("max_position_embeddings", _TOKENS)),
+        "tokens": min(length, get("max_position_embeddings", length)),
         "epsilon": settings.get("rms_norm_eps", 1e-6),
         "head_width": get("head_dim") or 0,
         "score_width": float(get("query_pre_attn_scalar") or 0),
@@ -81,16 +78,14 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     return {**KINDS[kind], **fields, **_spans(settings, usual), **_turns(settings, usual)}
 
 
-def _spans(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _spans(settings: Settings, usual: Fields) -> dict[str, Any]:
     """Which blocks are local, and within which window.
 
     Newer config.json have a list of them; older ones say that every so many-th sees all, or, Qwen's, that those after
     the first so many are local.
     """
-    blocks, window = (
-        settings["num_hidden_layers"],
-        settings.get("sliding_window", usual.get("sliding_window")),
-    )
+    blocks = settings["num_hidden_layers"]
+    window = settings.get("sliding_window", usual.get("sliding_window"))
     every = settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern"))
     first = settings.get("max_window_layers", blocks)
     if not settings.get("use_sliding_window", "sliding_window" in usual) or window is None:
@@ -100,8 +95,9 @@ def _spans(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
     if listed is not None:
         unknown = sorted(set(map(str, listed)) - set(kinds))
         if unknown or len(listed) != blocks:
+            kinds_known = " or ".join(kinds)
             raise ValueError(
-                f"config.json has layer_types {listed}: of {blocks} blocks each is to be {' or '.join(kinds)}"
+                f"config.json has layer_types {listed}: of {blocks} blocks each is to be {kinds_known}"
             )
         spans = "".join(map(kinds.__getitem__, listed))
     elif "sliding_window_pattern" in usual:
@@ -109,7 +105,10 @@ def _spans(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
         spans = "".join("LG"[i % period == 0] for i in range(1, blocks + 1))
     else:
         spans = ("G" * first + "L" * blocks)[:blocks]
-    return {"spans": _period(spans), "window": window} if "L" in spans else {}
+    if "L" not in spans:
+        return {}
+    # A period and not a letter for each: then the model may be given other `blocks`.
+    return {"spans": _period(spans), "window": window}
 
 
 def _period(letters: str) -> str:
@@ -118,13 +117,12 @@ def _period(letters: str) -> str:
     >>> _period("LLGLLGLL")
     'LLG'
     """
-    lengths = range(1, len(letters) + 1)
-    return next(
-        letters[:n] for n in lengths if (letters[:n] * len(letters))[: len(letters)] == letters
-    )
+    starts = (letters[:n] for n in range(1, len(letters) + 1))
+    # The text itself is the last candidate, so there is always one.
+    return next(start for start in starts if (start * len(letters))[: len(letters)] == letters)
 
 
-def _turns(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
+def _turns(settings: Settings, usual: Fields) -> dict[str, Any]:
     """How queries and keys turn: told in `rope_parameters`, or in older config.json in keys of their own."""
     local = settings.get("rope_local_base_freq", usual.get("rope_local_base_freq", 0.0))
     theta = settings.get("rope_theta", usual.get("rope_theta", 1e4))
@@ -139,7 +137,7 @@ def _turns(settings: Settings, usual: Mapping[str, Any]) -> dict[str, Any]:
     return turns | ({"local_theta": local} if local else {})
 
 
-def _stretch(scaling: Mapping[str, Any], theta: float, settings: Settings) -> dict[str, Any]:
+def _stretch(scaling: Fields, theta: float, settings: Settings) -> dict[str, Any]:
     """The angles that one group of settings tells."""
     rope = Settings(scaling, "config.json, of the rope,")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -152,12 +150,10 @@ def _stretch(scaling: Mapping[str, Any], theta: float, settings: Settings) -> di
     if kind != "default":
         fields["stretch"] = rope["factor"]
     if kind == "llama3":
-        fields |= {
-            "stretch_low": rope["low_freq_factor"],
-            "stretch_high": rope["high_freq_factor"],
-            "stretch_from": rope.get("original_max_position_embeddings")
-            or settings["max_position_embeddings"],
-        }
+        original = rope.get("original_max_position_embeddings")
+        fields["stretch_low"] = rope["low_freq_factor"]
+        fields["stretch_high"] = rope["high_freq_factor"]
+        fields["stretch_from"] = original or settings["max_position_embeddings"]
     rope.all_understood(())
     return fields
 
@@ -176,6 +172,8 @@ _NORMED_HEADS = {
     "attention.query_norm.norm.scale": "self_attn.q_norm",
     "attention.key_norm.norm.scale": "self_attn.k_norm",
 }
+# "post_attention_layernorm" is the norm before the feed-forward network in a Llama, and in Gemma 2 and 3, which
+# have four norms, the one after attention.
 _BETWEEN = {"feed_forward_norm.norm.scale": "post_attention_layernorm"}
 _AFTER = {
     "mixed_norm.norm.scale": "post_attention_layernorm",
@@ -186,24 +184,20 @@ _AFTER = {
 
 def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
-    block = (
-        _BLOCK
-        | (_NORMED_HEADS if config.normed_heads else {})
-        | (_AFTER if config.after_norms else _BETWEEN)
-    )
-    blocks = {
-        f"blocks.{ours}": Source(
-            (f"layers.{{}}.{theirs}.weight",), ours.endswith("kernel"), config.blocks
-        )
-        for ours, theirs in block.items()
-    }
+    block = _BLOCK | (_AFTER if config.after_norms else _BETWEEN)
+    if config.normed_heads:
+        block |= _NORMED_HEADS
     ends = {"tokens.embedding": "embed_tokens", "norm.norm.scale": "norm"}
     if not config.tied:
         ends["head.kernel"] = "lm_head"
-    return blocks | {
-        ours: Source((f"{theirs}.weight",), ours.endswith("kernel"))
-        for ours, theirs in ends.items()
-    }
+    sources = {}
+    for ours, theirs in block.items():
+        # Their tensors of all blocks are one of ours, [blocks, ...], over which a scan runs.
+        names = (f"layers.{{}}.{theirs}.weight",)
+        sources[f"blocks.{ours}"] = Source(names, ours.endswith("kernel"), config.blocks)
+    for ours, theirs in ends.items():
+        sources[ours] = Source((f"{theirs}.weight",), ours.endswith("kernel"))
+    return sources
 
 
 FORMAT = Format(

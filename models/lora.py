@@ -22,6 +22,8 @@ TRAINED = f"*/{_ADAPTER}/*"
 """The pattern of the paths of adapters."""
 
 Build = Callable[[nnx.Rngs], nnx.Module]
+Tree = Mapping[str, Any]
+"""Nested dicts of arrays or shapes."""
 
 
 def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str) -> Build:
@@ -38,10 +40,11 @@ def with_adapters(build: Build, name: str, rank: int, patterns: str, dtype: str)
         return build
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
+        # The module is built first and adapted afterwards, so it draws the numbers that it draws without.
         module = build(rngs)
         for path, linear in list(nnx.iter_modules(module)):
-            named = "/".join((name, *map(str, path)))
-            if isinstance(linear, nnx.Linear) and _matches(named, patterns):
+            whole_path = "/".join((name, *map(str, path)))
+            if isinstance(linear, nnx.Linear) and _matches(whole_path, patterns):
                 part = _with_adapter(linear, rank, dtype, rngs)
                 module = _replaced(module, path, part)
         return module
@@ -80,7 +83,7 @@ def _replaced(module: nnx.Module, path: tuple[Any, ...], part: nnx.Module) -> nn
     return module
 
 
-def check_adapted(params: Mapping[str, Any], patterns: str) -> None:
+def check_adapted(params: Tree, patterns: str) -> None:
     """Checks that some parameter of a model is an adapter.
 
     Args:
@@ -90,24 +93,15 @@ def check_adapted(params: Mapping[str, Any], patterns: str) -> None:
     Raises:
         ValueError: none is; the message names what can be adapted.
     """
-    if any(True for _ in _adapters(params)):
+    if adapters_alone(params):
         return
-    named = {"/".join(part for part in path if not part.isdigit()) for path in _kernels(params)}
-    raise ValueError(
-        f"lora_on={patterns!r} matches no linear map: there are {', '.join(sorted(named))}"
-    )
+    # Numbers of blocks are left out, as patterns leave them out.
+    names = {"/".join(part for part in path if not part.isdigit()) for path in _kernels(params)}
+    maps = ", ".join(sorted(names))
+    raise ValueError(f"lora_on={patterns!r} matches no linear map: there are {maps}")
 
 
-def _adapters(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The parts of nested parameters that have an adapter."""
-    if _ADAPTER in params:
-        yield params
-    for part in params.values():
-        if isinstance(part, Mapping):
-            yield from _adapters(part)
-
-
-def _kernels(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _kernels(params: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The paths of linear maps."""
     for name, part in params.items():
         if name == "kernel":
@@ -116,7 +110,7 @@ def _kernels(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[
             yield from _kernels(part, (*path, name))
 
 
-def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+def without_adapters(params: Tree) -> dict[str, Any]:
     """Takes the parameters of the model that is adapted.
 
     >>> without_adapters({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}})
@@ -129,7 +123,7 @@ def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
+def adapters_alone(params: Tree) -> dict[str, Any]:
     """Takes the adapters out of the parameters, each at its path.
 
     >>> adapters_alone({"head": {"kernel": 1, "lora": {"lora_a": 2, "lora_b": 3}}, "norm": {"scale": 4}})
@@ -143,7 +137,7 @@ def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in alone.items() if part}
 
 
-def joined_params(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+def joined_params(base: Tree, adapters: Tree) -> dict[str, Any]:
     """Joins what `without_adapters` and `adapters_alone` took apart."""
     both = {name: base[name] for name in base.keys() - adapters.keys()}
     for name, part in adapters.items():
@@ -151,7 +145,7 @@ def joined_params(base: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[
     return both
 
 
-def merged_params(params: Mapping[str, Any]) -> dict[str, Any]:
+def merged_params(params: Tree) -> dict[str, Any]:
     """Adds each adapter to its kernel, on the host: the parameters of a plain model that computes the same.
 
     Args:
@@ -163,7 +157,9 @@ def merged_params(params: Mapping[str, Any]) -> dict[str, Any]:
         if name != _ADAPTER
     }
     if _ADAPTER in params:
-        a, b = (np.asarray(params[_ADAPTER][name], np.float32) for name in ("lora_a", "lora_b"))
+        adapter = params[_ADAPTER]
+        a = np.asarray(adapter["lora_a"], np.float32)  # [..., inputs, r]
+        b = np.asarray(adapter["lora_b"], np.float32)  # [..., r, outputs]
         kernel = np.asarray(params["kernel"])
         plain["kernel"] = kernel + (a @ b).astype(kernel.dtype)
     return plain

@@ -12,9 +12,11 @@ from jvpipe.models.text import open_text
 from jvpipe.models.tokens import OURS, Marks
 from jvpipe.models.workload import Batch, Data
 
+Record = Int32[np.ndarray, "T"]
+
 
 def mask_record(
-    record: Int32[np.ndarray, "T"],
+    record: Record,
     generator: np.random.Generator,
     *,
     vocabulary: int,
@@ -29,17 +31,17 @@ def mask_record(
     """
     assert marks.mask is not None, "looked at before"
     chosen = np.sort(_chosen(record, generator, masked, mask_rate, marks))
+    # From 0 to 0.8 the mask, to 0.9 a random token, to 1 the token itself.
     fate = generator.random(len(chosen))
-    hidden = np.where(
-        fate < 0.8, marks.mask, generator.integers(marks.first, vocabulary, len(chosen))
-    )
+    others = generator.integers(marks.first, vocabulary, len(chosen))
+    hidden = np.where(fate < 0.8, marks.mask, others)
     tokens = record.copy()
     tokens[chosen] = np.where(fate < 0.9, hidden, record[chosen])
-    return {"tokens": tokens} | _told(record, chosen, masked)
+    return {"tokens": tokens} | _predictions(record, chosen, masked)
 
 
 def permute_record(
-    record: Int32[np.ndarray, "T"],
+    record: Record,
     generator: np.random.Generator,
     *,
     masked: int,
@@ -51,28 +53,23 @@ def permute_record(
     Returns the `tokens` [T] as they are, and `positions`, `targets` and `weights` [K]: weight 1 where there is a token
     to predict, 0 in the rest (arXiv:1906.08237, 2.3).
     """
-    return {"tokens": record} | _told(
-        record, _chosen(record, generator, masked, mask_rate, marks), masked
-    )
+    # Not sorted, unlike masked ones: their order is that of prediction.
+    chosen = _chosen(record, generator, masked, mask_rate, marks)
+    return {"tokens": record} | _predictions(record, chosen, masked)
 
 
 def _chosen(
-    record: Int32[np.ndarray, "T"],
-    generator: np.random.Generator,
-    masked: int,
-    mask_rate: float,
-    marks: Marks,
+    record: Record, generator: np.random.Generator, masked: int, mask_rate: float, marks: Marks
 ) -> np.ndarray:
     """Positions of ordinary tokens, in a random order."""
     ordinary = np.flatnonzero(~np.isin(record, marks.special))
-    return generator.choice(
-        ordinary,
-        min(masked, len(ordinary), max(1, round(mask_rate * len(ordinary)))),
-        replace=False,
-    )
+    share = max(1, round(mask_rate * len(ordinary)))
+    count = min(masked, len(ordinary), share)
+    return generator.choice(ordinary, count, replace=False)
 
 
-def _told(record: Int32[np.ndarray, "T"], chosen: np.ndarray, masked: int) -> Batch:
+def _predictions(record: Record, chosen: np.ndarray, masked: int) -> Batch:
+    """What is predicted, filled up to `masked` (K) so that all records have one shape."""
     filled = partial(np.pad, pad_width=(0, masked - len(chosen)))
     return {
         "positions": filled(chosen.astype(np.int32)),
@@ -114,16 +111,14 @@ def open_masked_text(
     def transform(vocabulary: int, marks: Marks) -> Transform:
         if marks.mask is None:
             raise ValueError(
-                "the tokenizer has no [MASK] or <mask>, which stands for a token that is to be predicted"
+                f"the tokenizer of {vocabulary} tokens has no [MASK] or <mask>, which stands for a token that is to "
+                "be predicted: add one to it"
             )
         rates = {"masked": config.masked, "mask_rate": config.mask_rate}
         return partial(mask_record, vocabulary=vocabulary, marks=marks, **rates)
 
-    sizes: dict[str, Any] = {
-        "vocabulary": config.vocabulary,
-        "tokens": config.tokens,
-        "first": OURS.first,
-    }
+    sizes: dict[str, Any] = {"vocabulary": config.vocabulary, "tokens": config.tokens}
+    sizes["first"] = OURS.first
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)
 
 
@@ -133,13 +128,9 @@ def open_permuted_text(
     """Text as batches of records that are predicted in a random order; as `open_text` otherwise."""
 
     def transform(vocabulary: int, marks: Marks) -> Transform:
-        return partial(
-            permute_record, masked=config.masked, mask_rate=config.mask_rate, marks=marks
-        )
+        rates = {"masked": config.masked, "mask_rate": config.mask_rate}
+        return partial(permute_record, marks=marks, **rates)
 
-    sizes: dict[str, Any] = {
-        "vocabulary": config.vocabulary,
-        "tokens": config.tokens,
-        "first": OURS.first,
-    }
+    sizes: dict[str, Any] = {"vocabulary": config.vocabulary, "tokens": config.tokens}
+    sizes["first"] = OURS.first
     return open_text(data_path, run_dir, seed, batch_size, transform=transform, **sizes)

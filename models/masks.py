@@ -14,6 +14,8 @@ from jaxtyping import Float32
 from jvpipe.models.image_folders import decoded, image_files, listing_digest, sizes_of
 from jvpipe.models.images import digits, drawn_images
 
+Canvas = Float32[np.ndarray, "Y X"]
+
 
 @dataclass(frozen=True)
 class Masked:
@@ -35,20 +37,23 @@ def masked_digits(side: int) -> Masked:
     times = max(1, side // 12)
     waves = drawn_images(side, 7)
 
-    def placed(i: int) -> tuple[Float32[np.ndarray, "Y X"], Float32[np.ndarray, "3"]]:
+    def placed(i: int) -> tuple[Canvas, Float32[np.ndarray, "3"]]:
         draw, across = np.random.default_rng((3, i)), 8 * times
         y, x = draw.integers(0, side - across + 1, 2)
         canvas = np.zeros((side, side), np.float32)
+        block = np.ones((times, times), np.float32)
         canvas[y : y + across, x : x + across] = np.kron(
-            ink[i], np.ones((times, times), np.float32)
-        )
+            ink[i], block
+        )  # each pixel becomes a block
         return canvas, draw.normal(size=3).astype(np.float32)
 
     def image(i: int) -> Float32[np.ndarray, "Y X 3"]:
         canvas, colour = placed(i)
-        return canvas[..., None] * colour + (1 - canvas[..., None]) * waves.image(i)
+        ink_share = canvas[..., None]  # [Y, X, 1]
+        return ink_share * colour + (1 - ink_share) * waves.image(i)
 
-    def mask(i: int) -> Float32[np.ndarray, "Y X"]:
+    def mask(i: int) -> Canvas:
+        # Drawn again from the same seed, so image and mask agree without being kept.
         return (placed(i)[0] >= 0.5).astype(np.float32)
 
     digest = hashlib.sha256(f"digits {side} {waves.digest}".encode() + ink.tobytes()).hexdigest()
@@ -70,10 +75,8 @@ def mask_folders(path: Path, side: int) -> Masked:
             raise ValueError(
                 f"'{path}' has no folder '{name}': give one with images and masks, called alike"
             )
-    files, masks = (
-        image_files(path / "images"),
-        {mask.stem: mask for mask in image_files(path / "masks")},
-    )
+    files = image_files(path / "images")
+    masks = {mask.stem: mask for mask in image_files(path / "masks")}
     if missing := [file for file in files if file.stem not in masks]:
         raise ValueError(
             f"'{missing[0]}' has no mask: '{path / 'masks'}' has none called {missing[0].stem}"
@@ -83,15 +86,21 @@ def mask_folders(path: Path, side: int) -> Masked:
             f"'{path / 'images'}' has one image: give at least two, as one is held out"
         )
     pairs = [(file, masks[file.stem]) for file in files]
-    ours, theirs = (sizes_of(list(column)) for column in zip(*pairs, strict=True))
-    for (file, mask), size, other in zip(pairs, ours, theirs, strict=True):
+    of_images = sizes_of([file for file, _ in pairs])
+    of_masks = sizes_of([mask for _, mask in pairs])
+    for (file, mask), size, other in zip(pairs, of_images, of_masks, strict=True):
+        # Cropped alike, images and masks of different sizes would no longer lie above each other.
         if size != other:
             raise ValueError(
-                f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}"
+                f"'{mask}' has {other[0]} x {other[1]} pixels, '{file}' {size[0]} x {size[1]}: "
+                "give a mask of the same size"
             )
-    return Masked(
-        len(pairs),
-        lambda i: decoded(pairs[i][0], side),
-        lambda i: decoded(pairs[i][1], side, mask=True)[..., 0],
-        listing_digest((file for pair in pairs for file in pair), path),
-    )
+
+    def image(i: int) -> np.ndarray:
+        return decoded(pairs[i][0], side)
+
+    def mask_of(i: int) -> np.ndarray:
+        return decoded(pairs[i][1], side, mask=True)[..., 0]
+
+    digest = listing_digest((file for pair in pairs for file in pair), path)
+    return Masked(len(pairs), image, mask_of, digest)

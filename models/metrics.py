@@ -19,7 +19,10 @@ def perplexity(logits: Logits, params: Any, batches: Iterable[Any]) -> float:
     """Computes the perplexity of the targets of some batches: e to the mean of nats, without dropout or smoothing."""
     loss = jax.jit(lambda batch: prediction_loss(logits(params, batch, None), batch))
     losses = [loss(batch) for batch in batches]
-    return float(np.exp(sum(float(x.total) for x in losses) / sum(float(x.weight) for x in losses)))
+    # Sums are divided, not means averaged: batches may have weights of different sums.
+    nats = sum(float(x.total) for x in losses)
+    weight = sum(float(x.weight) for x in losses)
+    return float(np.exp(nats / weight))
 
 
 def bleu(written: Sequence[str], references: Sequence[str]) -> float:
@@ -53,22 +56,27 @@ def translate(
         batch_size: how many sentences are translated together.
     """
     marks, texts = marks_of(tokenizer), []
-    read = [
-        [*x.ids[: tokens - 1], marks.end]
-        for x in tokenizer.encode_batch(list(sentences), add_special_tokens=False)
-    ]
+    encodings = tokenizer.encode_batch(list(sentences), add_special_tokens=False)
+    read = [[*encoding.ids[: tokens - 1], marks.end] for encoding in encodings]
     write = jax.jit(partial(_greedy, logits, start=marks.start))
     for i in range(0, len(read), batch_size):
         group = read[i : i + batch_size]
-        inputs, lengths = np.zeros((batch_size, tokens), np.int32), np.ones(batch_size, np.int32)
+        # The last group is filled up to the batch, so the program is compiled once.
+        inputs = np.zeros((batch_size, tokens), np.int32)
+        lengths = np.ones(batch_size, np.int32)
         for j, ids in enumerate(group):
-            inputs[j, : len(ids)], lengths[j] = ids, len(ids)
-        written = np.asarray(write(params, {"inputs": inputs, "lengths": lengths}))[: len(group)]
-        ends = [(*np.flatnonzero(row == marks.end), tokens)[0] for row in written]
-        texts += tokenizer.decode_batch(
-            [row[:end].tolist() for row, end in zip(written, ends, strict=True)]
-        )
+            inputs[j, : len(ids)] = ids
+            lengths[j] = len(ids)
+        written = np.asarray(write(params, {"inputs": inputs, "lengths": lengths}))
+        rows = [_until(marks.end, row) for row in written[: len(group)]]
+        texts += tokenizer.decode_batch(rows)
     return [text.strip() for text in texts]
+
+
+def _until(end: int, ids: np.ndarray) -> list[int]:
+    """The ids before the first `end`; all of them if there is none."""
+    ends = np.flatnonzero(ids == end)
+    return ids[: ends[0]].tolist() if len(ends) else ids.tolist()
 
 
 def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "B T"]:
@@ -76,10 +84,12 @@ def _greedy(logits: Logits, params: Any, batch: Any, start: int) -> Int[Array, "
     size, tokens = batch["inputs"].shape
 
     def write(i: Any, written: Int[Array, "B W"]) -> Int[Array, "B W"]:
-        scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)
-        chosen = jnp.argmax(jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False), -1)
-        return jax.lax.dynamic_update_index_in_dim(written, chosen.astype(jnp.int32), i + 1, 1)
+        # Positions after i hold the start mark still. They change nothing, because no position looks ahead.
+        scores = logits(params, {**batch, "tokens": written[:, :-1]}, None)  # [B, T, V]
+        scores = jax.lax.dynamic_index_in_dim(scores, i, 1, keepdims=False)  # [B, V]
+        chosen = jnp.argmax(scores, -1).astype(jnp.int32)
+        return jax.lax.dynamic_update_index_in_dim(written, chosen, i + 1, 1)
 
-    return jax.lax.fori_loop(0, tokens, write, jnp.full((size, tokens + 1), start, jnp.int32))[
-        :, 1:
-    ]
+    first = jnp.full((size, tokens + 1), start, jnp.int32)
+    written = jax.lax.fori_loop(0, tokens, write, first)
+    return written[:, 1:]

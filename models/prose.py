@@ -15,8 +15,6 @@ from pydoc_data.topics import topics
 
 from jvpipe.models.corpus import Corpus, documents
 
-_LIMIT_CHARACTERS = 6_000_000
-_FILE_LIMIT_BYTES = 500_000  # larger source files are generated
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "test", "tests", "idlelib", "lib2to3", "_vendor", "__pycache__"}
 )
@@ -28,7 +26,11 @@ _SENTENCE = re.compile(r"[A-Z][a-z]* .*[\w)\]'\"][.!?:]", re.DOTALL)
 _PLAIN = re.compile(r"[A-Za-z ,.']")
 
 
-def gather_prose(limit_characters: int = _LIMIT_CHARACTERS) -> Corpus:
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+"""What may begin with a docstring."""
+
+
+def gather_prose(limit_characters: int = 6_000_000) -> Corpus:
     """The manual's topics, then docstrings, until there are `limit_characters`.
 
     Files come in the order of the hash of their names, so that the limit takes a little of everything. A paragraph
@@ -40,6 +42,7 @@ def gather_prose(limit_characters: int = _LIMIT_CHARACTERS) -> Corpus:
     for texts in _sources():
         fresh = []
         for paragraph in (p for text in texts for p in prose_paragraphs(text)):
+            # Methods that are overridden repeat the docstrings of their base.
             if paragraph not in seen:
                 seen.add(paragraph)
                 fresh.append(paragraph)
@@ -59,16 +62,19 @@ def prose_paragraphs(text: str) -> Iterator[str]:
     ['The path need not exist; a .. in it is resolved by os.stat all the same.']
     """
     for block in _blocks(text):
-        plain = _STARS.sub(r"\1", _TARGET.sub(r"\1", _ROLE.sub("", block.replace("``", "`"))))
-        plain = " ".join(plain.split())
+        plain = _without_markup(block)
         letters = len(_PLAIN.findall(plain))
-        if (
-            plain.isascii()
-            and len(plain) >= 40
-            and letters >= 0.9 * len(plain)
-            and _SENTENCE.fullmatch(plain)
-        ):
+        # Tables, examples and lists of arguments have many other signs, or lack a sentence's form.
+        reads_well = len(plain) >= 40 and letters >= 0.9 * len(plain)
+        if plain.isascii() and reads_well and _SENTENCE.fullmatch(plain):
             yield plain
+
+
+def _without_markup(block: str) -> str:
+    """A paragraph of reStructuredText as one line: roles, links and emphasis are replaced by their texts."""
+    text = _ROLE.sub("", block.replace("``", "`"))
+    text = _STARS.sub(r"\1", _TARGET.sub(r"\1", text))
+    return " ".join(text.split())
 
 
 def _blocks(text: str) -> Iterator[str]:
@@ -76,22 +82,26 @@ def _blocks(text: str) -> Iterator[str]:
     lines: list[str] = []
     indent = 0
     for line in [*text.splitlines(), ""]:
-        stripped = line.strip()
-        if lines and (not stripped or len(line) - len(line.lstrip()) != indent):
+        stripped, depth = line.strip(), len(line) - len(line.lstrip())
+        if lines and (not stripped or depth != indent):
             yield " ".join(lines)
             lines = []
         if stripped:
-            indent = len(line) - len(line.lstrip())
+            indent = depth
             lines.append(stripped)
 
 
 def _sources() -> Iterator[Iterable[str]]:
     """Texts, file by file."""
+
+    def place(named: tuple[str, Path]) -> tuple[bytes, Path]:
+        # The hash of the name within its root, so that the order is the same wherever Python is installed.
+        name, file = named
+        return hashlib.sha256(name.encode()).digest(), file
+
     yield [topics[name] for name in sorted(topics)]
-    named = [(name, file) for root in _roots() for name, file in _python_files(root)]
-    for _, file in sorted(
-        named, key=lambda item: (hashlib.sha256(item[0].encode()).digest(), item[1])
-    ):
+    named_files = [named for root in _roots() for named in _python_files(root)]
+    for _, file in sorted(named_files, key=place):
         yield _docstrings(file)
 
 
@@ -102,16 +112,17 @@ def _roots() -> list[Path]:
 
 def _python_files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]  # os.walk reads it
         for file in (Path(folder, name) for name in files if name.endswith(".py")):
             yield file.relative_to(root).as_posix(), file
 
 
-def _docstrings(file: Path) -> Iterator[str]:
+def _docstrings(file: Path, limit_bytes: int = 500_000) -> Iterator[str]:
     """The docstrings of a source file; of none that cannot be read or parsed."""
     try:
         source = file.read_bytes()
-        if len(source) > _FILE_LIMIT_BYTES or b'"""' not in source:
+        # Larger files are generated.
+        if len(source) > limit_bytes or b'"""' not in source:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in other people's strings
@@ -121,9 +132,7 @@ def _docstrings(file: Path) -> Iterator[str]:
     yield from _documented(tree)
 
 
-def _documented(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
-) -> Iterator[str]:
+def _documented(node: Documented) -> Iterator[str]:
     """The docstring of a module, class or function, then those of what it defines."""
     if docstring := ast.get_docstring(node):
         yield docstring

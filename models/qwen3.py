@@ -22,6 +22,7 @@ _SMALL = LlamaConfig(
     head_width=128,
     normed_heads=True,
 )
+# Heads are 128 wide whatever the model's width, so H K is not D.
 SIZES = {
     "tiny": replace(llama.SIZES["tiny"], normed_heads=True, head_width=6),
     "mini": replace(llama.SIZES["mini"], normed_heads=True),

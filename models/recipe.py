@@ -11,10 +11,9 @@ import numpy as np
 import optax
 
 _Decayed = Callable[[Any], Any]
+_Made = Callable[["Recipe", optax.Schedule, _Decayed], optax.GradientTransformation]
 
-OPTIMIZERS: Mapping[
-    str, Callable[["Recipe", optax.Schedule, _Decayed], optax.GradientTransformation]
-] = {
+OPTIMIZERS: Mapping[str, _Made] = {
     "adamw": lambda it, rate, decayed: optax.adamw(
         rate, b2=it.b2, weight_decay=it.weight_decay, mask=decayed
     ),
@@ -70,21 +69,20 @@ class Recipe:
 
     def schedule(self, total_steps: int) -> optax.Schedule:
         """The learning rate as a function of the number of updates so far."""
-        updates = (
-            round(self.warmup * total_steps) if self.warmup_steps is None else self.warmup_steps
-        )
+        updates = self.warmup_steps
+        if updates is None:
+            updates = round(self.warmup * total_steps)
         warmup_steps = min(max(1, updates), total_steps)
-        rise = optax.linear_schedule(
-            self.learning_rate / warmup_steps, self.learning_rate, max(1, warmup_steps - 1)
-        )
-        fall = optax.cosine_decay_schedule(self.learning_rate, max(1, total_steps - warmup_steps))
+        # The first update learns already: its rate is peak / warmup_steps, and the last of the warmup has the peak.
+        peak = self.learning_rate
+        rise = optax.linear_schedule(peak / warmup_steps, peak, max(1, warmup_steps - 1))
+        fall = optax.cosine_decay_schedule(peak, max(1, total_steps - warmup_steps))
         return optax.join_schedules([rise, fall], [warmup_steps])
 
     def learning_rates(self, total_steps: int) -> np.ndarray:
         """The learning rate of each step, [total_steps] float32, for a log: reading it waits for no device."""
-        return np.asarray(
-            jax.vmap(self.schedule(total_steps))(jnp.arange(total_steps, dtype=jnp.float32))
-        )
+        steps = jnp.arange(total_steps, dtype=jnp.float32)
+        return np.asarray(jax.vmap(self.schedule(total_steps))(steps))
 
     def optimizer(self, total_steps: int, *, local: bool = False) -> optax.GradientTransformation:
         """Clipping by the global norm, then the optimizer under the schedule; `local`: each value clipped by itself.
@@ -92,19 +90,19 @@ class Recipe:
         Asynchronous pipelines have no norm of all gradients at one time.
         """
         clip = optax.clip(self.clip_norm) if local else optax.clip_by_global_norm(self.clip_norm)
+        # Matrices decay; biases and scales, vectors all, do not.
         decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-        update = optax.chain(
-            clip, OPTIMIZERS[self.optimizer_name](self, self.schedule(total_steps), decayed)
-        )
+        make = OPTIMIZERS[self.optimizer_name]
+        update = optax.chain(clip, make(self, self.schedule(total_steps), decayed))
         if self.trained == "*":
             return update
         return optax.multi_transform({True: update, False: optax.set_to_zero()}, self._labels)
 
     def _labels(self, params: Any) -> Any:
         """Tells of each parameter whether it is trained."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: fnmatchcase(
-                jax.tree_util.keystr(path, simple=True, separator="/"), self.trained
-            ),
-            params,
-        )
+
+        def is_trained(path: Any, _: Any) -> bool:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return fnmatchcase(name, self.trained)
+
+        return jax.tree_util.tree_map_with_path(is_trained, params)

@@ -6,6 +6,10 @@ Groups of blocks follow one another, each on half the image and twice the channe
 halves the image, its 3 x 3 convolution does (as in arXiv:1706.02677). What goes from block to block is the sum before
 its ReLU, with which each convolution begins.
 
+    x ──┬── reduce 1x1 ── middle 3x3 ── expand 1x1 ──(+)── y     arXiv:1512.03385, figure 5
+        └────────────── shortcut 1x1, or ReLU ────────┘
+    4 C       C             C               4 C
+
 The loss takes and returns the running averages of batch norm (`has_state=True`); without a key they are used in place
 of the statistics of the batch, and stay.
 """
@@ -90,20 +94,22 @@ class Bottleneck:
             "expand": Convolution(self.channels, self.outputs),
         }
         fits = self.inputs == self.outputs and self.stride == 1
-        return (
-            chain
-            if fits
-            else chain | {"shortcut": Convolution(self.inputs, self.outputs, strides=strides)}
-        )
+        if not fits:
+            chain["shortcut"] = Convolution(self.inputs, self.outputs, strides=strides)
+        return chain
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
         """The image after the block, and the new averages."""
-        units, new, y = self.units, {}, x
-        for name in ("reduce", "middle", "expand"):
-            y, new[name] = units[name](p[name], averages[name], y, training)
+        units, new = self.units, {}
+
+        def after(name: str, image: Image) -> Image:
+            image, new[name] = units[name](p[name], averages[name], image, training)
+            return image
+
+        y = after("expand", after("middle", after("reduce", x)))
         if "shortcut" in units:
-            x, new["shortcut"] = units["shortcut"](p["shortcut"], averages["shortcut"], x, training)
-            return x + y, new
+            # A projection begins with the ReLU itself.
+            return after("shortcut", x) + y, new
         return jax.nn.relu(x) + y, new
 
 
@@ -116,8 +122,10 @@ class ResNet:
     @property
     def stem(self) -> Convolution:
         """From colours to channels."""
-        kernel, stride = (7, 2) if self.config.stem_reductions else (3, 1)
-        return Convolution(3, self.config.filters, (kernel, kernel), (stride, stride), linear=True)
+        size, stride = (7, 2) if self.config.stem_reductions else (3, 1)
+        kernel, strides = (size, size), (stride, stride)
+        # No ReLU: colours are not the output of a layer.
+        return Convolution(3, self.config.filters, kernel, strides, linear=True)
 
     @property
     def blocks(self) -> dict[str, Bottleneck]:
@@ -125,10 +133,11 @@ class ResNet:
         blocks: dict[str, Bottleneck] = {}
         inputs = self.config.filters
         for group, count in enumerate(BLOCKS[self.config.depth]):
+            channels = self.config.filters << group
             for i in range(count):
-                block = Bottleneck(
-                    inputs, self.config.filters << group, 2 if group and not i else 1
-                )
+                # The stem has halved the image for the first group.
+                stride = 2 if group and not i else 1
+                block = Bottleneck(inputs, channels, stride)
                 blocks[f"{len(blocks):03}"] = block
                 inputs = block.outputs
         return blocks
@@ -140,13 +149,12 @@ class ResNet:
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters: nested dicts of float32 arrays, e.g. `blocks/003/middle/kernel`."""
-        keys = [jax.random.fold_in(key, i) for i in range(2 + len(self.blocks))]
-        blocks = zip(self.blocks.items(), keys[2:], strict=True)
-        return {
-            "stem": self.stem.init(keys[0]),
-            "blocks": {name: init_units(block.units, k) for (name, block), k in blocks},
-            "head": self.head.init(keys[1]),
-        }
+        blocks = self.blocks
+        keys = [jax.random.fold_in(key, i) for i in range(2 + len(blocks))]
+        key_of = dict(zip(blocks, keys[2:], strict=True))
+        stem = self.stem.init(keys[0])
+        of_blocks = {name: init_units(block.units, key_of[name]) for name, block in blocks.items()}
+        return {"stem": stem, "blocks": of_blocks, "head": self.head.init(keys[1])}
 
     def averages(self) -> Tree:
         """The running averages before any step: the model state."""
@@ -166,6 +174,7 @@ class ResNet:
         if self.config.stem_reductions:
             x = nnx.max_pool(x, (3, 3), (2, 2), "SAME")
         new = {}
+        # Only the image goes from block to block, so it is all that a cut between two of them sends.
         for name, block in self.blocks.items():
             x, new[name] = block(params["blocks"][name], averages["blocks"][name], x, training)
         loss, aux = class_loss(self.head(params["head"], x), batch)

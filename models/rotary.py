@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Heads = Float[Array, "B T H K"]
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -34,19 +36,26 @@ class Rotation:
     def rates(self, width: int) -> Float[Array, "P"]:
         """The angle per position of each pair of a head of so many numbers."""
         steps = jax.lax.iota(jnp.float32, width // 2)
-        rates = jnp.exp(steps * (-2 / width * jnp.log(self.theta)))
+        # theta^(-2 i / K), arXiv:2104.09864, equation 15.
+        power = -2 / width * jnp.log(self.theta)
+        rates = jnp.exp(steps * power)
         if self.stretch == 1:
             return rates
         if not self.original:
             return rates / self.stretch
+        # Fast pairs tell neighbours apart and stay; slow ones never came round in training and are stretched.
         turns = rates * (self.original / (2 * pi))
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return kept * rates + (1 - kept) * rates / self.stretch
 
 
-def turned(x: Float[Array, "B T H K"], rates: Float[Array, "P"]) -> Float[Array, "B T H K"]:
+def turned(x: Heads, rates: Float[Array, "P"]) -> Heads:
     """Pairs of numbers, half a head apart, turned by the position times `rates`."""
-    angles = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None] * rates[None, None, None]
+    # The product of a turned query and a turned key depends on the difference of their positions alone.
+    positions = jax.lax.iota(jnp.float32, x.shape[1])[None, :, None, None]
+    angles = positions * rates[None, None, None]  # [1, T, 1, P]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    # Float32: bfloat16 has no odd integers above 256, so far positions would fall together.
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=3)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=3).astype(x.dtype)
+    both = [a * cos - b * sin, a * sin + b * cos]
+    return jnp.concatenate(both, axis=3).astype(x.dtype)

@@ -17,11 +17,6 @@ from jvpipe.models.tokens import marks_of
 from jvpipe.models.workload import Batches
 
 Row = Mapping[str, Any]
-_HEAD_CHARACTERS = 2**20
-_HELD_OUT_SHARE = 8
-"""How much of a stream is read before training, and the part of that, one in so many, that is held out."""
-_WINDOW = 256
-"""How many records are shuffled together."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,14 @@ class Head:
         return hashlib.sha256(rows.encode()).hexdigest()
 
 
-def read_head(rows: Callable[[], Any], name: str) -> Head:
+def read_head(rows: Callable[[], Any], name: str, characters: int = 2**20, one_in: int = 8) -> Head:
     """Reads the beginning of a stream.
 
     Args:
         rows: begins it.
         name: for the message.
+        characters: how many are read before training.
+        one_in: of so many characters one is held out.
 
     Raises:
         ValueError: it has less than two rows.
@@ -53,11 +50,14 @@ def read_head(rows: Callable[[], Any], name: str) -> Head:
     for row in rows():
         head.append(row)
         ends.append(ends[-1] + len(json.dumps(row, default=str)))
-        if ends[-1] >= _HEAD_CHARACTERS:
+        if ends[-1] >= characters:
             break
     if len(head) < 2:
-        raise ValueError(f"'{name}' has {len(head)} rows: some are held out, some trained on")
-    held_out = next(i for i, end in enumerate(ends) if i and end * _HELD_OUT_SHARE >= ends[-1])
+        raise ValueError(
+            f"'{name}' has {len(head)} rows: give two at least, one is held out and one trained on"
+        )
+    # Whole rows, the first that have the share together, and never all: the last end always has it.
+    held_out = next(i for i, end in enumerate(ends) if i and end * one_in >= ends[-1])
     held_out = min(held_out, len(head) - 1)
     return Head(tuple(head[:held_out]), tuple(head[held_out:]))
 
@@ -90,6 +90,7 @@ class _RowsIterator(grain.DatasetIterator):
     def __next__(self) -> Row:
         for row in self._iterator:
             return row
+        # There is a row behind those that are held out, so the stream never ends twice in a row.
         self._epoch += 1
         self._rows = self._begin()
         self._iterator = iter(self._rows)
@@ -118,7 +119,12 @@ class PackedTexts(grain.IterDataset):
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """Where a record ends: in the text that was read last, whose place is known, after so many of its ids."""
+    """Where a record ends: in the text that was read last, whose place is known, after so many of its ids.
+
+    text          │ a a a a a a a │ b b b │ c c c c c c ...
+    record        │ ^ a a a a │ ^ a a a b │ ^ b b c c │         ^ the start mark
+                                          place ┘   └ used
+    """
 
     def __init__(self, texts: grain.DatasetIterator, tokenizer: Tokenizer, tokens: int) -> None:
         super().__init__(texts)
@@ -128,18 +134,21 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Int32[np.ndarray, "T"]:
         parts, room = [np.array([self._marks.start], np.int32)], self._room
+        # Each turn fills the record or uses a text up, and no text is empty: it has its end mark.
         while room:
             if self._ids is None:
                 self._read()
             assert self._ids is not None
             part = self._ids[self._used : self._used + room]
             parts.append(part)
-            room, self._used = room - len(part), self._used + len(part)
+            room -= len(part)
+            self._used += len(part)
             if self._used == len(self._ids):
                 self._ids = None
         return np.concatenate(parts)
 
     def _read(self) -> None:
+        # The place before the text is read: a run that is resumed there reads the same text again.
         self._place, self._used = self._parent.get_state(), 0
         ids = self._tokenizer.encode(next(self._parent), add_special_tokens=False).ids
         self._ids = np.array([*ids, self._marks.end], np.int32)
@@ -160,11 +169,11 @@ class _PackedIterator(grain.DatasetIterator):
 
 
 def stream_batches(
-    records: grain.IterDataset, transform: Transform, seed: int, batch_size: int
+    records: grain.IterDataset, transform: Transform, seed: int, batch_size: int, window: int = 256
 ) -> Batches:
     """Batches of `transform(record, generator)`, shuffled within windows; they are made while devices work.
 
     Their state is the place in the stream at which the window began, and how much of it was taken.
     """
-    shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=_WINDOW, seed=seed)
+    shuffled = grain.experimental.WindowShuffleIterDataset(records, window_size=window, seed=seed)
     return iter(shuffled.seed(seed).random_map(transform).batch(batch_size))

@@ -5,10 +5,14 @@ Axes: B batch, T tokens that are read, and as many that are written, D model, H 
 The decoder predicts the second half of a record, and every block of it looks at the first half as the encoder left
 it. What differs from the paper: layer norm has a bias, products have biases, and tokens know where others are by ALiBi
 (arXiv:2108.12409) in place of learned distances.
+
+    inputs ── embeddings ── encoder 0 ── ... ── encoder n ── read ──┬────────────┬──────┐
+    tokens ── embeddings ─────────────────────────────────── decoder 0 ── ... ── n ── head
+
+What is read stays alive up to the last decoder block, so a cut in the decoder carries two arrays of [B, T, D].
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +27,16 @@ from jvpipe.models import t5_published
 from jvpipe.models.blocks import (
     Block,
     CrossAttention,
+    Key,
+    Logits,
     LossFunction,
     Parts,
     TransformerConfig,
+    Vectors,
     distance_bias,
     dropped,
     embedding,
+    keys_of,
     layer_norm,
     linear,
     looking_back,
@@ -83,7 +91,7 @@ class Embeddings(nnx.Module):
         self.tokens = embedding(config, rngs, config.vocabulary)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that a first block reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
 
@@ -97,12 +105,11 @@ class DecoderBlock(nnx.Module):
         self.block = Block(_DecoderConfig(**dataclasses.asdict(config)), rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], read: Float[Array, "B T D"], key: jax.Array | None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, read: Vectors, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = x + dropped(self.dropout, self.reading(normed(self.norm, x), read, k0), k1)
+        k0, k1, k2 = keys_of(key, 3)
+        mixed = self.reading(normed(self.norm, x), read, k0)
+        x = x + dropped(self.dropout, mixed, k1)
         return self.block(x, k2)
 
 
@@ -113,7 +120,7 @@ class Head(nnx.Module):
         self.norm = layer_norm(config, rngs)
         self.output = linear(config, rngs, config.width, config.vocabulary)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def __call__(self, x: Vectors) -> Float[Array, "B T V"]:
         """Logits in float32."""
         return self.output(normed(self.norm, x)).astype(jnp.float32)
 
@@ -124,7 +131,7 @@ class Read(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.norm = layer_norm(config, rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """The same for every block of the decoder."""
         return normed(self.norm, x)
 
@@ -153,20 +160,18 @@ def loss_function(config: T5Config) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(
-    config: T5Config,
-) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B T V"]]:
-    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+def logits_function(config: T5Config) -> Logits:
+    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
     if config.published:
         return t5_published.logits_function(config)
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["inputs"], model.key("embeddings", key))
-        read = model.part("read", params["read"])(
-            model.through("encoder", params["encoder"], x, key)
-        )
+        x = model.through("encoder", params["encoder"], x, key)
+        read = model.part("read", params["read"])(x)
+        # `read` drops nothing, so its key is free for the second use of the embeddings.
         y = embeddings(batch["tokens"], model.key("read", key))
         y = model.through("decoder", params["decoder"], y, key, read)
         return model.part("head", params["head"])(y)
@@ -185,13 +190,11 @@ def open_data(
     config: T5Config, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Text as records whose second half is written when the first has been read."""
-    from jvpipe.models.text import (
-        open_halves,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.text import open_halves
 
-    return open_halves(
-        data_path, run_dir, seed, batch_size, vocabulary=config.vocabulary, tokens=config.tokens
-    )
+    sizes = {"vocabulary": config.vocabulary, "tokens": config.tokens}
+    return open_halves(data_path, run_dir, seed, batch_size, **sizes)
 
 
 FORMAT = t5_published.FORMAT

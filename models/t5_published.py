@@ -7,7 +7,6 @@ learned distances, one table for all blocks of the encoder and one for those of 
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.models.blocks import Parts, TransformerConfig, dropped, embedding, mixture
+from jvpipe.models.blocks import (
+    Key,
+    Logits,
+    Parts,
+    TransformerConfig,
+    Vectors,
+    dropped,
+    embedding,
+    keys_of,
+    mixture,
+)
 from jvpipe.models.folder_settings import Settings
 from jvpipe.models.weight_folder import Folder
 from jvpipe.models.weights import Format, Source
@@ -24,9 +33,10 @@ from jvpipe.models.weights import linear as linear_of
 from jvpipe.models.weights import norm as norm_of
 from jvpipe.models.weights import table as table_of
 
-Key = jax.Array | None
 _TABLE, _HEAD = "shared.weight", "lm_head.weight"
 """The tensors that are one if the projection is tied to the embedding."""
+Table = Float[Array, "buckets H"]
+"""What each head adds to its scores for each kind of distance. All blocks of one half read the same."""
 
 
 def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[Array, "T T"]:
@@ -41,17 +51,19 @@ def buckets_of(tokens: int, buckets: int, distance: int, *, ahead: bool) -> Int[
     >>> buckets_of(3, 8, 16, ahead=True).tolist()
     [[0, 5, 6], [1, 0, 5], [2, 1, 0]]
     """
-    forward = jnp.arange(tokens)[None] - jnp.arange(tokens)[:, None]
+    forward = jnp.arange(tokens)[None] - jnp.arange(tokens)[:, None]  # [T, T]
     half = buckets // 2 if ahead else buckets
     far = jnp.abs(forward) if ahead else jnp.maximum(-forward, 0)
+    # Half of the kinds are for exact distances, the others divide those up to `distance` evenly on a log scale:
+    #   0 1 2 3 ... exact-1 | exact ... half-1
     exact = half // 2
-    log = (
-        jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact)
-        / math.log(distance / exact)
-        * (half - exact)
-    )
-    bucket = jnp.where(far < exact, far, jnp.minimum(exact + log.astype(jnp.int32), half - 1))
-    return bucket + jnp.where(forward > 0, half, 0) if ahead else bucket
+    ratio = jnp.maximum(far, 1).astype(jnp.float32) / exact
+    log = jnp.log(ratio) / math.log(distance / exact) * (half - exact)
+    logarithmic = jnp.minimum(exact + log.astype(jnp.int32), half - 1)
+    bucket = jnp.where(far < exact, far, logarithmic)
+    if not ahead:
+        return bucket
+    return bucket + jnp.where(forward > 0, half, 0)
 
 
 class Embeddings(nnx.Module):
@@ -61,7 +73,7 @@ class Embeddings(nnx.Module):
         self.tokens = embedding(config, rngs, config.vocabulary, spread=1.0)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that a first block reads."""
         return dropped(self.dropout, self.tokens(tokens), key)
 
@@ -78,22 +90,18 @@ class Attention(nnx.Module):
     """Tokens look at tokens, with H heads."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        self.heads, inner = config.heads, config.heads * config.head_width
-        self.queries = _linear(
-            config, rngs, config.width, inner, (config.width * config.head_width) ** -0.5
-        )
-        self.keys = _linear(config, rngs, config.width, inner, config.width**-0.5)
-        self.values = _linear(config, rngs, config.width, inner, config.width**-0.5)
-        self.output = _linear(config, rngs, inner, config.width, inner**-0.5)
+        D, inner = config.width, config.heads * config.head_width
+        self.heads = config.heads
+        # Queries begin smaller by the root of a head's width, by which scores are not divided.
+        self.queries = _linear(config, rngs, D, inner, (D * config.head_width) ** -0.5)
+        self.keys = _linear(config, rngs, D, inner, D**-0.5)
+        self.values = _linear(config, rngs, D, inner, D**-0.5)
+        self.output = _linear(config, rngs, inner, D, inner**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        read: Float[Array, "B S D"],
-        bias: Float[Array, "H T S"] | None,
-        key: Key,
-    ) -> Float[Array, "B T D"]:
+        self, x: Vectors, read: Float[Array, "B S D"], bias: Float[Array, "H T S"] | None, key: Key
+    ) -> Vectors:
         """The mixture of the values of what is `read`."""
         q, k, v = self.queries(x), self.keys(read), self.values(read)
         drop = partial(dropped, self.dropout, key=key)
@@ -104,15 +112,16 @@ class FeedForward(nnx.Module):
     """F units between; `gated` by as many others."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        units, spread = config.feed_forward or 4 * config.width, config.width**-0.5
-        self.expand = _linear(config, rngs, config.width, units, spread)
-        self.gate = _linear(config, rngs, config.width, units, spread) if config.gated else None
-        self.contract = _linear(config, rngs, units, config.width, units**-0.5)
+        D, units = config.width, config.feed_forward or 4 * config.width
+        self.expand = _linear(config, rngs, D, units, D**-0.5)
+        self.gate = _linear(config, rngs, D, units, D**-0.5) if config.gated else None
+        self.contract = _linear(config, rngs, units, D, units**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: Key) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The tokens, each for itself."""
-        y = self.expand(x)
+        y = self.expand(x)  # [B, T, F]
+        # Version 1.1 is gated (GEGLU, arXiv:2002.05202); what transformers calls wi_0 is activated.
         y = jax.nn.relu(y) if self.gate is None else self.gate(x) * jax.nn.gelu(y)
         return self.contract(dropped(self.dropout, y, key))
 
@@ -127,21 +136,20 @@ class EncoderBlock(nnx.Module):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def bias(self, table: Float[Array, "buckets H"], tokens: int) -> Float[Array, "H T T"]:
+    def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
         """What is added to the scores."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=True)
         return jnp.moveaxis(table[kinds], -1, 0)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], table: Float[Array, "buckets H"], key: Key
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, table: Table, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2, k3 = _keys(key, 4)
+        k0, k1, k2, k3 = keys_of(key, 4)
         y = _normed(self.attention_norm, x)
-        x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
-        return x + dropped(
-            self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k2), k3
-        )
+        # Each block looks the bias up again: the table is small to send over a cut, [H, T, T] is not.
+        mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
+        x = x + dropped(self.dropout, mixed, k1)
+        y = self.feed_forward(_normed(self.feed_forward_norm, x), k2)
+        return x + dropped(self.dropout, y, k3)
 
 
 class DecoderBlock(nnx.Module):
@@ -149,51 +157,48 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.attention_norm, self.reading_norm = _norm(config, rngs), _norm(config, rngs)
+        self.attention_norm = _norm(config, rngs)
+        self.reading_norm = _norm(config, rngs)
         self.feed_forward_norm = _norm(config, rngs)
-        self.attention, self.reading = Attention(config, rngs=rngs), Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.reading = Attention(config, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def bias(self, table: Float[Array, "buckets H"], tokens: int) -> Float[Array, "H T T"]:
+    def bias(self, table: Table, tokens: int) -> Float[Array, "H T T"]:
         """What is added to the scores; nobody looks ahead."""
         kinds = buckets_of(tokens, self.config.buckets, self.config.distance, ahead=False)
         ahead = jnp.arange(tokens)[None] > jnp.arange(tokens)[:, None]
-        return jnp.where(ahead[None], -jnp.inf, jnp.moveaxis(table[kinds], -1, 0))
+        by_distance = jnp.moveaxis(table[kinds], -1, 0)
+        return jnp.where(ahead[None], -jnp.inf, by_distance)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        read: Float[Array, "B S D"],
-        table: Float[Array, "buckets H"],
-        key: Key,
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, read: Vectors, table: Table, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2, k3, k4, k5 = _keys(key, 6)
+        k0, k1, k2, k3, k4, k5 = keys_of(key, 6)
         y = _normed(self.attention_norm, x)
-        x = x + dropped(self.dropout, self.attention(y, y, self.bias(table, x.shape[1]), k0), k1)
-        x = x + dropped(
-            self.dropout, self.reading(_normed(self.reading_norm, x), read, None, k2), k3
-        )
-        return x + dropped(
-            self.dropout, self.feed_forward(_normed(self.feed_forward_norm, x), k4), k5
-        )
+        mixed = self.attention(y, y, self.bias(table, x.shape[1]), k0)
+        x = x + dropped(self.dropout, mixed, k1)
+        # Positions of two different texts have no distance: what was read gets no bias.
+        mixed = self.reading(_normed(self.reading_norm, x), read, None, k2)
+        x = x + dropped(self.dropout, mixed, k3)
+        y = self.feed_forward(_normed(self.feed_forward_norm, x), k4)
+        return x + dropped(self.dropout, y, k5)
 
 
 class Head(nnx.Module):
     """From a position's vector to the logits of the next token, by the embedding if that is `tied`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        spread = config.width**-0.5
+        D, vocabulary = config.width, config.vocabulary
         scaled = config.tied if config.scaled is None else config.scaled
-        self.norm, self.scale = _norm(config, rngs), spread if scaled else None
-        self.output = (
-            None if config.tied else _linear(config, rngs, config.width, config.vocabulary, spread)
-        )
+        self.norm = _norm(config, rngs)
+        self.scale = D**-0.5 if scaled else None
+        self.output = None if config.tied else _linear(config, rngs, D, vocabulary, D**-0.5)
 
-    def __call__(self, x: Float[Array, "B T D"], tokens: nnx.Embed) -> Float[Array, "B T V"]:
+    def __call__(self, x: Vectors, tokens: nnx.Embed) -> Float[Array, "B T V"]:
         """Logits in float32."""
         x = _normed(self.norm, x)
+        # A tied table has rows of variance 1, for embeddings; products with them would be too large.
         x = x if self.scale is None else x * self.scale
         logits = tokens.attend(x) if self.output is None else self.output(x)
         return logits.astype(jnp.float32)
@@ -206,7 +211,7 @@ class Read(nnx.Module):
         self.norm = _norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], key: Key) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, key: Key) -> Vectors:
         """The same for every block of the decoder."""
         return dropped(self.dropout, _normed(self.norm, x), key)
 
@@ -225,20 +230,21 @@ def parts(config: TransformerConfig) -> Parts:
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
-def logits_function(config: TransformerConfig) -> Callable[[Any, Any, Key], Float[Array, "B T V"]]:
-    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+def logits_function(config: TransformerConfig) -> Logits:
+    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
     model = parts(config)
 
     def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
-        far, near = (
-            params[f"{name}_distances"]["table"]["embedding"] for name in ("encoder", "decoder")
-        )
+        encoder_table = params["encoder_distances"]["table"]["embedding"]
+        decoder_table = params["decoder_distances"]["table"]["embedding"]
         embeddings = model.part("embeddings", params["embeddings"])
         x = embeddings(batch["inputs"], model.key("embeddings", key))
-        x = model.through("encoder", params["encoder"], x, key, far)
+        x = model.through("encoder", params["encoder"], x, key, encoder_table)
         read = model.part("read", params["read"])(x, model.key("read", key))
+        # Tables of distances drop nothing, so their key is free for the second use of the embeddings.
         y = embeddings(batch["tokens"], model.key("encoder_distances", key))
-        y = model.through("decoder", params["decoder"], y, key, read, near)
+        # A cut in the decoder carries two arrays of [B, T, D], y and what was read, and the table.
+        y = model.through("decoder", params["decoder"], y, key, read, decoder_table)
         return model.part("head", params["head"])(y, embeddings.tokens)
 
     return logits
@@ -258,10 +264,6 @@ def _normed(norm: nnx.RMSNorm, x: jax.Array) -> jax.Array:
     return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _keys(key: Key, count: int) -> Any:
-    return (None,) * count if key is None else jax.random.split(key, count)
-
-
 def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """The fields of a `T5Config` that a folder tells.
 
@@ -270,17 +272,14 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
     """
     gated = settings.get("feed_forward_proj", "relu") == "gated-gelu"
     tied = settings.get("tie_word_embeddings", True)
-    for key, *values in (
-        ("feed_forward_proj", "relu", "gated-gelu"),
-        ("is_gated_act", gated),
-        ("dense_act_fn", "gelu_new" if gated else "relu"),
-        ("num_decoder_layers", settings["num_layers"], None),
-        ("is_encoder_decoder", True),
-        ("is_decoder", False),
-        ("tie_word_embeddings", True, False),
-        ("scale_decoder_outputs", tied, not tied),
-    ):
-        settings.only(key, *values)
+    settings.only("feed_forward_proj", "relu", "gated-gelu")
+    settings.only("is_gated_act", gated)
+    settings.only("dense_act_fn", "gelu_new" if gated else "relu")
+    settings.only("num_decoder_layers", settings["num_layers"], None)
+    settings.only("is_encoder_decoder", True)
+    settings.only("is_decoder", False)
+    settings.only("tie_word_embeddings", True, False)
+    settings.only("scale_decoder_outputs", tied, not tied)
     return {
         "blocks": settings["num_layers"],
         "width": settings["d_model"],
@@ -303,33 +302,39 @@ def _fields(settings: Settings, folder: Folder) -> dict[str, Any]:
 def _sources(config: Any) -> dict[str, Source]:
     """Where each parameter is in a folder."""
     sources = table_of("embeddings.tokens", _TABLE.removesuffix(".weight"))
-    for half, model in (("encoder", "read"), ("decoder", "head")):
+    for half, last_part in (("encoder", "read"), ("decoder", "head")):
+        # The table of a half lies in its first block there, and beside the blocks here.
         first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias"
         sources |= table_of(f"{half}_distances.table", first)
-        sources |= norm_of(f"{model}.norm", f"{half}.final_layer_norm", bias=False)
+        sources |= norm_of(f"{last_part}.norm", f"{half}.final_layer_norm", bias=False)
         for i in range(config.blocks):
-            sources |= _block(
-                config, f"{half}.{i:03}", f"{half}.block.{i}.layer", decodes=half == "decoder"
-            )
-    return sources | (
-        {} if config.tied else linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False)
-    )
+            ours, theirs = f"{half}.{i:03}", f"{half}.block.{i}.layer"
+            sources |= _block(config, ours, theirs, decodes=half == "decoder")
+    if not config.tied:
+        sources |= linear_of("head.output", _HEAD.removesuffix(".weight"), bias=False)
+    return sources
 
 
 def _block(config: Any, ours: str, theirs: str, *, decodes: bool) -> dict[str, Source]:
-    sources: dict[str, Source] = {}
-    looks = {"attention": "0.SelfAttention"} | ({"reading": "1.EncDecAttention"} if decodes else {})
-    for name, there in looks.items():
-        sources |= norm_of(f"{ours}.{name}_norm", f"{theirs}.{there[0]}.layer_norm", bias=False)
-        for part, letter in (("queries", "q"), ("keys", "k"), ("values", "v"), ("output", "o")):
-            sources |= linear_of(f"{ours}.{name}.{part}", f"{theirs}.{there}.{letter}", bias=False)
-    last = f"{theirs}.{len(looks)}"
+    """The sources of a block, whose sublayers are numbered there: 0, 1 and, where it decodes, 2."""
+    sources = _attention(f"{ours}.attention", f"{theirs}.0", "SelfAttention")
+    last = f"{theirs}.1"
+    if decodes:
+        sources |= _attention(f"{ours}.reading", f"{theirs}.1", "EncDecAttention")
+        last = f"{theirs}.2"
     sources |= norm_of(f"{ours}.feed_forward_norm", f"{last}.layer_norm", bias=False)
     units = {"expand": "wi_0", "gate": "wi_1"} if config.gated else {"expand": "wi"}
-    for name, there in (units | {"contract": "wo"}).items():
-        sources |= linear_of(
-            f"{ours}.feed_forward.{name}", f"{last}.DenseReluDense.{there}", bias=False
-        )
+    for name, letters in (units | {"contract": "wo"}).items():
+        there = f"{last}.DenseReluDense.{letters}"
+        sources |= linear_of(f"{ours}.feed_forward.{name}", there, bias=False)
+    return sources
+
+
+def _attention(ours: str, theirs: str, kind: str) -> dict[str, Source]:
+    """The sources of a sublayer of attention and of the norm before it."""
+    sources = norm_of(f"{ours}_norm", f"{theirs}.layer_norm", bias=False)
+    for part in ("queries", "keys", "values", "output"):
+        sources |= linear_of(f"{ours}.{part}", f"{theirs}.{kind}.{part[0]}", bias=False)
     return sources
 
 

@@ -1,6 +1,7 @@
 """Text as training data: records of tokens, and how well one can guess them without reading."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,6 @@ from jvpipe.models.documents import PACKED, Form, are_conversations, open_docume
 from jvpipe.models.streams import stream_batches
 from jvpipe.models.tokens import SEP, Marks, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
-
-_HELD_OUT_TOKENS = 32768
 
 
 def open_text(
@@ -27,12 +26,13 @@ def open_text(
     first: int,
     transform: Callable[[int, Marks], Transform],
     form: Form = PACKED,
+    held_out_tokens: int = 32768,
 ) -> Data:
     """Text as batches of records of `tokens` ids; the tokenizer is kept in `run_dir`.
 
-    Data named on a hub, and not by a path, are streamed. `transform` takes the size of the tokenizer's
-    vocabulary and its
-    marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
+    Data named on a hub, and not by a path, are streamed. `transform` takes the size of the tokenizer's vocabulary and
+    its marks to what makes an example of a record; targets are ids of at least `first`, if the tokenizer is ours.
+    Records that are held out are evaluated up to `held_out_tokens` in all.
 
     Raises:
         ValueError: what `open_documents` and `open_tokenizer` raise, and a text too short for one record.
@@ -40,15 +40,12 @@ def open_text(
     """
     documents = open_documents(data_path, form.field)
     tokenizer = open_tokenizer(run_dir, documents.first, vocabulary)
-    records, held_out_records = (
-        cached(
-            f"{form.name}-{tokens}",
-            part,
-            tokenizer,
-            lambda part=part: form.records(part, tokenizer, tokens),
-        )
-        for part in (documents.first, documents.held_out)
-    )
+
+    def records_of(part: Sequence[str]) -> np.ndarray:
+        rows = partial(form.records, part, tokenizer, tokens)
+        return cached(f"{form.name}-{tokens}", part, tokenizer, rows)
+
+    records, held_out_records = records_of(documents.first), records_of(documents.held_out)
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} records of {tokens} tokens to train on and {len(held_out_records)} "
@@ -56,28 +53,30 @@ def open_text(
         )
     vocab_size, marks = tokenizer.get_vocab_size(), marks_of(tokenizer)
     example_of = transform(vocab_size, marks)
-    held_out = fixed_batches(
-        held_out_records[: max(1, _HELD_OUT_TOKENS // tokens)], example_of, batch_size
-    )
+    evaluated = held_out_records[: max(1, held_out_tokens // tokens)]
+    held_out = fixed_batches(evaluated, example_of, batch_size)
     if documents.stream is None:
         train = train_batches(records, example_of, seed, batch_size)
     else:
         streamed = form.streamed(documents.stream, tokenizer, tokens)
         train = stream_batches(streamed, example_of, seed, batch_size)
+    # The baseline knows only the beginning of a stream.
+    least = min(first, marks.first)
     return Data(
         train=train,
         example=held_out[0],
         held_out=held_out,
         digest=documents.digest,
-        baseline_loss=frequency_loss(
-            _texts(records), held_out, vocab_size, min(first, marks.first)
-        ),
+        baseline_loss=frequency_loss(_texts(records), held_out, vocab_size, least),
     )
 
 
 def _texts(records: Int32[np.ndarray, "N ..."]) -> Int32[np.ndarray, "..."]:
     """The ids of records; of conversations those that are learned."""
-    return records if records.ndim == 2 else records[:, 0][records[:, 1] == 1]
+    if records.ndim == 2:
+        return records
+    ids, learned = records[:, 0], records[:, 1]
+    return ids[learned == 1]
 
 
 def open_next_tokens(
@@ -102,7 +101,7 @@ def open_next_tokens(
         seed,
         batch_size,
         vocabulary=vocabulary,
-        tokens=tokens + 1,
+        tokens=tokens + 1,  # the last one is a target alone
         first=SEP,
         transform=lambda *_: transform,
         form=form,
@@ -170,9 +169,12 @@ def frequency_loss(
     records: Int32[np.ndarray, "..."], held_out: Sequence[Batch], vocabulary: int, first: int
 ) -> float:
     """The mean loss, in nats, of predicting ids from `first` on by how often each occurs in `records`, plus one."""
+    # Plus one: an id that training never sees would cost infinitely many nats (Laplace's rule).
     counts = np.bincount(records.reshape(-1), minlength=vocabulary)[first:] + 1.0
     losses = np.log(counts.sum()) - np.log(counts)
-    total = sum(
-        float((losses[batch["targets"] - first] * batch["weights"]).sum()) for batch in held_out
-    )
-    return total / sum(float(batch["weights"].sum()) for batch in held_out)
+    total = weight = 0.0
+    for batch in held_out:
+        nats = losses[batch["targets"] - first]
+        total += float((nats * batch["weights"]).sum())
+        weight += float(batch["weights"].sum())
+    return total / weight

@@ -39,7 +39,8 @@ def holds_conversations(file: Path) -> bool:
     """Whether the lines or rows of a file have `messages` in place of a `text`."""
     match file.suffix.lower():
         case ".jsonl":
-            first = next((line for line in read_text(file).split("\n") if line.strip()), "")
+            lines = (line for line in read_text(file).split("\n") if line.strip())
+            first = next(lines, "")
             try:
                 fields = json.loads(first)
             except ValueError:
@@ -71,6 +72,7 @@ def read_text(file: Path) -> str:
 
 
 def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
+    # Not splitlines: JSON texts may hold other separators, such as U+2028, unescaped.
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if not line.strip():
             continue
@@ -80,10 +82,10 @@ def _of_lines(file: Path, field: str, kind: type[Any]) -> Iterator[Any]:
             raise ValueError(
                 f"line {number} of '{file}' is not JSON ({problem}): each line is to be an object"
             ) from None
-        if not isinstance(record, dict) or not isinstance(record.get(field), kind):
-            names = list(record) if isinstance(record, dict) else []
-            raise ValueError(f"line {number} of '{file}' {lacks(field, names)}")
-        yield record[field]
+        fields = record if isinstance(record, dict) else {}
+        if not isinstance(fields.get(field), kind):
+            raise ValueError(f"line {number} of '{file}' {lacks(field, list(fields))}")
+        yield fields[field]
 
 
 def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
@@ -93,17 +95,19 @@ def _of_rows(file: Path, field: str, kind: type[Any]) -> list[Any]:
         names = parquet.read_schema(file).names
         if field not in names:
             raise ValueError(f"'{file}' {lacks(field, names)}")
-        column: list[Any] = parquet.read_table(file, columns=[field]).column(field).to_pylist()
+        table: Any = parquet.read_table(file, columns=[field])
+        column: list[Any] = table.column(field).to_pylist()
     except (ArrowException, OSError) as problem:
-        raise ValueError(f"cannot read '{file}' ({str(problem).splitlines()[0]})") from problem
+        reason = str(problem).splitlines()[0]
+        raise ValueError(f"cannot read '{file}' ({reason}): write it again") from problem
     if other := [value for value in column if not isinstance(value, kind | None)]:
-        raise ValueError(f"'{file}' {lacks(field, names)}: there is {type(other[0]).__name__}")
+        kind_found = type(other[0]).__name__
+        raise ValueError(f"'{file}' {lacks(field, names)}: there is {kind_found}")
     return [value for value in column if value is not None]
 
 
 def lacks(field: str, names: list[str]) -> str:
     """Says that a line or a row has no such field, and which it has."""
     what = "text" if field == TEXT else "list"
-    return f"has no {what} in a field '{field}'" + (
-        f", its fields are {', '.join(map(str, names))}" if names else ""
-    )
+    present = f", its fields are {', '.join(map(str, names))}" if names else ""
+    return f"has no {what} in a field '{field}'{present}"

@@ -47,19 +47,22 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
     Raises:
         ValueError: it has nothing to end a document with.
     """
-    id_of = {name: tokenizer.token_to_id(name) for name in (*_STARTS, *_ENDS, *_MASKS)}
-    ids = [
-        next((id_of[n] for n in names if id_of[n] is not None), None)
-        for names in (_STARTS, _ENDS, _MASKS)
-    ]
-    start, end, mask = ids
+
+    def first_known(names: Sequence[str]) -> int | None:
+        ids = (tokenizer.token_to_id(name) for name in names)
+        return next((i for i in ids if i is not None), None)
+
+    start, end, mask = (first_known(names) for names in (_STARTS, _ENDS, _MASKS))
     if end is None:
         raise ValueError(
             f"the tokenizer knows none of {', '.join(_ENDS)}, one of which ends a document: add one to it"
         )
     added = tokenizer.get_added_tokens_decoder()
-    special = {i for i, token in added.items() if token.special} | {i for i in ids if i is not None}
-    return Marks(end if start is None else start, end, mask, tuple(sorted(special)))
+    special = {i for i, token in added.items() if token.special}
+    special |= {i for i in (start, end, mask) if i is not None}
+    # GPT-2's tokenizers have one mark for both: what ends a document then starts a record.
+    start = end if start is None else start
+    return Marks(start, end, mask, tuple(sorted(special)))
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
@@ -112,6 +115,7 @@ def open_tokenizer(folder: Path, documents: Sequence[str], vocabulary: int) -> T
     except ValueError as error:
         raise ValueError(f"{error}: delete it, and it is trained again") from error
     size = tokenizer.get_vocab_size()
+    # Fewer are fine: the model's table then has rows that are never read.
     if size > vocabulary:
         raise ValueError(
             f"the tokenizer has {size} tokens, the model {vocabulary}: use the size that the run began with, or begin "
@@ -125,11 +129,14 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer, tokens: int) -> Int32[n
     marks = marks_of(tokenizer)
     stream: list[np.ndarray] = []
     remaining = iter(documents)
+    # In chunks: encodings are many times as large as their ids, and are let go after each.
     while chunk := list(islice(remaining, 256)):
         for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False):
             stream.append(np.array([*encoding.ids, marks.end], np.int32))
     ids = np.concatenate(stream) if stream else np.zeros(0, np.int32)
-    rows = ids[: len(ids) // (tokens - 1) * (tokens - 1)].reshape(-1, tokens - 1)
+    width = tokens - 1  # a start mark stands before each row
+    whole = len(ids) // width * width
+    rows = ids[:whole].reshape(-1, width)
     return np.pad(rows, ((0, 0), (1, 0)), constant_values=marks.start)
 
 
@@ -139,7 +146,9 @@ def cached(
     """`rows()`, once: then read from the cache, under the hash of texts and tokenizer, as a memory map."""
     key = hashlib.sha256(tokenizer.to_str().encode())
     for text in texts:
-        key.update(hashlib.sha256(text.encode()).digest())
+        # A digest of each, so that texts cut elsewhere do not give the same bytes.
+        digest = hashlib.sha256(text.encode()).digest()
+        key.update(digest)
     path = cache_folder() / f"records-{key.hexdigest()[:32]}-{name}.npy"
     if not path.exists():
         content = io.BytesIO()

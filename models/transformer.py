@@ -7,7 +7,6 @@ languages and, transposed, the output. Its base model has 65M parameters there, 
 is 63.1M and 214.2M with a vocabulary of 37,000 and biases of all products.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +16,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvpipe.ir.weighted import Weighted
 from jvpipe.models.blocks import (
     CrossAttention,
+    Key,
+    Logits,
+    LossFunction,
     Parts,
     TransformerConfig,
+    Vectors,
     dropped,
+    embedding,
+    keys_of,
     layer_norm,
     linear,
     looking_back,
     normed,
 )
 from jvpipe.models.translators import (
-    Logits,
     TranslatorConfig,
     abstract_batch,
     loss_of,
@@ -51,6 +54,8 @@ class EncoderDecoderConfig(TranslatorConfig, TransformerConfig):
         return looking_back(tokens)
 
 
+Mask = Float[Array, "B 1 1 T"]
+"""What hides padding from all heads and all rows."""
 _config = EncoderDecoderConfig
 SIZES = {
     "tiny": _config(
@@ -66,21 +71,19 @@ class Embeddings(nnx.Module):
     """A vector per token plus one per position; also the output's."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs) -> None:
-        init, dtype = nnx.initializers.normal(config.width**-0.5), jnp.dtype(config.dtype)
-        self.tokens = nnx.Embed(
-            config.vocabulary, config.width, embedding_init=init, dtype=dtype, rngs=rngs
-        )
+        # Rows of length 1: good for a projection; multiplied by the root of D, good beside sinusoids.
+        self.tokens = embedding(config, rngs, config.vocabulary, spread=config.width**-0.5)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(self, tokens: Int[Array, "B T"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def __call__(self, tokens: Int[Array, "B T"], key: Key) -> Vectors:
         """The vectors that a first block reads."""
         x = self.tokens(tokens)
-        D = x.shape[2]
-        return dropped(
-            self.dropout, x * D**0.5 + sinusoids(tokens.shape[1], D).astype(x.dtype)[None], key
-        )
+        T, D = x.shape[1:]
+        scaled = x * D**0.5
+        positions = sinusoids(T, D).astype(x.dtype)[None]  # [1, T, D]
+        return dropped(self.dropout, scaled + positions, key)
 
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, x: Vectors) -> Float[Array, "B T V"]:
         """Computes the logits of the next token, in float32."""
         return self.tokens.attend(x).astype(jnp.float32)
 
@@ -97,29 +100,24 @@ class Block(nnx.Module):
         self.feed_forward_norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def attended(
-        self, x: Float[Array, "B T D"], bias: jax.Array, key: jax.Array | None
-    ) -> Float[Array, "B T D"]:
+    def attended(self, x: Vectors, bias: jax.Array, key: Key) -> Vectors:
         """The tokens after they have looked at each other."""
-        k0, k1 = _keys(key, 2)
-        return normed(
-            self.attention_norm, x + dropped(self.dropout, self.attention(x, x, k0, bias), k1)
-        )
+        k0, k1 = keys_of(key, 2)
+        mixed = dropped(self.dropout, self.attention(x, x, k0, bias), k1)
+        return normed(self.attention_norm, x + mixed)
 
-    def fed(self, x: Float[Array, "B T D"], key: jax.Array | None) -> Float[Array, "B T D"]:
+    def fed(self, x: Vectors, key: Key) -> Vectors:
         """The tokens, each for itself."""
-        y = self.contract(jax.nn.relu(self.expand(x)))
+        y = self.contract(jax.nn.relu(self.expand(x)))  # equation 2
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, key))
 
 
 class EncoderBlock(Block):
     """One after the other."""
 
-    def __call__(
-        self, x: Float[Array, "B T D"], mask: Float[Array, "B 1 1 T"], key: jax.Array | None
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, mask: Mask, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1 = _keys(key, 2)
+        k0, k1 = keys_of(key, 2)
         return self.fed(self.attended(x, mask, k0), k1)
 
 
@@ -132,28 +130,25 @@ class DecoderBlock(Block):
         self.reading = CrossAttention(config, rngs=rngs)
         self.reading_norm = layer_norm(config, rngs)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        read: Float[Array, "B T D"],
-        mask: Float[Array, "B 1 1 T"],
-        key: jax.Array | None,
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Vectors, read: Vectors, mask: Mask, key: Key) -> Vectors:
         """The tokens after one block."""
-        k0, k1, k2, k3 = _keys(key, 4)
+        k0, k1, k2, k3 = keys_of(key, 4)
         x = self.attended(x, self.config.bias(x.shape[1])[None], k0)
-        x = normed(
-            self.reading_norm, x + dropped(self.dropout, self.reading(x, read, k1, mask), k2)
-        )
+        mixed = dropped(self.dropout, self.reading(x, read, k1, mask), k2)
+        x = normed(self.reading_norm, x + mixed)
         return self.fed(x, k3)
 
 
 def sinusoids(tokens: int, width: int, first: int = 0) -> Float[Array, "T D"]:
     """The vectors of positions from `first` on: half sines, half cosines, of wave lengths from 2 pi to 20,000 pi."""
     half = width // 2
-    rates = jnp.exp(jax.lax.iota(jnp.float32, half) * (-np.log(1e4) / max(1, half - 1)))
-    angles = (jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first) * rates[None]
-    return jnp.pad(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1), ((0, 0), (0, width % 2)))
+    # As in tensor2tensor: sines and cosines lie in halves and not by turns (section 3.5), which maps after them mix.
+    step = -np.log(1e4) / max(1, half - 1)
+    rates = jnp.exp(jax.lax.iota(jnp.float32, half) * step)
+    positions = jax.lax.broadcasted_iota(jnp.float32, (tokens, half), 0) + first
+    angles = positions * rates[None]
+    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1)  # [T, 2 half]
+    return jnp.pad(waves, ((0, 0), (0, width % 2)))  # an odd width ends with a 0
 
 
 def parts(config: EncoderDecoderConfig) -> Parts:
@@ -162,22 +157,25 @@ def parts(config: EncoderDecoderConfig) -> Parts:
     return Parts(config, kinds, stacked=("encoder", "decoder"))
 
 
-def loss_function(config: EncoderDecoderConfig) -> Callable[[Any, Any, jax.Array | None], Weighted]:
+def loss_function(config: EncoderDecoderConfig) -> LossFunction:
     """The loss of the tokens that are written, that of `loss_of`."""
     return loss_of(config, logits_function(config))
 
 
 def logits_function(config: EncoderDecoderConfig) -> Logits:
-    """The logits of the tokens that are written, `logits(params, batch, key)`; no dropout if the key is None."""
+    """The logits of what is written [B, T, V], `logits(params, batch, key)`; no dropout if the key is None."""
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B T V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B T V"]:
         embeddings = model.part("embeddings", params["embeddings"])
+        # The mask hides padding of the inputs from both halves: [B, 1, 1, T], for all heads and rows.
         mask = unseen(batch["lengths"], config.tokens)[:, None, None]
         x = embeddings(batch["inputs"], model.key("embeddings", key))
         read = model.through("encoder", params["encoder"], x, key, mask)
+        # The key after that of the last block: the second use of the table drops other numbers.
         y = embeddings(batch["tokens"], model.key("decoder", key, config.blocks))
-        return embeddings.logits(model.through("decoder", params["decoder"], y, key, read, mask))
+        y = model.through("decoder", params["decoder"], y, key, read, mask)
+        return embeddings.logits(y)
 
     return logits
 
@@ -197,7 +195,3 @@ def workload(size: str | None = None, **options: Any) -> Workload:
         batch_size=128,
         mini_rate=2e-3,
     )
-
-
-def _keys(key: jax.Array | None, count: int) -> Any:
-    return [None] * count if key is None else jax.random.split(key, count)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from jvpipe.models.text_files import read_text
 from jvpipe.models.tokens import SEP, cached, marks_of, open_tokenizer
 from jvpipe.models.workload import Batch, Data
 
-_HELD_OUT_SHARE, _HELD_OUT = 10, 2000  # one pair in so many, so many at most
 _NONE = -1
+"""Fills records up: no token has this id, whatever the tokenizer."""
+Pairs = Sequence[Pair]
+Records = Int32[np.ndarray, "N T"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Parallel:
         """The SHA-256 of all."""
         whole = hashlib.sha256()
         for pair in (*self.train, *self.held_out):
-            whole.update("\t".join((*pair, "\n")).encode())
+            line = "\t".join((*pair, "\n"))
+            whole.update(line.encode())
         return whole.hexdigest()
 
 
@@ -52,9 +56,8 @@ def open_parallel(path: Path | None, languages: str) -> Parallel:
         )
     if path is None:
         return _split(catalogue_pairs(source, target))
-    names = sorted(
-        file.stem for file in path.glob(f"*.{source}") if file.with_suffix(f".{target}").is_file()
-    )
+    sources = path.glob(f"*.{source}")
+    names = sorted(file.stem for file in sources if file.with_suffix(f".{target}").is_file())
     if not set(names) - {"valid"}:
         raise ValueError(
             f"there are no two files such as train.{source} and train.{target} in '{path}': name a folder of them, and "
@@ -86,25 +89,23 @@ def open_translation(
     """
     pairs = open_parallel(data_path, languages)
     tokenizer = open_tokenizer(run_dir, [text for pair in pairs.train for text in pair], vocabulary)
-    records, held_out_records = (
-        _records(part, tokenizer, tokens) for part in (pairs.train, pairs.held_out)
-    )
+    records = _records(pairs.train, tokenizer, tokens)
+    held_out_records = _records(pairs.held_out, tokenizer, tokens)
     if not len(records) or not len(held_out_records):
         raise ValueError(
             f"'{data_path}' gives {len(records)} pairs of at most {tokens} tokens to train on and "
             f"{len(held_out_records)} to hold out: give more text, or --sequence-length"
         )
     held_out = fixed_batches(held_out_records, translated, batch_size)
-    written = records[:, tokens + 1 :]
+    written = records[:, tokens + 1 :]  # targets alone: what is read is not predicted
+    ids, vocab_size = written[written != _NONE], tokenizer.get_vocab_size()
     first = min(SEP, marks_of(tokenizer).first)
     return Data(
         train=train_batches(records, translated, seed, batch_size),
         example=held_out[0],
         held_out=held_out,
         digest=pairs.digest,
-        baseline_loss=frequency_loss(
-            written[written != _NONE][None], held_out, tokenizer.get_vocab_size(), first
-        ),
+        baseline_loss=frequency_loss(ids, held_out, vocab_size, first),
     )
 
 
@@ -118,35 +119,37 @@ def translated(record: Int32[np.ndarray, "T"], generator: np.random.Generator) -
     [1.0, 1.0, 0.0]
     """
     example = halves(record, generator)
-    present = {name: example[name] != _NONE for name in ("inputs", "targets")}
+    is_input, is_target = example["inputs"] != _NONE, example["targets"] != _NONE
     filled = {name: np.maximum(example[name], 0) for name in ("inputs", "tokens", "targets")}
     return filled | {
-        "lengths": np.sum(present["inputs"], dtype=np.int32),
-        "weights": present["targets"].astype("f4"),
+        "lengths": np.sum(is_input, dtype=np.int32),
+        "weights": is_target.astype("f4"),
     }
 
 
-def pack_pairs(
-    pairs: Sequence[Pair], tokenizer: Tokenizer, tokens: int
-) -> Int32[np.ndarray, "N T"]:
-    """Records of 2 `tokens` + 1: a sentence and an end, a start, its translation and an end, each filled up with -1."""
+def pack_pairs(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
+    """Records of 2 `tokens` + 1: a sentence and an end, a start, its translation and an end, each filled up with -1.
+
+    a a a $ - - - - | ^ b b b b $ - - -        `tokens` of 8, ^ the start mark and $ the end mark
+    """
     marks = marks_of(tokenizer)
+    encoded = partial(tokenizer.encode_batch, add_special_tokens=False)
     rows = []
     for i in range(0, len(pairs), 256):
-        read, written = (
-            tokenizer.encode_batch(list(side), add_special_tokens=False)
-            for side in zip(*pairs[i : i + 256], strict=True)
-        )
-        for a, b in zip(read, written, strict=True):
-            if 0 < len(a.ids) < tokens and 0 < len(b.ids) < tokens:
+        chunk = pairs[i : i + 256]
+        read = encoded([source for source, _ in chunk])
+        written = encoded([target for _, target in chunk])
+        for source, target in zip(read, written, strict=True):
+            a, b = source.ids, target.ids
+            if 0 < len(a) < tokens and 0 < len(b) < tokens:
                 row = np.full(2 * tokens + 1, _NONE, np.int32)
-                row[: len(a.ids) + 1] = [*a.ids, marks.end]
-                row[tokens : tokens + len(b.ids) + 2] = [marks.start, *b.ids, marks.end]
+                row[: len(a) + 1] = [*a, marks.end]
+                row[tokens : tokens + len(b) + 2] = [marks.start, *b, marks.end]
                 rows.append(row)
     return np.stack(rows) if rows else np.zeros((0, 2 * tokens + 1), np.int32)
 
 
-def _records(pairs: Sequence[Pair], tokenizer: Tokenizer, tokens: int) -> Int32[np.ndarray, "N T"]:
+def _records(pairs: Pairs, tokenizer: Tokenizer, tokens: int) -> Records:
     texts = [text for pair in pairs for text in pair]
     return cached(f"pairs-{tokens}", texts, tokenizer, lambda: pack_pairs(pairs, tokenizer, tokens))
 
@@ -154,22 +157,30 @@ def _records(pairs: Sequence[Pair], tokenizer: Tokenizer, tokens: int) -> Int32[
 def _read(source: Path, target: Path) -> list[Pair]:
     left, right = (read_text(file).removesuffix("\n").split("\n") for file in (source, target))
     if len(left) != len(right):
-        longer, alone = (source, target) if len(left) > len(right) else (target, source)
+        longer, shorter = (source, target) if len(left) > len(right) else (target, source)
+        line = min(len(left), len(right)) + 1
         raise ValueError(
-            f"'{source}' has {len(left)} lines and '{target}' {len(right)}: line {min(len(left), len(right)) + 1} of "
-            f"'{longer.name}' has none beside it in '{alone.name}'"
+            f"'{source}' has {len(left)} lines and '{target}' {len(right)}: line {line} of "
+            f"'{longer.name}' has none beside it in '{shorter.name}'"
         )
-    pairs = ((" ".join(a.split()), " ".join(b.split())) for a, b in zip(left, right, strict=True))
+    pairs = zip(map(_plain, left), map(_plain, right), strict=True)
     return [(a, b) for a, b in pairs if a and b]
 
 
-def _split(pairs: Sequence[Pair]) -> Parallel:
-    """The sentences of least hash are held out, with all their translations."""
+def _plain(line: str) -> str:
+    return " ".join(line.split())
+
+
+def _split(pairs: Pairs, one_in: int = 10, limit: int = 2000) -> Parallel:
+    """One sentence in so many is held out, up to a limit: those of least hash, with all their translations."""
+    if not pairs:
+        return Parallel((), ())
     hashes = [hashlib.sha256(source.encode()).digest() for source, _ in pairs]
-    bound = (
-        sorted(hashes)[max(1, min(_HELD_OUT, len(pairs) // _HELD_OUT_SHARE)) - 1] if pairs else b""
-    )
-    parts: tuple[list[Pair], list[Pair]] = ([], [])
+    count = max(1, min(limit, len(pairs) // one_in))
+    bound = sorted(hashes)[count - 1]
+    train: list[Pair] = []
+    held_out: list[Pair] = []
     for key, pair in zip(hashes, pairs, strict=True):
-        parts[key <= bound].append(pair)
-    return Parallel(tuple(parts[0]), tuple(parts[1]))
+        # Equal sentences have equal hashes: none is trained on with one translation and held out with another.
+        (held_out if key <= bound else train).append(pair)
+    return Parallel(tuple(train), tuple(held_out))

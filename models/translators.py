@@ -32,6 +32,7 @@ def abstract_batch(config: TranslatorConfig, batch_size: int) -> dict[str, jax.S
     shape = (batch_size, config.tokens)
     dtypes = {"inputs": np.int32, "tokens": np.int32, "targets": np.int32, "weights": np.float32}
     shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+    # Only of the inputs: what is written is masked by `weights`, and nobody there looks ahead.
     return shapes | {"lengths": jax.ShapeDtypeStruct(shape[:1], np.int32)}
 
 
@@ -39,9 +40,8 @@ def open_data(
     config: TranslatorConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Sentences and their translations."""
-    from jvpipe.models.translation import (
-        open_translation,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.translation import open_translation
 
     return open_translation(
         data_path,
@@ -71,4 +71,5 @@ def present(lengths: Int[Array, "B"], tokens: int) -> Bool[Array, "B T"]:
 
 def unseen(lengths: Int[Array, "B"], tokens: int) -> Float[Array, "B T"]:
     """What is added to the scores of attention, so that nobody looks at what fills a sentence up."""
+    # Finite: a sentence of padding alone would have a row of -inf, whose softmax is not a number.
     return jnp.where(present(lengths, tokens), 0.0, -1e9)

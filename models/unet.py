@@ -5,6 +5,13 @@ Axes: B batch, Y and X of an image, C and D channels.
 Levels go down, each on half the image and twice the channels of the one before, and up again; a level reads on its way
 up what it returned on its way down, across all levels in between. A convolution of 3 x 3 is followed by dropout of
 whole channels, by instance norm, and by a leaky ReLU; none has a bias, the norm no parameters.
+
+    down_0 ───────────────── skip ───────────────── up_0      Y x X
+       └─ down_1 ─────────── skip ─────────── up_1 ─┘         Y/2 x X/2
+             └─ down_2 ───── skip ───── up_2 ─┘               Y/4 x X/4
+                   └────── bottom ───────┘
+
+A cut carries every skip that it crosses: in the middle that is an image of each level.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +27,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.vision import Image, ImageConfig, convolved
+from jvpipe.models.blocks import Key
+from jvpipe.models.vision import Image, ImageConfig, LossWithAux, convolved
 from jvpipe.models.workload import Data, Workload, sized
 
 Tree = Any
@@ -47,9 +55,12 @@ class UNetConfig(ImageConfig):
             raise ValueError(
                 f"channels={self.channels} must be a multiple of 2: the last level works on half of them"
             )
-        if self.side % 2**self.levels or self.side < 2 << self.levels:
+        least = (
+            2 << self.levels
+        )  # two pixels are left at the bottom, or instance norm has no variance
+        if self.side % 2**self.levels or self.side < least:
             raise ValueError(
-                f"side={self.side} is halved {self.levels} times: give a multiple of {2 << self.levels}"
+                f"side={self.side} is halved {self.levels} times: give a multiple of {least}"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
@@ -64,9 +75,9 @@ class UNetConfig(ImageConfig):
         bottom = [2 * inputs] * (self.convolutions - 1)
         chains["bottom"] = [inputs, *bottom, inputs]
         for level in reversed(range(self.levels)):
-            chains[f"up_{level}"] = [channels << level + 1] + [
-                (channels << level) // 2
-            ] * self.convolutions
+            # It reads what comes up and a skip, as many channels each, and returns half of a skip's.
+            read, returned = channels << level + 1, (channels << level) // 2
+            chains[f"up_{level}"] = [read] + [returned] * self.convolutions
         return chains
 
 
@@ -89,24 +100,24 @@ def init(config: UNetConfig) -> Callable[[jax.Array], Tree]:
     def init(key: jax.Array) -> Tree:
         params: dict[str, Any] = {}
         for i, (name, channels) in enumerate(config.chains.items()):
-            layer_key = jax.random.fold_in(key, i)
+            chain_key = jax.random.fold_in(key, i)
             params[name] = {
-                f"{j:03}": draw(jax.random.fold_in(layer_key, j), (3, 3, before, after))
+                f"{j:03}": draw(jax.random.fold_in(chain_key, j), (3, 3, before, after))
                 for j, (before, after) in enumerate(pairwise(channels))
             }
-        return params | {
-            "segment": draw(jax.random.fold_in(key, len(params)), (1, 1, config.channels // 2, 1))
-        }
+        last_key = jax.random.fold_in(key, len(params))
+        params["segment"] = draw(last_key, (1, 1, config.channels // 2, 1))
+        return params
 
     return init
 
 
-def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | None], Mask]:
+def logits_function(config: UNetConfig) -> Callable[[Tree, Image, Key], Mask]:
     """How much speaks for each pixel, `logits(params, images, key)`; without dropout if the key is None."""
     positions = {name: i for i, name in enumerate(config.chains)}
-    dropout = nnx.Dropout(config.dropout, broadcast_dims=(1, 2))
+    dropout = nnx.Dropout(config.dropout, broadcast_dims=(1, 2))  # one decision per channel
 
-    def through(params: Tree, name: str, x: Image, key: jax.Array | None) -> Image:
+    def through(params: Tree, name: str, x: Image, key: Key) -> Image:
         layer_key = None if key is None else jax.random.fold_in(key, positions[name])
         for j, kernel in enumerate(params[name].values()):
             x = convolved(x, kernel.astype(x.dtype), (1, 1))
@@ -115,7 +126,7 @@ def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | No
             x = jax.nn.leaky_relu(instance_norm(x))
         return x
 
-    def logits(params: Tree, x: Image, key: jax.Array | None) -> Mask:
+    def logits(params: Tree, x: Image, key: Key) -> Mask:
         x, skips = x.astype(config.dtype), []
         for level in range(config.levels):
             x = through(params, f"down_{level}", x, key)
@@ -124,8 +135,10 @@ def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | No
         x = through(params, "bottom", x, key)
         for level in reversed(range(config.levels)):
             x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
-            x = through(params, f"up_{level}", jnp.concatenate([x, skips.pop()], axis=3), key)
-        return convolved(x, params["segment"].astype(x.dtype), (1, 1))[..., 0].astype(jnp.float32)
+            x = jnp.concatenate([x, skips.pop()], axis=3)
+            x = through(params, f"up_{level}", x, key)
+        segments = convolved(x, params["segment"].astype(x.dtype), (1, 1))  # [B, Y, X, 1]
+        return segments[..., 0].astype(jnp.float32)
 
     return logits
 
@@ -133,7 +146,8 @@ def logits_function(config: UNetConfig) -> Callable[[Tree, Image, jax.Array | No
 def instance_norm(x: Image) -> Image:
     """Each channel of each image with mean 0 and variance 1 (arXiv:1607.08022), in float32."""
     wide = x.astype(jnp.float32)
-    mean, variance = jnp.mean(wide, (1, 2), keepdims=True), jnp.var(wide, (1, 2), keepdims=True)
+    mean = jnp.mean(wide, (1, 2), keepdims=True)  # [B, 1, 1, C]
+    variance = jnp.var(wide, (1, 2), keepdims=True)
     return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype)
 
 
@@ -144,26 +158,26 @@ def mask_loss(logits: Mask, batch: Mapping[str, Any]) -> tuple[Weighted, dict[st
     sum of the images' mean cross entropies in nats, `weight` the number of images.
     """
     masks, weights = batch["masks"], batch["weights"]
-    nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))
+    # The cross entropy of a sigmoid, -m log s(x) - (1 - m) log(1 - s(x)), without its overflow.
+    nats = jnp.mean(jax.nn.softplus(logits) - masks * logits, (1, 2))  # [B]
     predicted = (logits > 0).astype(jnp.float32)
     both, either = (
         jnp.sum(weights * jnp.sum(pixels, (1, 2)))
         for pixels in (2 * predicted * masks, predicted + masks)
     )
-    return Weighted(jnp.sum(nats * weights), jnp.sum(weights)), {"dice": Weighted(both, either)}
+    loss = Weighted(jnp.sum(nats * weights), jnp.sum(weights))
+    # Numerator and denominator are summed over micro-batches before they are divided.
+    return loss, {"dice": Weighted(both, either)}
 
 
-def loss_function(
-    config: UNetConfig,
-) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+def loss_function(config: UNetConfig) -> LossWithAux:
     """The loss of masks and Dice's coefficient, `loss_fn(params, batch, rng)`, as `mask_loss` has them."""
     logits = logits_function(config)
 
-    def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
+    def loss_fn(params: Tree, batch: Tree, rng: Key) -> tuple[Weighted, Tree]:
         batch = jax.tree.map(jnp.asarray, batch)
-        return mask_loss(
-            logits(params, batch["images"], rng if config.dropout > 0 else None), batch
-        )
+        key = rng if config.dropout > 0 else None
+        return mask_loss(logits(params, batch["images"], key), batch)
 
     return loss_fn
 
@@ -179,9 +193,8 @@ def open_data(
     config: UNetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Images and masks."""
-    from jvpipe.models.image_data import (
-        open_masks,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.image_data import open_masks
 
     return open_masks(data_path, seed, batch_size, side=config.side)
 

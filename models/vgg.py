@@ -17,9 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
+from jvpipe.models.blocks import Key, Logits
 from jvpipe.models.vision import (
     ClassConfig,
     Image,
+    LossWithAux,
     abstract_images,
     class_loss,
     convolved,
@@ -53,6 +55,7 @@ class VggConfig(ClassConfig):
             raise ValueError(f"filters={self.filters} and units={self.units} must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        # Each group ends with a pooling by 2, and the first linear map reads what is left of the image.
         groups = len(CONVOLUTIONS[self.depth])
         if self.side % 2**groups:
             raise ValueError(
@@ -63,10 +66,8 @@ class VggConfig(ClassConfig):
     @property
     def channels(self) -> list[int]:
         """Before the first group, and after each."""
-        return [
-            3,
-            *(self.filters << min(group, 3) for group in range(len(CONVOLUTIONS[self.depth]))),
-        ]
+        groups = range(len(CONVOLUTIONS[self.depth]))
+        return [3, *(self.filters << min(group, 3) for group in groups)]
 
 
 SIZES = {
@@ -86,26 +87,20 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
 
     def init(key: jax.Array) -> Tree:
         counts, channels = CONVOLUTIONS[config.depth], config.channels
+        groups: dict[str, Any] = {}
+        for group, count in enumerate(counts):
+            before, after = channels[group : group + 2]
+            convolutions = {}
+            for i in range(count):
+                layer_key = jax.random.fold_in(jax.random.fold_in(key, group), i)
+                convolutions[str(i)] = layer(layer_key, 3, 3, after if i else before, after)
+            groups[str(group)] = convolutions
+        # What is left of the image is read as one vector; its map has most of the parameters of VGG-16.
         left = (config.side >> len(counts)) ** 2 * channels[-1]
         widths = (left, config.units, config.units, config.classes)
-        groups = {
-            str(group): {
-                str(i): layer(
-                    jax.random.fold_in(jax.random.fold_in(key, group), i),
-                    3,
-                    3,
-                    after if i else before,
-                    after,
-                )
-                for i in range(count)
-            }
-            for group, (count, (before, after)) in enumerate(
-                zip(counts, pairwise(channels), strict=True)
-            )
-        }
-        layer_key = jax.random.fold_in(key, len(counts))
+        maps_key = jax.random.fold_in(key, len(counts))
         maps = {
-            str(i): layer(jax.random.fold_in(layer_key, i), *shape)
+            str(i): layer(jax.random.fold_in(maps_key, i), *shape)
             for i, shape in enumerate(pairwise(widths))
         }
         return {"groups": groups, "maps": maps}
@@ -113,47 +108,40 @@ def init(config: VggConfig) -> Callable[[jax.Array], Tree]:
     return init
 
 
-def logits_function(
-    config: VggConfig,
-) -> Callable[[Tree, Image, jax.Array | None], Float[Array, "B K"]]:
-    """The logits of images, `logits(params, images, key)`; without dropout if the key is None."""
+def logits_function(config: VggConfig) -> Logits:
+    """The logits of images [B, K], `logits(params, images, key)`; without dropout if the key is None."""
 
-    def logits(params: Tree, x: Image, key: jax.Array | None) -> Float[Array, "B K"]:
+    def logits(params: Tree, x: Image, key: Key) -> Float[Array, "B K"]:
         x = x.astype(config.dtype)
         for group in params["groups"].values():
             for p in group.values():
-                x = (
-                    convolved(x, p["kernel"].astype(x.dtype), (1, 1))
-                    + p["bias"].astype(x.dtype)[None, None, None]
-                )
-                x = jax.nn.relu(x)
+                y = convolved(x, p["kernel"].astype(x.dtype), (1, 1))
+                bias = p["bias"].astype(x.dtype)[None, None, None]
+                x = jax.nn.relu(y + bias)
+            # A cut behind the pooling sends a quarter of what one before it would.
             x = nnx.max_pool(x, (2, 2), (2, 2))
         return classified(params["maps"], x.reshape(x.shape[0], -1), key)
 
-    def classified(
-        maps: Tree, x: Float[Array, "B U"], key: jax.Array | None
-    ) -> Float[Array, "B K"]:
+    def classified(maps: Tree, x: Float[Array, "B U"], key: Key) -> Float[Array, "B K"]:
         for i, p in enumerate(maps.values()):
             if i:
                 x = nnx.Dropout(config.dropout)(jax.nn.relu(x), rngs=key, deterministic=key is None)
                 key = None if key is None else jax.random.fold_in(key, i)
-            x = x @ p["kernel"].astype(x.dtype) + p["bias"].astype(x.dtype)[None]
+            y = x @ p["kernel"].astype(x.dtype)
+            x = y + p["bias"].astype(x.dtype)[None]
         return x.astype(jnp.float32)
 
     return logits
 
 
-def loss_function(
-    config: VggConfig,
-) -> Callable[[Tree, Tree, jax.Array | None], tuple[Weighted, Tree]]:
+def loss_function(config: VggConfig) -> LossWithAux:
     """The loss of classes and the top-1, `loss_fn(params, batch, rng)`, as `class_loss` has them."""
     logits = logits_function(config)
 
-    def loss_fn(params: Tree, batch: Tree, rng: jax.Array | None) -> tuple[Weighted, Tree]:
+    def loss_fn(params: Tree, batch: Tree, rng: Key) -> tuple[Weighted, Tree]:
         batch = jax.tree.map(jnp.asarray, batch)
-        return class_loss(
-            logits(params, batch["images"], rng if config.dropout > 0 else None), batch
-        )
+        key = rng if config.dropout > 0 else None
+        return class_loss(logits(params, batch["images"], key), batch)
 
     return loss_fn
 

@@ -3,7 +3,7 @@
 Axes: B batch, Y and X of an image, C and D channels, H and W of a kernel, K classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jvpipe.ir.weighted import Weighted
-from jvpipe.models.blocks import prediction_loss
+from jvpipe.models.blocks import Key, prediction_loss
 from jvpipe.models.workload import Data
 from jvpipe.util.names import did_you_mean
 
 Tree = Any
 Image = Float[Array, "B _Y _X _C"]
+LossWithAux = Callable[[Tree, Tree, Key], tuple[Weighted, Tree]]
+"""A function of parameters, a batch and a key: the loss, and what is logged beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +73,19 @@ class Convolution:
 
     def averages(self) -> Tree:
         """The running averages before any step."""
-        return {
-            "mean": np.zeros(self.outputs, np.float32),
-            "variance": np.ones(self.outputs, np.float32),
-        }
+        mean, variance = np.zeros(self.outputs, np.float32), np.ones(self.outputs, np.float32)
+        return {"mean": mean, "variance": variance}
 
     def __call__(self, p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image, Tree]:
         """The image after it, and the new averages."""
         x = x if self.linear else jax.nn.relu(x)
         kernel = p["kernel"].astype(x.dtype)
         if self.shifted:
+            # With strides of 2 the image and the one moved by a pixel keep different pixels (factorised reduction).
             moved = jnp.pad(x[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
-            halves = zip((x, moved), jnp.split(kernel, 2, axis=3), strict=True)
-            y = jnp.concatenate(
-                [convolved(image, half, self.strides) for image, half in halves], axis=3
-            )
+            one, other = jnp.split(kernel, 2, axis=3)  # [H, W, C, D / 2] each
+            both = [convolved(x, one, self.strides), convolved(moved, other, self.strides)]
+            y = jnp.concatenate(both, axis=3)
         else:
             y = convolved(x, kernel, self.strides)
         return batch_norm(p, averages, y, training)
@@ -106,22 +106,24 @@ def batch_norm(p: Tree, averages: Tree, x: Image, training: bool) -> tuple[Image
     wide = x.astype(jnp.float32)
     mean, variance = averages["mean"], averages["variance"]
     if training:
+        # The batch is a micro-batch: with more of them each statistic is of fewer images.
         mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
         averages = {
             "mean": 0.9 * averages["mean"] + 0.1 * mean,
             "variance": 0.9 * averages["variance"] + 0.1 * variance,
         }
-    y = (wide - mean[None, None, None]) * jax.lax.rsqrt(variance + 1e-5)[None, None, None]
-    return (y * p["scale"][None, None, None] + p["bias"][None, None, None]).astype(
-        x.dtype
-    ), averages
+    channels = (None, None, None)  # of [C] makes [1, 1, 1, C]
+    y = (wide - mean[channels]) * jax.lax.rsqrt(variance + 1e-5)[channels]
+    y = y * p["scale"][channels] + p["bias"][channels]
+    return y.astype(x.dtype), averages
 
 
 def init_units(units: Mapping[str, Convolution], key: jax.Array) -> Tree:
     """Fresh parameters of convolutions by name."""
-    return {
-        name: unit.init(jax.random.fold_in(key, i)) for i, (name, unit) in enumerate(units.items())
-    }
+    params = {}
+    for i, (name, unit) in enumerate(units.items()):
+        params[name] = unit.init(jax.random.fold_in(key, i))
+    return params
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Head:
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters."""
         draw = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        return {"kernel": draw(key, (self.channels, self.classes)), "bias": jnp.zeros(self.classes)}
+        kernel = draw(key, (self.channels, self.classes))
+        return {"kernel": kernel, "bias": jnp.zeros(self.classes)}
 
     def __call__(self, p: Tree, x: Image) -> Float[Array, "B K"]:
         """Logits, in float32."""
@@ -150,29 +153,27 @@ def class_loss(
     The batch holds `images` [B, Y, X, 3] float32, `targets` [B] int32 and `weights` [B] float32. `total` is the sum of
     the cross entropies in nats, `weight` their number.
     """
-    right = (jnp.argmax(logits, 1) == batch["targets"]).astype(jnp.float32) * batch["weights"]
-    return prediction_loss(logits, batch), {
-        "top_1": Weighted(jnp.sum(right), jnp.sum(batch["weights"]))
-    }
+    is_right = jnp.argmax(logits, 1) == batch["targets"]
+    right = is_right.astype(jnp.float32) * batch["weights"]
+    loss = prediction_loss(logits, batch)
+    return loss, {"top_1": Weighted(jnp.sum(right), jnp.sum(batch["weights"]))}
 
 
 def abstract_images(config: ClassConfig, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and types of a batch of images."""
-    shapes = {
-        "images": (batch_size, config.side, config.side, 3),
-        "targets": (batch_size,),
-        "weights": (batch_size,),
+    images = (batch_size, config.side, config.side, 3)
+    return {
+        "images": jax.ShapeDtypeStruct(images, np.float32),
+        "targets": jax.ShapeDtypeStruct((batch_size,), np.int32),
+        "weights": jax.ShapeDtypeStruct((batch_size,), np.float32),
     }
-    dtypes = {"images": np.float32, "targets": np.int32, "weights": np.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items()}
 
 
 def open_data(
     config: ClassConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Images of classes."""
-    from jvpipe.models.image_data import (
-        open_images,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.image_data import open_images
 
     return open_images(data_path, seed, batch_size, side=config.side, classes=config.classes)

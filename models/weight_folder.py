@@ -55,7 +55,9 @@ class Folder:
 
     def repeats(self, name: str, other: str) -> bool:
         """Whether a tensor has the numbers of another."""
-        return other in self.files and np.array_equal(self.array(name), self.array(other))
+        if other not in self.files:
+            return False
+        return np.array_equal(self.array(name), self.array(other))
 
 
 def open_folder(path: Path) -> Folder:
@@ -75,18 +77,17 @@ def open_folder(path: Path) -> Folder:
         for part in sorted(parts):
             with safe_open(path / part, "numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - no dict
-                    twin = files.setdefault(usual(name), (path / part, name))[1]
+                    # Where names differ in what `usual` takes off alone, one would hide the other.
+                    _, twin = files.setdefault(usual(name), (path / part, name))
                     if twin != name:
                         raise ValueError(f"{twin} and {name} are two tensors for one parameter")
     except (OSError, ValueError, RecursionError, SafetensorError) as problem:
-        settings = (
-            f"{problem.filename}: {problem.strerror}"
-            if isinstance(problem, OSError) and problem.filename
-            else problem
-        )
+        reason = str(problem)
+        if isinstance(problem, OSError) and problem.filename:
+            reason = f"{problem.filename}: {problem.strerror}"
         raise ValueError(
             f"{path} holds no weights: it should have a config.json and a model.safetensors, as save_pretrained of "
-            f"transformers writes them ({settings})"
+            f"transformers writes them ({reason})"
         ) from problem
     return Folder(path, settings, files)
 
@@ -96,7 +97,8 @@ def _table(path: Path, key: str | None = None) -> dict[str, Any]:
     data = json.loads(path.read_text())
     table = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(table, dict):
-        raise ValueError(f"{path.name} {'maps no names' if key is None else f'has no {key}'}")
+        problem = "maps no names" if key is None else f"has no {key}"
+        raise ValueError(f"{path.name} {problem}")
     return table
 
 

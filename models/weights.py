@@ -76,15 +76,16 @@ class Piece(NamedTuple):
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's, if the parameter has such a one."""
-        rest = whole if self.layer is None else whole[1:]
-        piece = (*rest[:-1], rest[-1] // self.parts)
+        *before, last = whole if self.layer is None else whole[1:]
+        piece = (*before, last // self.parts)
         return piece[::-1] if self.turned else piece
 
     def cut(self, whole: Any) -> np.ndarray:
         """The tensor, of a parameter; of a `LazyArray` of stacked layers only the one is read."""
         array = np.asarray(whole if self.layer is None else whole[self.layer])
         width = array.shape[-1] // self.parts
-        piece = array[..., self.part * width : (self.part + 1) * width]
+        begin = self.part * width
+        piece = array[..., begin : begin + width]
         return piece.T if self.turned else piece
 
 
@@ -94,12 +95,14 @@ def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
     >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
     Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
     """
-    return {
-        name: Piece(path, layer, part, len(source.names), source.turned)
-        for path, source in sources.items()
-        for layer in ([None] if source.layers is None else range(source.layers))
-        for part, name in enumerate((source if layer is None else source.of(layer)).names)
-    }
+    found = {}
+    for path, source in sources.items():
+        count = len(source.names)
+        for layer in [None] if source.layers is None else range(source.layers):
+            names = source.names if layer is None else source.of(layer).names
+            for part, name in enumerate(names):
+                found[name] = Piece(path, layer, part, count, source.turned)
+    return found
 
 
 def read_fields(folder: Folder, form: Format) -> dict[str, Any]:
@@ -137,7 +140,8 @@ def read_params(
         ValueError: the folder is of another architecture; the message names the first tensor that differs.
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
-    assert sorted(sources) == sorted(leaves), sorted(set(sources) ^ set(leaves))
+    assert sources.keys() == leaves.keys(), sorted(sources.keys() ^ leaves.keys())
+    # All that can be wrong is found from headers, before a number is read: names, shapes, types, and what is left.
     piece_of = pieces(sources)
     for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
@@ -153,10 +157,8 @@ def read_params(
 
     def leaf(path: str, shape: tuple[int, ...]) -> LazyArray:
         source = sources[path]
-        stored_dtype = folder.dtype(
-            source.names[0] if source.layers is None else source.of(0).names[0]
-        )
-        kept = np.dtype(stored_dtype if dtype is None else dtype)
+        first = source if source.layers is None else source.of(0)
+        kept = folder.dtype(first.names[0]) if dtype is None else np.dtype(dtype)
         return LazyArray(shape, kept, partial(_read, folder, source, kept))
 
     return nested({path: leaf(path, shape.shape) for path, shape in leaves.items()})
@@ -170,21 +172,26 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
                 f"{folder.path} is of another architecture: {name} differs there from {form.copies[name]}, "
                 "here both are one parameter"
             )
-    elif not any(fnmatchcase(name, pattern) for pattern in form.ignored):
-        there = list(folder.shape(name))
-        raise ValueError(
-            f"{folder.path} is of another architecture: {name} is {there} there, missing here"
-        )
+        return
+    if any(fnmatchcase(name, pattern) for pattern in form.ignored):
+        return
+    there = list(folder.shape(name))
+    raise ValueError(
+        f"{folder.path} is of another architecture: {name} is {there} there, missing here"
+    )
 
 
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
     """A parameter, or the part of it `at` indices of its first axes."""
     if source.layers is not None:
+        # Only those of the stacked layers are read that are asked for, so each stage reads its own.
         if not at:
             return np.stack([_read(folder, source, dtype, i) for i in range(source.layers)])
         source, at = source.of(at[0]), at[1:]
-    arrays = (folder.array(name) for name in source.names)
-    whole = np.concatenate([x.T if source.turned else x for x in arrays], axis=-1)
+    arrays = [folder.array(name) for name in source.names]
+    if source.turned:
+        arrays = [array.T for array in arrays]
+    whole = np.concatenate(arrays, axis=-1)
     return np.ascontiguousarray(whole[at], dtype)
 
 
@@ -209,6 +216,7 @@ def write_params(
     piece_of, leaves = pieces(form.sources(config)), dict(flat(params))
 
     def tensor(name: str) -> np.ndarray:
+        # A tensor that repeats another is written as that one is trained, or the two would differ.
         piece = piece_of.get(name) or piece_of.get(form.copies.get(name, ""))
         if piece is None:
             return folder.array(name)
@@ -221,9 +229,8 @@ def write_params(
     for file in sorted({file for file, _ in folder.files.values()}):
         with safe_open(file, "numpy") as opened:
             about = opened.metadata()
-        tensors = {
-            stored: tensor(name) for name, (at, stored) in folder.files.items() if at == file
-        }
+        stored_here = {name: stored for name, (at, stored) in folder.files.items() if at == file}
+        tensors = {stored: tensor(name) for name, stored in stored_here.items()}
         save_file(tensors, into / file.name, metadata=about)
 
 
@@ -258,17 +265,20 @@ def linear(path: str, *names: str, turned: bool = True, bias: bool = True) -> di
     >>> linear("head", "lm_head", bias=False)
     {'head.kernel': Source(names=('lm_head.weight',), turned=True, layers=None)}
     """
-    kernel = {f"{path}.kernel": Source(tuple(f"{name}.weight" for name in names), turned)}
-    return kernel | (
-        {f"{path}.bias": Source(tuple(f"{name}.bias" for name in names))} if bias else {}
-    )
+    # PyTorch keeps a map as [outputs, inputs], so its kernel is turned.
+    weights = tuple(f"{name}.weight" for name in names)
+    sources = {f"{path}.kernel": Source(weights, turned)}
+    if bias:
+        sources[f"{path}.bias"] = Source(tuple(f"{name}.bias" for name in names))
+    return sources
 
 
 def norm(path: str, name: str, bias: bool = True) -> dict[str, Source]:
     """The sources of a layer norm."""
-    return {f"{path}.scale": Source((f"{name}.weight",))} | (
-        {f"{path}.bias": Source((f"{name}.bias",))} if bias else {}
-    )
+    sources = {f"{path}.scale": Source((f"{name}.weight",))}
+    if bias:
+        sources[f"{path}.bias"] = Source((f"{name}.bias",))
+    return sources
 
 
 def table(path: str, name: str) -> dict[str, Source]:

@@ -121,14 +121,12 @@ class Workload:
     def settings(self) -> dict[str, Any]:
         """What is plain data of the configuration, by name."""
         fields = dataclasses.fields(self.config) if dataclasses.is_dataclass(self.config) else ()
-        values = {f.name: getattr(self.config, f.name) for f in fields} or getattr(
-            self.config, "__dict__", {}
-        )
-        return {
-            k: v
-            for k, v in values.items()
-            if isinstance(v, (str, int, float, NoneType)) and k[0] != "_"
-        }
+        values = {field.name: getattr(self.config, field.name) for field in fields}
+        if not values:
+            values = getattr(self.config, "__dict__", {})
+        public = {name: value for name, value in values.items() if name[0] != "_"}
+        plain = (str, int, float, NoneType)
+        return {name: value for name, value in public.items() if isinstance(value, plain)}
 
     @property
     def has_state(self) -> bool:
@@ -224,8 +222,14 @@ def _trained(config: Any, init: Callable[[jax.Array], Tree]) -> str:
         return "*"
     from jvpipe.models import lora  # needs an extra
 
+    # Shapes alone: the paths of the parameters are looked at, not their numbers.
     lora.check_adapted(jax.eval_shape(init, jax.random.key(0)), config.lora_on)
     return lora.TRAINED
+
+
+Init = Callable[[jax.Array], Tree]
+Loss = Callable[..., Any]
+State = Callable[[], Tree]
 
 
 def sized(
@@ -234,14 +238,14 @@ def sized(
     size: str | None,
     options: Mapping[str, Any],
     *,
-    init: Callable[[Config], Callable[[jax.Array], Tree]],
-    loss_function: Callable[[Config], Callable[..., Any]],
+    init: Callable[[Config], Init],
+    loss_function: Callable[[Config], Loss],
     abstract_batch: Callable[[Config, int], Tree],
     open_data: Callable[[Config, Path | None, Path, int, int], Data],
     learning_rate: float,
     batch_size: int,
     mini_rate: float = 3e-3,
-    model_state: Callable[[Config], Callable[[], Tree]] | None = None,
+    model_state: Callable[[Config], State] | None = None,
     supernet: Callable[[Config], Supernet] | None = None,
     has_aux: bool = False,
 ) -> Workload:

@@ -7,11 +7,19 @@ own in their order. A row of the second knows only its position; it sees those b
 through the same blocks, one below the other. Tokens know where others are by learned maps of the sinusoids of their
 distance (arXiv:1901.02860). Records are of one segment, and nothing is remembered of the record before.
 
+The mask if the tokens c and a of the record a b c are predicted, first c and then a (section 2.3, figure 1):
+
+                        columns: a b c
+    first stream    a            x x x    tokens that are predicted see the earlier ones and themselves
+                    b            . x .    a token that is not predicted sees its like
+                    c            . x x
+    second stream   c            . x .    a position never sees its own token
+                    a            . x x
+
 The size 24 is the paper's large one: 360.2M parameters, published as 360M; the size 36, published as 500M, has 523.9M:
 each block maps distances by a matrix of its own, as in the authors' code, and without those there are 486.1M.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +31,13 @@ from jaxtyping import Array, Float, Int
 
 from jvpipe.models.bert import MaskedConfig, abstract_batch
 from jvpipe.models.blocks import (
+    Key,
+    Logits,
     LossFunction,
     Parts,
     dropped,
     embedding,
+    keys_of,
     layer_norm,
     linear,
     normed,
@@ -58,6 +69,12 @@ SIZES = {
 }
 
 
+Rows = Float[Array, "B Q D"]
+"""Both streams, the first above the second: this is what a cut between two blocks sends."""
+Seen = Float[Array, "B 1 Q T"]
+"""What is added to scores: who sees whom, the same for all heads."""
+
+
 class Embeddings(nnx.Module):
     """A vector per token, and one for all whose token is not known."""
 
@@ -66,14 +83,11 @@ class Embeddings(nnx.Module):
         self.unknown = nnx.Param(0.02 * jax.random.normal(rngs.params(), (config.width,)))
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], predicted: int, key: jax.Array | None
-    ) -> Float[Array, "B Q D"]:
+    def __call__(self, tokens: Int[Array, "B T"], predicted: int, key: Key) -> Rows:
         """The rows that the first block reads."""
-        x = self.tokens(tokens)
-        unknown = jnp.broadcast_to(
-            self.unknown[...].astype(x.dtype), (x.shape[0], predicted, x.shape[2])
-        )
+        x = self.tokens(tokens)  # [B, T, D]
+        B, _, D = x.shape
+        unknown = jnp.broadcast_to(self.unknown[...].astype(x.dtype), (B, predicted, D))
         return dropped(self.dropout, jnp.concatenate([x, unknown], 1), key)
 
 
@@ -89,28 +103,35 @@ class Attention(nnx.Module):
         self.of_tokens, self.of_distances = nnx.Param(jnp.zeros(D)), nnx.Param(jnp.zeros(D))
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self,
-        x: Float[Array, "B Q D"],
-        at: Int[Array, "B Q"],
-        bias: Float[Array, "B 1 Q T"],
-        key: jax.Array | None,
-    ) -> Float[Array, "B Q D"]:
+    def __call__(self, x: Rows, at: Int[Array, "B Q"], bias: Seen, key: Key) -> Rows:
         """The mixture of values; `at` are the rows' positions, `bias` says who sees whom."""
-        T, D, H = bias.shape[3], self.config.width, self.config.heads
-        split = lambda y: y.reshape(*y.shape[:-1], H, D // H)  # noqa: E731
+        T, D = bias.shape[3], self.config.width
         q = self.queries(x)
-        k, v = jnp.split(self.inputs(x[:, :T]), 2, axis=2)
-        far = self.distances(sinusoids(2 * T - 1, D, first=1 - T).astype(x.dtype))
-        near = jnp.einsum("bqhd,bthd->bhqt", split(q + self._bias(self.of_tokens, q)), split(k))
-        away = jnp.einsum("bqhd,phd->bhqp", split(q + self._bias(self.of_distances, q)), split(far))
-        distance = at[:, None, :, None] - jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, T), 3)
-        scores = (near + jnp.take_along_axis(away, distance + (T - 1), axis=3)).astype(jnp.float32)
-        weights = jax.nn.softmax(scores * (D // H) ** -0.5 + bias).astype(x.dtype)
-        mixed = jnp.einsum("bhqt,bthd->bqhd", dropped(self.dropout, weights, key), split(v))
+        # Only the first stream is looked at: the second has no tokens to tell.
+        k, v = jnp.split(self.inputs(x[:, :T]), 2, axis=2)  # [B, T, D] each
+        # All P = 2 T - 1 distances, from 1 - T to T - 1, are mapped once and looked up afterwards.
+        waves = sinusoids(2 * T - 1, D, first=1 - T).astype(x.dtype)
+        far = self.distances(waves)  # [P, D]
+        # arXiv:1901.02860, section 3.3: the terms (a) and (c), then (b) and (d).
+        by_token = self._split(q + self._bias(self.of_tokens, q))
+        near = jnp.einsum("bqhd,bthd->bhqt", by_token, self._split(k))
+        by_distance = self._split(q + self._bias(self.of_distances, q))
+        away = jnp.einsum("bqhd,phd->bhqp", by_distance, self._split(far))
+        row = at[:, None, :, None]
+        column = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, T), 3)
+        distance = row - column  # [B, 1, Q, T]
+        away = jnp.take_along_axis(away, distance + (T - 1), axis=3)  # [B, H, Q, T]
+        scores = (near + away).astype(jnp.float32)
+        scale = (D // self.config.heads) ** -0.5
+        weights = jax.nn.softmax(scores * scale + bias).astype(x.dtype)
+        weights = dropped(self.dropout, weights, key)
+        mixed = jnp.einsum("bhqt,bthd->bqhd", weights, self._split(v))
         return self.output(mixed.reshape(x.shape))
 
-    def _bias(self, param: Any, q: Float[Array, "B Q D"]) -> Float[Array, "1 1 D"]:
+    def _split(self, y: Float[Array, "*B D"]) -> Float[Array, "*B H _K"]:
+        return y.reshape(*y.shape[:-1], self.config.heads, -1)
+
+    def _bias(self, param: Any, q: Rows) -> Float[Array, "1 1 D"]:
         return param[...].astype(q.dtype)[None, None]
 
 
@@ -126,18 +147,11 @@ class Block(nnx.Module):
         self.feed_forward_norm = layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
-    def __call__(
-        self,
-        x: Float[Array, "B Q D"],
-        at: Int[Array, "B Q"],
-        bias: Float[Array, "B 1 Q T"],
-        key: jax.Array | None,
-    ) -> Float[Array, "B Q D"]:
+    def __call__(self, x: Rows, at: Int[Array, "B Q"], bias: Seen, key: Key) -> Rows:
         """The rows after one block."""
-        k0, k1, k2 = (None, None, None) if key is None else jax.random.split(key, 3)
-        x = normed(
-            self.attention_norm, x + dropped(self.dropout, self.attention(x, at, bias, k0), k1)
-        )
+        k0, k1, k2 = keys_of(key, 3)
+        mixed = dropped(self.dropout, self.attention(x, at, bias, k0), k1)
+        x = normed(self.attention_norm, x + mixed)
         y = self.contract(jax.nn.gelu(self.expand(x)))
         return normed(self.feed_forward_norm, x + dropped(self.dropout, y, k2))
 
@@ -153,17 +167,23 @@ class Head(nnx.Module):
         return tokens.attend(x).astype(jnp.float32) + self.bias[...][None, None]
 
 
-def order(batch: Any) -> tuple[Int[Array, "B Q"], Float[Array, "B 1 Q T"]]:
+def order(batch: Any) -> tuple[Int[Array, "B Q"], Seen]:
     """The position of each row, and what keeps it from what comes later in the order of prediction."""
-    (B, T), K = batch["tokens"].shape, batch["positions"].shape[1]
+    positions = batch["positions"]
+    (B, T), K = batch["tokens"].shape, positions.shape[1]
     place = jax.lax.broadcasted_iota(jnp.int32, (B, T), 1)
     turns = jax.lax.broadcasted_iota(jnp.int32, (B, K), 1) + 1
-    predicted = (batch["positions"][:, :, None] == place[:, None]) & (batch["weights"] > 0)[
-        :, :, None
-    ]
-    ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # 0: not predicted
-    sees = ranks[:, None] < jnp.concatenate([ranks + 1, turns], 1)[:, :, None]
-    return jnp.concatenate([place, batch["positions"]], 1), jnp.where(sees, 0.0, -1e9)[:, None]
+    is_token = positions[:, :, None] == place[:, None]  # [B, K, T]
+    predicted = is_token & (batch["weights"] > 0)[:, :, None]
+    # A token's rank is its turn, 1 to K, or 0 if it is not predicted.
+    ranks = jnp.sum(jnp.where(predicted, turns[:, :, None], 0), 1)  # [B, T]
+    # A row sees the ranks below its limit: the first stream up to its own, the second up to those before it.
+    ranks_seen = ranks[:, None]  # [B, 1, T]
+    limits = jnp.concatenate([ranks + 1, turns], 1)  # [B, Q]
+    sees = ranks_seen < limits[:, :, None]  # [B, Q, T]
+    at = jnp.concatenate([place, positions], 1)
+    # Finite: a record whose first prediction sees nothing would have a row of -inf.
+    return at, jnp.where(sees, 0.0, -1e9)[:, None]
 
 
 def parts(config: XlnetConfig) -> Parts:
@@ -181,17 +201,18 @@ def loss_function(config: XlnetConfig) -> LossFunction:
     return predicting(logits_function(config), config.dropout)
 
 
-def logits_function(
-    config: XlnetConfig,
-) -> Callable[[Any, Any, jax.Array | None], Float[Array, "B K V"]]:
-    """The logits of tokens at `positions`, `logits(params, batch, key)`; without dropout if the key is None."""
+def logits_function(config: XlnetConfig) -> Logits:
+    """The logits of tokens at `positions` [B, K, V], `logits(params, batch, key)`; no dropout if the key is None."""
     model = parts(config)
 
-    def logits(params: Any, batch: Any, key: jax.Array | None) -> Float[Array, "B K V"]:
+    def logits(params: Any, batch: Any, key: Key) -> Float[Array, "B K V"]:
         embeddings = model.part("embeddings", params["embeddings"])
-        x = embeddings(batch["tokens"], batch["positions"].shape[1], model.key("embeddings", key))
+        predicted = batch["positions"].shape[1]
+        x = embeddings(batch["tokens"], predicted, model.key("embeddings", key))
         x = model.through("blocks", params["blocks"], x, key, *order(batch))
-        return model.part("head", params["head"])(x[:, config.tokens :], embeddings.tokens)
+        # Only the second stream predicts: a row of the first knows its token.
+        second = x[:, config.tokens :]  # [B, K, D]
+        return model.part("head", params["head"])(second, embeddings.tokens)
 
     return logits
 
@@ -200,9 +221,8 @@ def open_data(
     config: XlnetConfig, data_path: Path | None, run_dir: Path, seed: int, batch_size: int
 ) -> Data:
     """Text as records of which some tokens are predicted, in a random order."""
-    from jvpipe.models.masking import (
-        open_permuted_text,
-    )  # a plan needs no data, nor the libraries that read it
+    # Imported here because a plan needs neither data nor the libraries that read it.
+    from jvpipe.models.masking import open_permuted_text
 
     return open_permuted_text(config, data_path, run_dir, seed, batch_size)
 

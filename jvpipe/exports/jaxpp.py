@@ -105,7 +105,9 @@ def _read(text: str, outline: Outline) -> Plan:
     counts = [b - a for a, b in pairwise(ends)]
     lists = tuple(tuple(map(Task.parse, line.split())) for line in order)
     if not lists or not all(lists):
-        raise ValueError("ORDER has a device without tasks: write a line for each")
+        raise ValueError(
+            f"ORDER, {len(lists)} lines, has a device without tasks: write one for each"
+        )
     if (rank := ranks_of(lists)) != dict(enumerate(devices)):
         raise ValueError(f"DEVICES are {devices}, the lines of ORDER are of {sorted(rank.items())}")
     with_sends(lists)  # raises ValueError if tasks wait for each other

@@ -48,7 +48,7 @@ def _read(text: str, outline: Outline) -> Plan:
     stages = within * across
     blocks = stack_of(outline, strict=False).blocks
     if stages < 1 or not {"ici_pipeline_parallelism", "dcn_pipeline_parallelism"} & set(fields):
-        raise ValueError("ici_pipeline_parallelism must say how many stages there are")
+        raise ValueError(f"ici_pipeline_parallelism must say how many stages, it gives {stages}")
     total = _number(fields, "base_num_decoder_layers", blocks)
     per_stage = _number(fields, "num_layers_per_pipeline_stage", 1)
     repeats = _number(fields, "num_pipeline_repeats", -1)

@@ -42,7 +42,8 @@ def _read(text: str, outline: Outline) -> Plan:
     """Reads options, or a bare layout, which has one stage on each rank."""
     options = _options(shlex.split(text, comments=True))
     if "--pipeline-model-parallel-layout" not in options:
-        raise ValueError("there is no --pipeline-model-parallel-layout among these options")
+        flags = brief(", ".join(options))
+        raise ValueError(f"there is no --pipeline-model-parallel-layout among {flags}: add it")
     stages = _unrolled(options["--pipeline-model-parallel-layout"]).split("|")
     joined = "".join(stages)
     if not re.fullmatch("Et*L", joined):

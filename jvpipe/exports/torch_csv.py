@@ -130,7 +130,9 @@ def _read(text: str, outline: Outline) -> Plan:
     rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
-        raise ValueError("the CSV has a rank without tasks: write a line for each")
+        raise ValueError(
+            f"the CSV, {len(lists)} rows, has a rank without tasks: write a row for each"
+        )
     rank = ranks_of(lists)
     stages, layers = len(rank), len(outline.layers)
     if stages > layers:

@@ -85,7 +85,9 @@ def _counts(parts: Any) -> tuple[int, ...]:
         ValueError: a module is missing, or is not in the part whose stage needs it.
     """
     if not isinstance(parts, list) or not all(_is_names(part) for part in parts) or not parts:
-        raise ValueError("[parallelism] lacks module_fqns_per_model_part, lists of names")
+        raise ValueError(
+            f"[parallelism] lacks module_fqns_per_model_part, lists of names: it is {brief(parts)}"
+        )
     blocks = [name for part in parts for name in part if re.fullmatch(r"layers\.\d+", name)]
     if blocks != [f"layers.{k}" for k in range(len(blocks))]:
         raise ValueError(f"the layers must be each once and in order, they are {brief(blocks)}")

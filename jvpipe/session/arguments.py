@@ -395,7 +395,7 @@ def micro_batch_shapes(batch: Tree, microbatches: int) -> Tree:
     batch = abstract(batch, "batch leaf")
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise ValueError("the batch holds no arrays")
+        raise ValueError(f"the batch holds no arrays, it is {batch!r}: give a tree of arrays")
     sizes = {path_name(path): np.shape(leaf)[:1] for path, leaf in leaves}
     if scalars := [name for name, size in sizes.items() if not size]:
         raise ValueError(

@@ -100,7 +100,9 @@ class Forecast:
             ValueError: the problem is of no model.
         """
         if self.question is None:
-            raise ValueError("what a run holds is known of a model, and this is a profile of one")
+            raise ValueError(
+                "what a run holds is known of a model, and this is a profile of one: plan the model itself"
+            )
         return replace(self.question, microbatches=self.microbatches).held_bytes(self.plan)
 
     @cached_property

@@ -410,7 +410,10 @@ def _check_dependence(traced: LossJaxpr) -> None:
     moving = _moving(traced, parameters)
     total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in moving:
-        raise ValueError("the loss depends on no parameter: there is nothing to train")
+        raise ValueError(
+            "the loss depends on no parameter: there is nothing to train, "
+            f"compute it from one of the {len(parameters)} arrays of parameters"
+        )
     if not moving.isdisjoint(jaxprs.variables(weight)):
         raise ValueError(
             "the weight of jvpipe.Weighted depends on parameters: count items of the batch, or put it through "

@@ -1,5 +1,6 @@
 """Images of one colour: a class for the red, one for the green."""
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from jvpipe.models.image_data import open_images
-from jvpipe.models.image_folders import class_folders, decoded
+from jvpipe.models.image_folders import class_folders, decoded, sizes_of
 from tests.commands import finished
 
 COLOURS = {"green": (0, 255, 0), "red": (255, 0, 0)}
@@ -81,7 +82,7 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
 
 
 def test_of_many_images_one_may_break_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jvpipe.models.image_folders._FEW", 4)
+    monkeypatch.setattr("jvpipe.models.image_folders.sizes_of", partial(sizes_of, few=4))
     data = open_images(folder, 0, 5, side=8, classes=2)
     for file in folder.rglob("*.*"):
         file.write_bytes(file.read_bytes()[:20])
