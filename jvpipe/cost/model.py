@@ -241,7 +241,7 @@ class _Model:
         holders = self.holders.get(ref, ())
         if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
             return bool(holders)
-        # An output that only its own layer's backward reads is no layer's input.
+        # An output that only its own layer's backward reads is held, but no layer has it as an input.
         return holders == (self.graph.tensors[ref.index].producer,)
 
     def lasting_bytes(self, layer: int) -> int:

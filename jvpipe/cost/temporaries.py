@@ -229,7 +229,7 @@ def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
     for the other: joined, they would wait for themselves. So the groups never form a cycle.
     """
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
-    # By step, as bits of a number: all the steps that it cannot run before.
+    # By step, the set of all steps that it cannot run before, as the binary digits of a number.
     behind = [0] * len(steps)
     for i, step in enumerate(steps):
         for j in {maker[v] for v in step.reads if v in maker}:
