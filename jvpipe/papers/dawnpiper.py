@@ -49,7 +49,7 @@ def dawnpiper(problem: Problem) -> Decision:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageGroup:
     """Some consecutive stages: the seconds of the slowest, and the layer at which each ends."""
 
     seconds: float
@@ -74,7 +74,7 @@ class BinaryPartition:
         self.changes = {k: FateChanges(segments.problem, k) for k in set(segments.in_flight)}
         self.seconds = [float(segments.compute_s[b]) for b in self.bounds]
         self.need = [self._need(s, least) for s in range(segments.problem.stages)]
-        self.parts: dict[tuple[int, int, int, int], Part | None] = {}
+        self.parts: dict[tuple[int, int, int, int], StageGroup | None] = {}
 
     def _need(self, s: int, least: bool) -> list[float]:
         """Returns the running bytes of layers on stage s, at each bound."""
@@ -179,7 +179,7 @@ class BinaryPartition:
             optimise(chosen)
         return chosen
 
-    def best(self, p: int, q: int, first: int, last: int) -> Part | None:
+    def best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
@@ -193,10 +193,10 @@ class BinaryPartition:
             self.parts[key] = self._best(*key)
         return self.parts[key]
 
-    def _best(self, p: int, q: int, first: int, last: int) -> Part | None:
+    def _best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
         if last - first == 1:
             stage = self.stage(first, p, q)
-            return None if stage.excess_bytes else Part(stage.seconds, (self.bounds[q],))
+            return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
         best = None
         for b in self.between(p, q, first, middle, last):
@@ -211,7 +211,7 @@ class BinaryPartition:
             right = self.best(b, q, middle, last)
             if right is None:
                 continue
-            part = Part(max(left.seconds, right.seconds), left.ends + right.ends)
+            part = StageGroup(max(left.seconds, right.seconds), left.ends + right.ends)
             best = part if not best or part.seconds < best.seconds else best
         return best
 
