@@ -86,7 +86,8 @@ def read_cluster(path: Path) -> Cluster:
     if devices and len(devices) != per_machine * machines:
         there = f"{machines} x {per_machine} = {per_machine * machines}"
         raise table.wrong(
-            "devices", f"names {len(devices)} devices, there are {there}: name one for each"
+            "devices",
+            f"names {len(devices)} devices, there are {there}: name one for each",
         )
     memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
     return Cluster(

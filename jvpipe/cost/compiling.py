@@ -191,7 +191,12 @@ class Compiler:
                     told_s = time.monotonic()
                     _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
                 argument_sizes = answer["arguments"]
-                numbers = *answer["sizes"], len(argument_sizes), *argument_sizes, *answer["results"]
+                numbers = (
+                    *answer["sizes"],
+                    len(argument_sizes),
+                    *argument_sizes,
+                    *answer["results"],
+                )
                 yield text, list(map(float, numbers))
 
 

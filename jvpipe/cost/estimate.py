@@ -68,7 +68,8 @@ def estimate(
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
         # Programs stay as they are; from here on, bytes are those of tiles.
-        traced, signatures = replace(traced, graph=in_tiles(traced.graph)), in_tiles(signatures)
+        traced = replace(traced, graph=in_tiles(traced.graph))
+        signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     graph = traced.graph
     distinct = {id(of_layer): of_layer for of_layer in programs}

@@ -14,7 +14,12 @@ from jvpipe.cost.tiling import Tiling
 
 
 def _check(
-    what: str, name: str, value: int | float, *, zero: bool = False, infinite: bool = False
+    what: str,
+    name: str,
+    value: int | float,
+    *,
+    zero: bool = False,
+    infinite: bool = False,
 ) -> None:
     """Raises ValueError for numbers that no device has.
 

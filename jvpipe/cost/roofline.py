@@ -54,7 +54,8 @@ POOLS = _words(
 )
 # Elementwise operations per value of an equation; 1 if it is not listed.
 _OPERATIONS: dict[str, float] = dict.fromkeys(
-    _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
+    _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"),
+    0.5,
 )
 _OPERATIONS |= dict.fromkeys(
     _words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0
@@ -146,7 +147,11 @@ class Kernels:
                 self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
 
     def _written(
-        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str, fuses: bool
+        self,
+        eqns: Sequence[JaxprEqn],
+        outputs: Iterable[Atom],
+        platform: str,
+        fuses: bool,
     ) -> set[Var]:
         """Finds the values that reach memory: results, and those that a kernel writes or cannot make itself."""
         needed = list(jaxprs.variables(outputs))

@@ -64,7 +64,10 @@ class Format:
             )
         if not self.comment:
             return text
-        head = [f"jvpipe {self.name} {VERSION}", *(f"nearest; lost: {loss}" for loss in lost)]
+        head = [
+            f"jvpipe {self.name} {VERSION}",
+            *(f"nearest; lost: {loss}" for loss in lost),
+        ]
         return "".join(f"{self.comment}{line}\n" for line in head) + text
 
     def load(self, text: str, outline: Outline) -> Plan:

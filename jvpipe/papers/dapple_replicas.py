@@ -164,7 +164,8 @@ class _Search:
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
         shapes = segments.shapes
-        self.segments, self.shapes, self.size, self.cuts = segments, shapes, size, segments.coarse
+        self.segments, self.shapes = segments, shapes
+        self.size, self.cuts = size, segments.coarse
         self.microbatches = shapes.batch // size
         per_machine = shapes.cluster.devices_per_machine
         self.starts = range(0, shapes.devices, per_machine)
@@ -237,7 +238,8 @@ class _Search:
         if rest:
             onward = halved(self.crossing_bytes[:, -1], np.array(self.way(places, rest)))
             last_f, last_b, _ = self.work(len(rest))
-            way += [onward, Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])]
+            last = Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])
+            way += [onward, last]
         every_s = np.where(possible[rows], latency_s(way, self.microbatches), np.inf)
         best_rows, ends = every_s.argmin(0), np.arange(len(self.cuts))
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
@@ -249,7 +251,8 @@ class _Search:
             plans.before[end] = before, j
             plans.places[end] = places
             added = (into, stage) if j else (stage,)
-            plans.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
+            phases = (_at(phases, (row, end)) for phases in added)
+            plans.phases[end] = (*before.phases[j], *phases)
         if len(better):
             self.judge(after, int(better[plans.latency_s[better].argmin()]))
 

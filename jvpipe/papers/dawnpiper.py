@@ -132,10 +132,13 @@ class BinaryPartition:
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
-                at = max(at, bisect_right(self.need[s], self.need[s][at] + level, at, q + 1) - 1)
+                need = self.need[s]
+                at = max(at, bisect_right(need, need[at] + level, at, q + 1) - 1)
             return bound, at
 
-        below, enough = 0.0, max(self.need[s][q] - self.need[s][p] for s in range(first, last))
+        # A level of `below` is too low; at `enough` one stage alone could hold all layers.
+        below = 0.0
+        enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
             below, enough = (below, level) if fill(level)[1] == q else (level, enough)

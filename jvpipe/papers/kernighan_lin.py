@@ -91,7 +91,11 @@ def coarse_bounds(
 
 
 def refine(
-    bounds: list[int], fine: Sequence[int], coarse: Sequence[int], total: OverJ, crossing: OverJ
+    bounds: list[int],
+    fine: Sequence[int],
+    coarse: Sequence[int],
+    total: OverJ,
+    crossing: OverJ,
 ) -> tuple[int, ...]:
     """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts fewest bytes.
 

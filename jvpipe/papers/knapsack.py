@@ -90,7 +90,12 @@ class Knapsack:
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Item]], cap_bytes: int, k: int, limit_bytes: int, q: int
+        self,
+        layers: Sequence[Sequence[Item]],
+        cap_bytes: int,
+        k: int,
+        limit_bytes: int,
+        q: int,
     ) -> None:
         self.layers = [[x for x in layer if x.working_bytes <= cap_bytes] for layer in layers]
         smallest = [min(x.bytes for x in layer) for layer in self.layers]

@@ -19,7 +19,11 @@ from typing import NamedTuple
 from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recomputed_bytes
+from jvpipe.planners.model.stage_bytes import (
+    on_device_bytes,
+    option_bytes,
+    recomputed_bytes,
+)
 
 
 class Treatment(NamedTuple):
@@ -46,7 +50,8 @@ class Treatment(NamedTuple):
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
     """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
-    every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
+    every = [option_bytes(layer, option) for option in layer.options]
+    every.append(recomputed_bytes(layer))
     rows = []
     for x in every:
         held_bytes = on_device_bytes(k, x.kept, x.swapped)
@@ -116,13 +121,15 @@ class Selection:
 
     def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
         problem = segments.problem
-        self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
+        self.problem, self.segments = problem, segments
+        self.changes, self.first = changes, i
         self.in_flight = segments.in_flight[s]
         self.choices = [0] * (j - i)
         self._through_s = segments.compute_of(s)
         row = segments.row(s, i)
         self.fixed_bytes = int(row.fixed_bytes[0, j])
-        self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
+        self.traffic_s = float(row.traffic_s[0, j])
+        self.comm_s = float(row.comm_s[0, j])
         self.forward_s = float(row.forward_s[0, j])
         now = [layer[0] for layer in changes.layers[i:j]]
         self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)

@@ -50,8 +50,8 @@ def read_graph(path: str | Path) -> GraphFile:
         return read_graph_json(text, file)
     if _LINE.search(text):
         return read_graph_txt(text, file)
-    flaw = (
+    message = (
         "this is not a graph file: it is neither PipeDream's graph.txt "
         "(`node1 -- description -- forward_compute_time=..`) nor the JSON of dnn-partitioning"
     )
-    raise wrong(file, 1, flaw)
+    raise wrong(file, 1, message)

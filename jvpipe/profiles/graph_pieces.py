@@ -14,7 +14,9 @@ from jvpipe.profiles.graph_parts import topological_order
 
 
 def pieces_of(
-    nodes: Sequence[int], edges: Iterable[tuple[int, int]], classes: Iterable[Sequence[int]]
+    nodes: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
     """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a later one.
 

@@ -78,8 +78,8 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
             ends = source, target = _read_edge(content.strip(), file, line)
             for end in ends:
                 if end not in nodes:
-                    flaw = f"the edge dangles: node{end} is not described in this file"
-                    raise wrong(file, line, flaw)
+                    message = f"the edge dangles: node{end} is not described in this file"
+                    raise wrong(file, line, message)
             if source == target:
                 warning = "%s, line %d: the edge from node%d to itself is passed over: remove it"
                 _log.warning(warning, file, line, source)
@@ -136,7 +136,8 @@ def _read_number(text: str) -> float:
 def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
     ends = [_NODE.fullmatch(end.strip()) for end in content.split(" -- ")]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
-        raise wrong(file, line, f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}")
+        message = f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}"
+        raise wrong(file, line, message)
     return int(ends[0][1]), int(ends[1][1])
 
 

@@ -120,7 +120,10 @@ def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[in
 
 
 def _values(
-    sent: Sequence[_Sent], node: Mapping[int, Operator], place: Mapping[int, int], link: Link
+    sent: Sequence[_Sent],
+    node: Mapping[int, Operator],
+    place: Mapping[int, int],
+    link: Link,
 ) -> tuple[Edge, ...]:
     """Makes an edge per output, to all readers that it costs the same, in the order of the layers.
 
