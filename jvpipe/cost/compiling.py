@@ -174,6 +174,7 @@ class Compiler:
         """Yields each program with its numbers, in the order of the child's answers."""
         waiting = iter(enumerate(texts))
         told_s = time.monotonic()
+        # Answers come in any order; the id of each is the place of its program in `texts`.
         with _child(self.target) as child:
             # One program per thread of the child, and another for each answer.
             for number, text in islice(waiting, os.cpu_count()):

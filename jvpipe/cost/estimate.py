@@ -73,6 +73,7 @@ def estimate(
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     graph = traced.graph
     distinct = {id(of_layer): of_layer for of_layer in programs}
+    # Equal layers share their programs, and each program is looked at once.
     work_of = {
         key: with_said_work(_work(of_layer, device), of_layer, said)
         for key, of_layer in distinct.items()

@@ -103,6 +103,7 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
     suffix = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
+        # All ends of a stage that begins at i at once, of which only those that fit remain.
         row, ends = segments.row(s, i), cuts[cuts > i]
         ends = ends[np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])]
         if not len(ends):

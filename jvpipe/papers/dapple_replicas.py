@@ -181,6 +181,7 @@ class _Search:
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
         """Bounds from below the seconds of all devices together for a micro-batch, from each cut on."""
+        # Whatever r is, r devices share the layer; the r that wastes least time is the bound.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
         every = np.min([r * self.segments.compute_s(b) for r, b in shares], axis=0)

@@ -48,6 +48,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         nearest = min(abs(total[b] - share) for b in middles)
         tolerance = max(nearest, BALANCE_TOLERANCE * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
+        # Fewest bytes first; of equal ones the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 

@@ -207,6 +207,7 @@ class _Fastest:
             return [_Stage(a, b, self._alike(behind), replicas)]
         pipelines, m = self._pipelines(k, behind), self.levels[k - 1].parts
         stages: list[_Stage] = []
+        # Ends with the first stage: each round takes at least one of the m parts.
         while m:
             begin = int(pipelines.begins[m - 1][a, b])
             last = int(pipelines.parts[m - 1][a, b])

@@ -136,6 +136,7 @@ def _values(
         if x.source != x.target:
             a, b = sorted((x.source, x.target), key=place.__getitem__)
             ways.append((x, a, b))
+    # Pairs of colors, in the order of the layers, between which a value goes forward, or comes back.
     came = {(node[a].color, node[b].color) for x, a, b in ways if not x.operator.is_backward}
     returned = {(node[a].color, node[b].color) for x, a, b in ways if x.operator.is_backward}
     readers: dict[tuple[int, float, int], dict[int, bool]] = {}
