@@ -4,7 +4,7 @@ from collections import Counter
 
 from jvpipe import models, plan_for
 from jvpipe.exports.format import losses, outline_for
-from jvpipe.exports.registry import FORMATS
+from jvpipe.exports.formats import FORMATS
 from jvpipe.ir.plan import Plan
 from jvpipe.schedules import SCHEDULES
 from jvpipe.session.forecasts import Forecast

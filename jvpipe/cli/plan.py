@@ -16,7 +16,7 @@ from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
 from jvpipe.cost.cluster_file import find_cluster
 from jvpipe.exports.beside import beside, judged
-from jvpipe.exports.registry import find_format
+from jvpipe.exports.formats import find_format
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import find_schedule

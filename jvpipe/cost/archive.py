@@ -46,7 +46,10 @@ class Archive:
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
 
     def numbers(
-        self, what: Callable[[], Sequence[str]], count: int, measure: Callable[[], list[float]]
+        self,
+        what: Callable[[], Sequence[str]],
+        count: int,
+        measure: Callable[[], list[float]],
     ) -> list[float]:
         """Returns the numbers of one description, measured now if none are kept; see `each`."""
         return self.each(lambda _: what(), 1, count, lambda _: [measure()])[0]
@@ -123,6 +126,14 @@ def _digest(numbers: Sequence[float]) -> str:
 
 def surroundings(device: Device) -> str:
     """Describes what seconds depend on beside the program: kind and number of devices, cores, versions, flags."""
-    cores = os.environ.get("NPROC", ""), str(os.cpu_count()), os.environ.get("XLA_FLAGS", "")
-    kind = device.platform, device.device_kind, str(jax.local_device_count(device.platform))
+    cores = (
+        os.environ.get("NPROC", ""),
+        str(os.cpu_count()),
+        os.environ.get("XLA_FLAGS", ""),
+    )
+    kind = (
+        device.platform,
+        device.device_kind,
+        str(jax.local_device_count(device.platform)),
+    )
     return " ".join((*kind, *cores, version("jax"), version("jaxlib")))

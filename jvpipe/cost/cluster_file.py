@@ -1,4 +1,4 @@
-"""Clusters that a user describes in TOML.
+"""Clusters that a user describes in TOML; every mistake is a ValueError with file, line and field.
 
 name = "lab"                 # by default the name of the file
 devices_per_machine = 4
@@ -23,14 +23,13 @@ bytes_per_s = 12e9
 latency_s = 10e-6            # by default 0
 """
 
-import math
 import os
 import re
 import sys
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,10 @@ from jvpipe.util.sizes import parse_bytes
 
 
 def find_cluster(name_or_path: str | Path) -> Cluster:
-    """The preset of a name, or the cluster that a TOML file describes.
+    """Returns the preset of a name, or the cluster that a TOML file describes.
 
     Raises:
-        ValueError: an unknown name, or a mistake in the file: the message names file, line and field.
+        ValueError: the name is unknown, or the file is wrong.
 
     >>> find_cluster("h200").peer_uses_host
     False
@@ -77,30 +76,28 @@ def read_cluster(path: Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     table.know(
-        "name devices_per_machine machines networks peer_uses_host host_memory_bytes device devices host peer network"
+        "name devices_per_machine machines networks peer_uses_host host_memory_bytes "
+        "device devices host peer network"
     )
     devices, machines = _devices(table), table.count("machines", 1)
-    per_machine = table.count(
-        "devices_per_machine", max(1, len(devices) // machines) if devices else None
-    )
+    # Devices of a list are shared out evenly unless the file says otherwise.
+    default = max(1, len(devices) // machines) if devices else None
+    per_machine = table.count("devices_per_machine", default)
     if devices and len(devices) != per_machine * machines:
         there = f"{machines} x {per_machine} = {per_machine * machines}"
         raise table.wrong(
-            "devices", f"names {len(devices)} devices, there are {there}: name one for each"
+            "devices",
+            f"names {len(devices)} devices, there are {there}: name one for each",
         )
-    needed = [
-        "host",
-        *(["peer"] if per_machine > 1 else []),
-        *(["network"] if machines > 1 else []),
-    ]
-    links = {name: _link(table, name, name in needed) for name in ("host", "peer", "network")}
     memory = table.size("host_memory_bytes") if "host_memory_bytes" in table.entries else None
     return Cluster(
         table.text_of("name", path.stem),
         devices[0] if devices else _device(table),
         per_machine,
         machines,
-        **links,
+        host=_link(table, "host", needed=True),
+        peer=_link(table, "peer", needed=per_machine > 1),
+        network=_link(table, "network", needed=machines > 1),
         unlike=devices if len(set(map(str, devices))) > 1 else (),
         peer_uses_host=table.flag("peer_uses_host", True),
         host_memory_bytes=memory,
@@ -117,7 +114,7 @@ def _link(table: "_Table", name: str, needed: bool) -> Link:
 
 
 def _devices(table: "_Table") -> tuple[Accelerator, ...]:
-    """The devices of a list, one by one; none if there is no list."""
+    """Reads the devices of a list; returns none if there is no list."""
     if "devices" not in table.entries:
         return ()
     if "device" in table.entries:
@@ -131,19 +128,18 @@ def _devices(table: "_Table") -> tuple[Accelerator, ...]:
 
 
 def _device(table: "_Table") -> Accelerator:
-    return _accelerator(
-        table, "device", table.value("device", "a table, or the name of a preset"), "device."
-    )
+    entry = table.value("device", "a table, or the name of a preset")
+    return _accelerator(table, "device", entry, "device.")
 
 
 def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelerator:
-    """A device from what the file says under a key: the name of a preset, or a table.
+    """Reads a device.
 
     Args:
-        table: where the key is.
+        table: that has the entry.
         key: of the entry.
-        entry: what it says.
-        prefix: of the entry's own keys.
+        entry: the name of a preset, or a table.
+        prefix: of the entry's own keys, for messages.
     """
     if isinstance(entry, str):
         return _preset(table, key, entry)
@@ -154,37 +150,44 @@ def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelera
         "like name memory_bytes memory_bytes_per_s flops_per_s launch_s elementwise_per_s tiling"
     )
     like = _preset(device, "like", device.text_of("like", "")) if "like" in entry else None
-    if like is None or "flops_per_s" in entry:
-        rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
-        if "float32" not in rates.entries:
-            raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
-        flops_per_s = {dtype: rates.number(dtype) for dtype in rates.entries}
-    else:
-        flops_per_s = like.flops_per_s
-    return Accelerator(
-        device.text_of("name", like.name if like else "device"),
-        like.memory_bytes if like and "memory_bytes" not in entry else device.size("memory_bytes"),
-        device.number("memory_bytes_per_s", like.memory_bytes_per_s if like else None),
-        flops_per_s,
-        device.number("launch_s", like.launch_s if like else 5e-6, zero=True),
-        _elementwise_per_s(device, like),
-        like.platform if like else "cuda",
-        *_cores(device, like),
-        scratch_bytes=like.scratch_bytes if like else 0,
+    if like is None:
+        like = Accelerator(
+            "device",
+            device.size("memory_bytes"),
+            device.number("memory_bytes_per_s"),
+            _flops_per_s(device),
+        )
+    # Every figure that the table leaves out is that of the preset, or of a bare device.
+    stated = entry.keys()
+    cores, tiling = _cores(device, like)
+    return replace(
+        like,
+        name=device.text_of("name", like.name),
+        memory_bytes=device.size("memory_bytes") if "memory_bytes" in stated else like.memory_bytes,
+        memory_bytes_per_s=device.number("memory_bytes_per_s", like.memory_bytes_per_s),
+        flops_per_s=_flops_per_s(device) if "flops_per_s" in stated else like.flops_per_s,
+        launch_s=device.number("launch_s", like.launch_s, zero=True),
+        elementwise_per_s=(
+            device.number("elementwise_per_s")
+            if "elementwise_per_s" in stated
+            else like.elementwise_per_s  # may be infinite, which the file cannot state
+        ),
+        cores=cores,
+        tiling=tiling,
     )
 
 
-def _elementwise_per_s(device: "_Table", like: Accelerator | None) -> float:
-    """How many elementwise operations a device makes; what is left out is unlimited."""
-    if "elementwise_per_s" in device.entries:
-        return device.number("elementwise_per_s")
-    return like.elementwise_per_s if like else math.inf
+def _flops_per_s(device: "_Table") -> dict[str, float]:
+    rates = device.inner("flops_per_s", "a table such as { float32 = 20e12 }")
+    if "float32" not in rates.entries:
+        raise rates.wrong("float32", "is missing: other dtypes may be left out, this one not")
+    return {dtype: rates.number(dtype) for dtype in rates.entries}
 
 
-def _cores(device: "_Table", like: Accelerator | None) -> tuple[int, Tiling | None]:
-    """The cores of a device, and how products are dealt out to them: all of it is stated, or nothing."""
+def _cores(device: "_Table", like: Accelerator) -> tuple[int, Tiling | None]:
+    """Reads the cores of a device and its tiling, which are stated together or not at all."""
     if "tiling" not in device.entries:
-        return (like.cores, like.tiling) if like else (0, None)
+        return like.cores, like.tiling
     tiling = device.inner("tiling", "a table such as { cores = 80, start = 32, winograd = 0.8 }")
     tiling.know("cores start winograd")
     start, winograd = (tiling.number(name, zero=True) for name in ("start", "winograd"))
@@ -199,7 +202,14 @@ def _preset(table: "_Table", key: str, name: str) -> Accelerator:
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of the file, with its place for messages."""
+    """A table of the file, with its place for messages.
+
+    Attributes:
+        path: of the file.
+        text: of the file, in which messages find the line.
+        entries: of the table.
+        prefix: the dotted keys of the table, with a dot at the end.
+    """
 
     path: Path
     text: str
@@ -227,12 +237,14 @@ class _Table:
         return _Table(self.path, self.text, value, f"{self.prefix}{key}.")
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
-        """A rate, or with `zero` a time or a share: at an infinite rate work takes no time, and nothing is balanced.
+        """Reads a rate, or with `zero` a time or a share.
+
+        A rate is finite, because at an infinite one work takes no time and nothing can be balanced.
 
         Args:
             key: of the table.
-            default: where the key is missing; None: it must be there.
-            zero: may be 0.
+            default: if the key is missing; None if it must be there.
+            zero: whether it may be 0.
         """
         value = self.value(key, "a number") if default is None else self.entries.get(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -273,11 +285,15 @@ class _Table:
 
 
 def _line_of(text: str, key: str) -> int | None:
-    """The line of a dotted key, or that of the table which it is missing from."""
+    """Returns the line of a dotted key; if it is missing, the line of its table.
+
+    The parser of Python's library reports no lines. So headers, inline tables and keys are looked for
+    line by line; the n-th `[[name]]` is called `name[n]`.
+    """
     lines = text.splitlines()
     *tables, last = key.split(".")
     current: list[str] = []
-    counts: Counter[str] = Counter()  # of tables of a list, so far
+    counts: Counter[str] = Counter()  # of the tables of each list so far
     header = None
     for number, line in enumerate(lines, 1):
         if match := re.match(r"\s*(\[+)([^\[\]]+)\]", line):

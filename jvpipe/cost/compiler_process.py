@@ -1,10 +1,13 @@
-"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target, and tells how many bytes each takes.
+"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target, and reports the bytes of each.
 
-It runs as a child: a plugin wakes in it alone. All is text, and no program runs.
+It runs as a child, so that plugins are loaded in it alone. It reads and writes lines of JSON, and runs
+no program.
 
-    in    {"platform", "topology", "config"}, then for each program {"id", "bytes"} and so many bytes of StableHLO
-    out   {"kind"} once it is ready, then in any order {"id", "sizes", "arguments", "results"}, with the bytes of
-          each argument and result, or {"id", "refused"} with the compiler's word
+    in    {"platform", "topology", "config"}, then for each program {"id", "bytes"}, followed by that
+          many bytes of StableHLO
+    out   {"kind"} once it is ready, or {"refused"}; then in any order {"id", "sizes", "arguments",
+          "results"} with the bytes of each argument and result, or {"id", "refused"} with the
+          compiler's message
 """
 
 import json
@@ -20,7 +23,7 @@ from jvpipe.cost.tiles import entry_bytes
 
 
 def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    """Serves until there is nothing more to read."""
+    """Compiles what comes in until the input ends; several programs side by side."""
     lock = Lock()
 
     def say(message: dict[str, Any]) -> None:
@@ -52,12 +55,12 @@ def _compile(number: int, text: str, device: Device, say: Callable[[dict[str, An
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first."""
+    """Returns the first line of an error's message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _own_output() -> BinaryIO:
-    """The standard output, for us alone: what libraries print goes to the other one."""
+    """Takes the standard output for the answers; what libraries print goes to the error stream."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return output

@@ -1,6 +1,7 @@
-"""A target's compiler, asked how many bytes programs take: in a child process, once for each program.
+"""A target's compiler, which tells the bytes of programs: it runs in a child process, once for each program.
 
-What it has said lies in the archive, by the text of the program, the target, its versions and flags.
+Its answers lie in the archive, by the text of the program, the target, its versions and flags. The
+child is `compiler_process.py`; several programs are on their way at once, as many as it has threads.
 """
 
 import json
@@ -27,16 +28,23 @@ _OTHERS = {
     "cuda": ("--xla_cpu_", "--xla_tpu_"),
     "tpu": ("--xla_cpu_", "--xla_gpu_", "--xla_force_host_"),
 }
-"""How flags begin that are of other platforms: a compiler that does not know a flag ends."""
+"""The beginnings of flags for other platforms: a compiler exits if it does not know a flag."""
 _BETWEEN_S = 10.0
-"""So often it is told how far the compiler is."""
+"""Seconds between two lines of the log about the progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of a compiled program: its arguments and results as they lie on the device, `aliased` both at once.
+    """The bytes of a compiled program.
 
-    `each_argument` and `each_result` are those of one array each, if the compiler reports them.
+    Attributes:
+        arguments: as they lie on the device.
+        results: as they lie on the device.
+        aliased: of results that lie where arguments were.
+        temporary: that it needs while it runs.
+        code: of the program itself.
+        each_argument: of each argument, if the compiler reports them.
+        each_result: of each result, if the compiler reports them.
     """
 
     arguments: int
@@ -49,16 +57,14 @@ class Sizes:
 
     @property
     def numbers(self) -> list[float]:
-        """All of it in a row, as the archive keeps it."""
+        """All of it in a row, as the archive keeps it: totals, the number of arguments, sizes of arrays."""
         totals = self.arguments, self.results, self.aliased, self.temporary, self.code
-        return [
-            float(x)
-            for x in (*totals, len(self.each_argument), *self.each_argument, *self.each_result)
-        ]
+        arrays = (*self.each_argument, *self.each_result)
+        return [float(x) for x in (*totals, len(self.each_argument), *arrays)]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> "Sizes":
-        """What such a row of numbers says.
+        """Makes sizes of the numbers of `Sizes.numbers`.
 
         >>> sizes = Sizes(8, 4, 0, 2, 1, (4, 4), (4,))
         >>> Sizes.of(sizes.numbers) == sizes
@@ -70,7 +76,7 @@ class Sizes:
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
-    """The target's compiler does not take a program; `line` is its word."""
+    """A target's compiler refuses a program; `text` is the program, `line` the compiler's message."""
 
     def __init__(self, target: Target, text: str, line: str) -> None:
         super().__init__(f"the compiler for {target.name} says: {line}")
@@ -79,7 +85,15 @@ class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
 
 @dataclass(frozen=True)
 class _Child:
-    """A compiler at work: where programs go, where its words come from, and what it complains of."""
+    """A compiler at work.
+
+    Attributes:
+        target: that it compiles for.
+        process: of the child.
+        to: the child's input.
+        words: its answers.
+        complaints: its error stream, a file.
+    """
 
     target: Target
     process: subprocess.Popen[bytes]
@@ -88,21 +102,22 @@ class _Child:
     complaints: IO[bytes]
 
     def say(self, message: dict[str, Any], text: bytes = b"") -> None:
-        """Sends a line, and a text after it; one that has ended is heard of by its answer."""
+        """Sends a line, and a text after it."""
+        # A child that has ended is noticed when its answer is read.
         with suppress(BrokenPipeError):
             self.to.write(json.dumps(message).encode() + b"\n" + text)
             self.to.flush()
 
     def give(self, number: int, program: str) -> None:
-        """Gives it a program to compile."""
+        """Sends a program to compile."""
         text = program.encode()
         self.say({"id": number, "bytes": len(text)}, text)
 
     def answer(self) -> dict[str, Any]:
-        """What it says next.
+        """Reads the next answer.
 
         Raises:
-            ValueError: it has ended.
+            ValueError: the child has ended.
         """
         if line := self.words.readline():
             return json.loads(line)
@@ -115,22 +130,28 @@ class _Child:
 
 @dataclass
 class Compiler:
-    """The compiler of a target. Its process begins with the first program that the archive does not know."""
+    """The compiler of a target; a child starts when there are programs that the archive does not know.
+
+    Attributes:
+        target: that it compiles for.
+        archive: of its answers.
+        asked: the number of programs that were compiled and not found in the archive.
+    """
 
     target: Target
     archive: Archive = field(default_factory=Archive)
-    asked: int = 0  # programs that were compiled: nothing was known of them
+    asked: int = 0
     _said: dict[tuple[str, ...], list[float]] = field(default_factory=dict, repr=False)
 
     def sizes(self, texts: Sequence[str]) -> list[Sizes]:
-        """What programs take.
+        """Returns the sizes of programs.
 
         Args:
             texts: of the programs, in StableHLO.
 
         Raises:
-            Refusal: the compiler does not take one of them.
-            ValueError: the compiler cannot be asked, and why.
+            Refusal: the compiler refuses one of them.
+            ValueError: the compiler cannot be asked; the message says why.
         """
         self.target.check()
         size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
@@ -150,10 +171,12 @@ class Compiler:
         return "compiled bytes of each", *self.target.identity, *flags, text
 
     def _compiled(self, texts: Sequence[str]) -> Iterator[tuple[str, list[float]]]:
-        """Yields what the child says, as it says it; it is given no more than it can work at."""
+        """Yields each program with its numbers, in the order of the child's answers."""
         waiting = iter(enumerate(texts))
         told_s = time.monotonic()
+        # Answers come in any order; the id of each is the place of its program in `texts`.
         with _child(self.target) as child:
+            # One program per thread of the child, and another for each answer.
             for number, text in islice(waiting, os.cpu_count()):
                 child.give(number, text)
             for done in range(1, len(texts) + 1):
@@ -169,25 +192,35 @@ class Compiler:
                     told_s = time.monotonic()
                     _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
                 argument_sizes = answer["arguments"]
-                numbers = *answer["sizes"], len(argument_sizes), *argument_sizes, *answer["results"]
+                numbers = (
+                    *answer["sizes"],
+                    len(argument_sizes),
+                    *argument_sizes,
+                    *answer["results"],
+                )
                 yield text, list(map(float, numbers))
 
 
 @cache
 def compiler_of(target: Target, folder: Path | None) -> Compiler:
-    """The compiler of a target, which remembers what it has said: in a folder, else as long as this process lives."""
+    """Returns the compiler of a target, which remembers its answers.
+
+    Args:
+        target: that it compiles for.
+        folder: of the archive; None if answers are remembered for this process alone.
+    """
     return Compiler(target, Archive(folder))
 
 
 def _flags(platform: str) -> str:
-    """The flags that the compiler of a platform may know."""
+    """Returns the flags of the environment without those of other platforms."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return " ".join(flag for flag in flags if not flag.startswith(_OTHERS.get(platform, ())))
 
 
 @contextmanager
 def _child(target: Target) -> Iterator[_Child]:
-    """A child that compiles for a target."""
+    """Starts a child that compiles for a target, and ends it."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",  # it has no devices but these, and compiles for others
         "TPU_SKIP_MDS_QUERY": "1",

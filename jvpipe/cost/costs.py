@@ -1,7 +1,7 @@
 """The costs of a model, layer by layer: the numbers that planners and the simulator read.
 
-Everything is for one micro-batch on one device. Where the numbers come from is another matter: measured, estimated
-from the jaxpr, or read from a profile that others took.
+All numbers are for one micro-batch on one device. They may be measured (`measure.py`), estimated from
+the jaxpr (`estimate.py`), or read from a profile of others (`profiles/`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +19,13 @@ T = TypeVar("T")
 class Option:
     """One way to treat what a layer's forward leaves for its backward: a point of the layer's frontier.
 
-    `kept_bytes` stay on the device and `swapped_bytes` go to the host, both per micro-batch in flight; the backward
-    takes `extra_s` longer and `extra_bytes` more while it runs, for what it recomputes. `fates` names what is
-    not kept. `swaps_input` says that the layer's inputs are among the swapped.
+    Attributes:
+        kept_bytes: that stay on the device, per micro-batch in flight.
+        swapped_bytes: that go to the host, per micro-batch in flight.
+        extra_s: seconds that the backward takes longer, for what it recomputes.
+        extra_bytes: that the backward needs more while it runs.
+        fates: of all values that are not kept, by name.
+        swaps_input: whether the layer's inputs are swapped, too.
     """
 
     kept_bytes: int
@@ -37,10 +41,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class SplitCost:
-    """A backward in two halves: their seconds, and the bytes that are there between them.
+    """A backward in two halves: their seconds, and the bytes that are held between them.
 
-    `handed_bytes` are made by the first half for the second one; `kept_bytes` are what the second half still reads of
-    what the forward left, and the cotangent that came in.
+    Attributes:
+        input_s: of the first half, which yields cotangents.
+        weight_s: of the second half, which yields gradients.
+        handed_bytes: that the first half makes for the second one.
+        kept_bytes: that the second half still reads of what the forward left, and the cotangent.
     """
 
     input_s: float
@@ -50,25 +57,33 @@ class SplitCost:
 
     @property
     def held_bytes(self) -> int:
-        """All that is there between the halves."""
+        """All bytes that are held between the halves."""
         return self.handed_bytes + self.kept_bytes
 
     def slower(self, times: float) -> "SplitCost":
-        """The same on a device that takes so many times longer."""
+        """Returns the same backward on a device that takes so many times longer."""
         return replace(self, input_s=times * self.input_s, weight_s=times * self.weight_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """A layer's seconds and bytes; `options[0]` keeps everything that may be kept.
+    """The seconds and bytes of a layer.
 
-    `input_bytes` are inputs that this layer's backward reads and no other's; they are held per micro-batch in flight.
-    `parameter_bytes` are those of one version, `optimizer_bytes` of all that lasts and has one alone: the optimizer's
-    state, model state, captured arrays, frozen parameters. `temporary_bytes` is what the forward or the backward needs
-    for itself while it runs, gradients of inputs and outputs included. Without a `split` the backward runs
-    whole.
-    `state_bytes` of `optimizer_bytes` are the state that one replica of several keeps alone. `update_s` is what the
-    optimizer takes for it each time that it has its gradients.
+    Attributes:
+        name: of it.
+        forward_s: of its forward.
+        backward_s: of its whole backward, with everything kept.
+        options: the first keeps everything that may be kept.
+        parameter_bytes: of one version of its parameters.
+        gradient_bytes: of what a step sums up or collects.
+        optimizer_bytes: of all that lasts in a single version: optimizer's state, model state, captured
+            arrays, frozen parameters.
+        input_bytes: of inputs that no other layer's backward reads, per micro-batch in flight.
+        temporary_bytes: that a program of the layer needs while it runs, with gradients of inputs and
+            outputs.
+        split: the backward in halves; None if it always runs whole.
+        state_bytes: the part of `optimizer_bytes` that only one of several replicas keeps.
+        update_s: of its update.
     """
 
     name: str
@@ -86,22 +101,21 @@ class LayerCost:
 
     @property
     def reduced_bytes(self) -> int:
-        """The bytes of its gradients, which replicas add up."""
+        """The bytes of its gradients, which replicas sum up."""
         return self.gradient_bytes or self.parameter_bytes
 
     def slower(self, times: float) -> "LayerCost":
-        """The same layer on a device that takes so many times longer for it.
+        """Returns the same layer on a device that takes so many times longer for it.
 
         >>> LayerCost("block", 1.0, 2.0, (Option(0, extra_s=0.5),)).slower(2.0).options[0].extra_s
         1.0
         """
+        options = (replace(option, extra_s=times * option.extra_s) for option in self.options)
         return replace(
             self,
             forward_s=times * self.forward_s,
             backward_s=times * self.backward_s,
-            options=tuple(
-                replace(option, extra_s=times * option.extra_s) for option in self.options
-            ),
+            options=tuple(options),
             split=self.split and self.split.slower(times),
             update_s=times * self.update_s,
         )
@@ -109,7 +123,7 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that one layer makes and others read; on another stage it is sent, its cotangent comes back."""
+    """A value that one layer makes and others read; readers on other stages receive it and return its cotangent."""
 
     producer: int
     readers: tuple[int, ...]
@@ -122,8 +136,8 @@ class Edge:
 class Shared:
     """Bytes that a stage holds once if any of `layers` is in it: a tensor of several readers, or a tied parameter.
 
-    A tensor counts per micro-batch in flight, a tied parameter per version. Its owner's `parameter_bytes` do not
-    count a tied parameter again.
+    A tensor counts per micro-batch in flight, a tied parameter per version. The `parameter_bytes` of
+    its owner do not contain a tied parameter.
     """
 
     layers: tuple[int, ...]
@@ -147,9 +161,15 @@ def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
 class Costs:
     """A model as planners see it: layers in the order of the forward, edges between them.
 
-    `together` are groups of layers that must share a stage. `ids` are what the layers are called outside: the nodes
-    of a graph file, or the ids of a layer graph. Model state goes through the groups of layers in `carried` on its way
-    to the next micro-batch: they share a stage where a device runs several. `outline` is what exports must know.
+    Attributes:
+        layers: in the order of the forward.
+        edges: values between layers.
+        shared: bytes that several layers hold together.
+        together: groups of layers that must share a stage.
+        ids: the layers' names outside: the nodes of a graph file, or the ids of a layer graph.
+        carried: groups of layers through which model state goes to the next micro-batch; on a device
+            that runs several stages each group must share one.
+        outline: the model as exports need it.
     """
 
     layers: tuple[LayerCost, ...]
@@ -161,37 +181,36 @@ class Costs:
     outline: Outline | None = field(default=None, compare=False, repr=False)
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
-        """The edges that layers [i, j) make or read, each once."""
+        """Returns the edges that layers [i, j) make or read, each once."""
         return {id(edge): edge for at in self._edges_at[i:j] for edge in at}.values()
 
     def shared_at(self, i: int, j: int) -> Iterable[Shared]:
-        """The shared bytes that layers [i, j) hold, each once."""
+        """Returns the shared bytes that layers [i, j) hold, each once."""
         return {id(shared): shared for at in self._shared_at[i:j] for shared in at}.values()
 
     def gives_cotangent(self, layer: int) -> bool:
-        """Whether a layer before this one waits for what its backward gives."""
+        """Tells whether a layer before this one waits for a cotangent of its backward."""
         return layer in self._give_cotangents
 
     def made_bytes(self, layer: int) -> int:
-        """The bytes of differentiable values that a layer makes for others: those of the cotangents that come back."""
+        """Counts the bytes of the cotangents that other layers return to a layer."""
         edges = self.edges_at(layer, layer + 1)
         return sum(edge.bytes for edge in edges if edge.differentiable and edge.producer == layer)
 
     @cached_property
     def _give_cotangents(self) -> frozenset[int]:
-        return frozenset(
-            layer for edge in self.edges if edge.differentiable for layer in edge.readers
-        )
+        readers = (edge.readers for edge in self.edges if edge.differentiable)
+        return frozenset[int]().union(*readers)
 
     @cached_property
     def _edges_at(self) -> list[list[Edge]]:
-        return _by_layer(
-            len(self.layers), ((edge, {edge.producer, *edge.readers}) for edge in self.edges)
-        )
+        concerned = ((edge, {edge.producer, *edge.readers}) for edge in self.edges)
+        return _by_layer(len(self.layers), concerned)
 
     @cached_property
     def _shared_at(self) -> list[list[Shared]]:
-        return _by_layer(len(self.layers), ((shared, set(shared.layers)) for shared in self.shared))
+        concerned = ((shared, set(shared.layers)) for shared in self.shared)
+        return _by_layer(len(self.layers), concerned)
 
 
 def _by_layer(layers: int, things: Iterable[tuple[T, set[int]]]) -> list[list[T]]:

@@ -68,10 +68,12 @@ def estimate(
     signatures = tuple(of_layer.signature for of_layer in programs)
     if device.platform == "tpu":
         # Programs stay as they are; from here on, bytes are those of tiles.
-        traced, signatures = replace(traced, graph=in_tiles(traced.graph)), in_tiles(signatures)
+        traced = replace(traced, graph=in_tiles(traced.graph))
+        signatures = in_tiles(signatures)
         optimizer = optimizer and replace(optimizer, state=in_tiles(optimizer.state))
     graph = traced.graph
     distinct = {id(of_layer): of_layer for of_layer in programs}
+    # Equal layers share their programs, and each program is looked at once.
     work_of = {
         key: with_said_work(_work(of_layer, device), of_layer, said)
         for key, of_layer in distinct.items()

@@ -76,6 +76,7 @@ def layer_options(
         recompute = recomputed[layer.id]
         input_bytes = sum(array.bytes for array in arrays)
         key = id(recompute), input_bytes
+        # Layers with equal programs, and inputs of equal size, have options that differ in names alone.
         if key not in cache:
             options = options_of(recompute, input_bytes)
             cache[key] = calibrated(options, measured[layer.id]) if measured else options

@@ -14,7 +14,12 @@ from jvpipe.cost.tiling import Tiling
 
 
 def _check(
-    what: str, name: str, value: int | float, *, zero: bool = False, infinite: bool = False
+    what: str,
+    name: str,
+    value: int | float,
+    *,
+    zero: bool = False,
+    infinite: bool = False,
 ) -> None:
     """Raises ValueError for numbers that no device has.
 
@@ -103,6 +108,7 @@ class Accelerator:
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
         """
+        # Types of 16 bits run on the same units; others are taken to run as float32 does.
         for name in (dtype, _SUBSTITUTES.get(dtype, dtype)):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]

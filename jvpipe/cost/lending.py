@@ -33,7 +33,10 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 
 
 def measured_lending(
-    store: ProgramStore, program: Program, devices: Sequence[Device], archive: Archive | None = None
+    store: ProgramStore,
+    program: Program,
+    devices: Sequence[Device],
+    archive: Archive | None = None,
 ) -> float:
     """Measures `lent_share` by running a program on one device, and on all at once.
 

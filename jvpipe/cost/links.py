@@ -86,7 +86,9 @@ def links_between(
 
 
 def measure_links(
-    device: Device, other: Device | None = None, sizes: tuple[int, int] = (_SMALL, _LARGE)
+    device: Device,
+    other: Device | None = None,
+    sizes: tuple[int, int] = (_SMALL, _LARGE),
 ) -> Links:
     """Times a device's links; without another device, sending takes no time.
 

@@ -45,7 +45,10 @@ class Work:
 
 
 def with_updates(
-    works: Sequence[Work], loss: int, optimizer: OptimizerCut, seconds: Callable[[Piece], float]
+    works: Sequence[Work],
+    loss: int,
+    optimizer: OptimizerCut,
+    seconds: Callable[[Piece], float],
 ) -> list[Work]:
     """Returns the works of layers with the seconds of their updates.
 
@@ -164,7 +167,11 @@ def split_costs(
 
 
 def _split_cost(
-    graph: LayerGraph, layer: Layer, programs: LayerPrograms, input_s: float, weight_s: float
+    graph: LayerGraph,
+    layer: Layer,
+    programs: LayerPrograms,
+    input_s: float,
+    weight_s: float,
 ) -> SplitCost:
     assert programs.halves is not None
     split = programs.halves.signature
@@ -241,7 +248,7 @@ class _Model:
         holders = self.holders.get(ref, ())
         if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
             return bool(holders)
-        # An output that only its own layer's backward reads is no layer's input.
+        # An output that only its own layer's backward reads is held, but no layer has it as an input.
         return holders == (self.graph.tensors[ref.index].producer,)
 
     def lasting_bytes(self, layer: int) -> int:

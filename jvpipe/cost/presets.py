@@ -101,7 +101,8 @@ def _link(gigabytes_per_s: float, latency_s: float) -> Link:
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
 # One of the six NVLinks of a V100, of which a pair of devices has one or two; all links of an A100 and an H100.
 _NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
-_ICI_50, _ICI_100 = _link(50.0, 2e-6), _link(100.0, 2e-6)  # one link of a chip to a neighbour
+# One link of a chip to a neighbour.
+_ICI_50, _ICI_100 = (_link(rate, 2e-6) for rate in (50.0, 100.0))
 
 
 def _cluster(

@@ -1,13 +1,19 @@
 """Seconds and bytes of equations on a device, from their shapes alone.
 
-XLA fuses elementwise operations into what reads them, so few values reach memory: results of products and the like,
-reductions, operands of products, and what a program yields. Each of these is a kernel here; it takes
+XLA fuses elementwise operations into the kernels that read them, so few values reach memory: results
+and operands of products and the like, reductions, and results of the program. Each of these has a
+kernel here, which reads the values in memory that it is made of:
 
-    launch + max(flops / flops per second, elementwise operations / per second, bytes read and written / per second)
+    x --exp--> . --add--> . --dot--> y --tanh--> . --sum--> z        in memory: x, add's result, y, z
+      [   first kernel    ] [second  ] [    third kernel    ]
 
-and reads the values in memory that it is made of (Williams et al., "Roofline", CACM 2009). On a device with a tiling
-the first of the three is what the waves of tiles take (`tiling.py`). Frameworks that do not fuse have a kernel for each
-equation that is no other name of its operand; a program takes at least what its host needs to start all kernels.
+A kernel takes (Williams et al., "Roofline", CACM 2009)
+
+    launch + max(flops / rate of products, elementwise operations / their rate, bytes / rate of memory)
+
+On a device with a tiling the first of the three is the seconds of waves of tiles (`tiling.py`).
+Frameworks that do not fuse have a kernel for each equation that is not just another name of its
+operand. A program takes at least the seconds in which its host starts all kernels.
 """
 
 import math
@@ -30,24 +36,26 @@ def _words(text: str) -> tuple[str, ...]:
 
 # Other names of their operand: no kernel.
 _ALIASES = _words(
-    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name stop_gradient copy copy_p "
-    "reduce_precision sharding_constraint transpose"
+    "reshape squeeze expand_dims bitcast_convert_type optimization_barrier laid_out name "
+    "stop_gradient copy copy_p reduce_precision sharding_constraint transpose"
 )
-# Nor are these, which readers make as they go.
+# No kernel either: readers make these as they go.
 _MADE_ON_READING = _words("broadcast_in_dim iota")
 # Results of these are written even where all readers are elementwise.
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
 )
-# These read, or write, only a part of their operand: as much as their result, or the update, has.
+# These read or write only a part of their operand, as large as their result or their update.
 _PARTIAL = _words("slice dynamic_slice gather")
 SCATTERS = _words("scatter scatter-add scatter-mul scatter_min scatter_max")
 POOLS = _words(
-    "reduce_window_max reduce_window_min reduce_window_sum reduce_window select_and_scatter_add select_and_gather_add"
+    "reduce_window_max reduce_window_min reduce_window_sum reduce_window "
+    "select_and_scatter_add select_and_gather_add"
 )
-# What an equation counts as, in elementwise operations per value; 1 if it is not listed.
+# Elementwise operations per value of an equation; 1 if it is not listed.
 _OPERATIONS: dict[str, float] = dict.fromkeys(
-    _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"), 0.5
+    _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"),
+    0.5,
 )
 _OPERATIONS |= dict.fromkeys(
     _words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0
@@ -57,7 +65,7 @@ _RANDOM_OPERATIONS = 50.0  # of threefry, per word
 
 
 def nbytes(atom: Atom) -> int:
-    """The bytes of a variable; those of a literal are nothing."""
+    """Counts the bytes of a variable; a literal has none."""
     if isinstance(atom, _jax.Literal):
         return 0
     aval = _jax.aval(atom)
@@ -79,7 +87,7 @@ def equation_seconds(
 
     Args:
         eqns: of a program.
-        outputs: what the program yields.
+        outputs: its results.
         device: that would run it.
     """
     kernels = Kernels(eqns, outputs, device.platform, fuses=device.framework.fuses)
@@ -88,7 +96,13 @@ def equation_seconds(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel: what it reads (bytes per value in memory), its elementwise operations, the bytes that it writes."""
+    """A kernel.
+
+    Attributes:
+        reads: the bytes that it reads of each value in memory.
+        operations: its elementwise operations.
+        written: the bytes that it writes.
+    """
 
     reads: dict[Var, int]
     operations: float
@@ -96,7 +110,16 @@ class _Kernel:
 
 
 class Kernels:
-    """Equations as kernels: `of` those of equations that have one, `written` the values that reach memory."""
+    """The equations of a program as kernels.
+
+    Attributes:
+        root: by variable, the first name of its value.
+        written: the values that reach memory, by their first names.
+        of: by the place of an equation that has a kernel, that kernel.
+        fused: by variable, what a kernel that uses it reads of memory, and computes, for it. For a
+            value in memory that is the value itself, and nothing to compute. Operations are by the
+            place of their equation, so that a value that is used twice counts once.
+    """
 
     def __init__(
         self,
@@ -108,9 +131,8 @@ class Kernels:
     ) -> None:
         self.root: dict[Var, Var] = {}
         for eqn in eqns:
-            self.root |= {
-                v: self.root.get(v, v) for v in [*jaxprs.variables(eqn.invars), *eqn.outvars]
-            }
+            for v in (*jaxprs.variables(eqn.invars), *eqn.outvars):
+                self.root.setdefault(v, v)
             source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
             if isinstance(source, Var) and len(eqn.outvars) == 1:
                 self.root[eqn.outvars[0]] = self.root[source]
@@ -118,40 +140,50 @@ class Kernels:
         self.of: dict[int, _Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
         for i, eqn in enumerate(eqns):
-            reads, operations = self._traced(i, eqn)
-            kernel = not self.written.isdisjoint(eqn.outvars)
-            if kernel:
-                size = (
-                    nbytes(eqn.invars[-1])
-                    if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice")
-                    else sum(map(nbytes, eqn.outvars))
-                )
-                self.of[i] = _Kernel(reads, sum(operations.values()), size)
+            reads, operations = self._uses(i, eqn)
+            if not self.written.isdisjoint(eqn.outvars):
+                self.of[i] = _Kernel(reads, sum(operations.values()), _written_bytes(eqn))
             for v in eqn.outvars:
                 self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
 
     def _written(
-        self, eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], platform: str, fuses: bool
+        self,
+        eqns: Sequence[JaxprEqn],
+        outputs: Iterable[Atom],
+        platform: str,
+        fuses: bool,
     ) -> set[Var]:
+        """Finds the values that reach memory: results, and those that a kernel writes or cannot make itself."""
         needed = list(jaxprs.variables(outputs))
         for eqn in eqns:
-            if _is_kernel(eqn, platform) or not (fuses or _is_free(eqn)):
-                needed += eqn.outvars
-                needed += jaxprs.variables(eqn.invars) if _reads_memory(eqn, platform) else ()
+            fused = fuses or _is_free(eqn)
+            if fused and not _is_kernel(eqn, platform):
+                continue
+            needed += eqn.outvars
+            if _reads_memory(eqn, platform):
+                needed += jaxprs.variables(eqn.invars)
         return {self.root.get(v, v) for v in needed}
 
-    def _traced(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
-        """The values in memory that an equation is made of, and the operations since then."""
+    def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
+        """Finds the values in memory that equation i is made of, and the operations since then."""
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
         for v in jaxprs.variables(eqn.invars):
             sizes, since = self.fused.get(v, ({v: nbytes(v)}, {}))
-            reads |= {u: max(size, reads.get(u, 0)) for u, size in sizes.items()}
+            for u, size in sizes.items():
+                reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
+
+
+def _written_bytes(eqn: JaxprEqn) -> int:
+    """Counts the bytes that an equation writes: of a scatter or an update in place, those of the update."""
+    if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice"):
+        return nbytes(eqn.invars[-1])
+    return sum(map(nbytes, eqn.outvars))
 
 
 def _is_free(eqn: JaxprEqn) -> bool:
@@ -173,9 +205,9 @@ def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
 
 
 def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
-    """Tells whether the operands of a kernel are in memory, not made inside it.
+    """Tells whether a kernel can only read its operands from memory, and not make them itself.
 
-    A GPU gathers and pools from what it makes at once.
+    A GPU gathers and pools from values that the same kernel makes.
     """
     if eqn.primitive.name in ("gather", *POOLS):
         return platform != "cuda"
@@ -183,18 +215,17 @@ def _reads_memory(eqn: JaxprEqn, platform: str) -> bool:
 
 
 def _operations(eqn: JaxprEqn) -> float:
-    """The elementwise operations of an equation."""
-    if eqn.primitive.name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
+    """Counts the elementwise operations of an equation; a product has none."""
+    name = eqn.primitive.name
+    if name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
-    reduced = eqn.primitive.name in REDUCTIONS or eqn.primitive.name == "sort"
-    size = max(
-        [math.prod(_jax.aval(v).shape) for v in (eqn.invars if reduced else eqn.outvars)], default=0
-    )
-    if is_random(eqn) or eqn.primitive.name == "threefry2x32":
+    looped = eqn.invars if name in REDUCTIONS or name == "sort" else eqn.outvars
+    size = max((math.prod(_jax.aval(v).shape) for v in looped), default=0)
+    if is_random(eqn) or name == "threefry2x32":
         return _RANDOM_OPERATIONS * size
-    if eqn.primitive.name == "sort":
+    if name == "sort":
         return size * math.log2(max(size, 2))
-    return _OPERATIONS.get(eqn.primitive.name, 1.0) * size
+    return _OPERATIONS.get(name, 1.0) * size
 
 
 def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
@@ -203,12 +234,12 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
     if bodies := _jax.inner_jaxprs(eqn):
         return device.launch_s + _loop_seconds(eqn, bodies, device)
     work = flops(eqn)
+    passes = 1.0 if work else device.framework.passes
     moved = sum(kernel.reads.values()) + kernel.written
-    return device.launch_s + max(
-        _product_seconds(eqn, work, device) if work else 0.0,
-        kernel.operations / device.elementwise_per_s,
-        moved * (1.0 if work else device.framework.passes) / device.memory_bytes_per_s,
-    )
+    multiplying_s = _product_seconds(eqn, work, device) if work else 0.0
+    elementwise_s = kernel.operations / device.elementwise_per_s
+    moving_s = moved * passes / device.memory_bytes_per_s
+    return device.launch_s + max(multiplying_s, elementwise_s, moving_s)
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
@@ -220,8 +251,9 @@ def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
-    """Equations with bodies of their own: a scan's as often as it runs, a while's once, of branches the longest."""
+    """Estimates an equation with bodies: a scan's as often as it runs, a while's once, the longest branch."""
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":
         return max(body_seconds)
-    return sum(body_seconds) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return sum(body_seconds) * times

@@ -1,4 +1,8 @@
-"""Programs for a target: its compiler says what they take, and nothing can run them here."""
+"""Programs for a target that is not here: its compiler tells their bytes, and nothing can run them.
+
+A plan's programs are compiled through a store. This one asks the target's compiler instead, so the
+check of a plan against memory limits is the same code for absent devices and for present ones.
+"""
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -12,12 +16,12 @@ from jvpipe.trace.graph import Body
 
 @dataclass(frozen=True)
 class AbsentProgram:
-    """A program that was compiled for a device that is not here."""
+    """A program that was compiled for a device that is not here; it stands for an executable."""
 
     sizes: Sizes
 
     def memory_analysis(self) -> "AbsentProgram":
-        """Returns the bytes that it takes, as an executable reports them."""
+        """Returns the object that has the bytes, as executables do."""
         return self
 
     @property
@@ -27,7 +31,7 @@ class AbsentProgram:
 
 
 class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
-    """The compiler of a target does not take a program."""
+    """The compiler of a target refuses a program."""
 
     def __init__(self, program: Program, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -48,15 +52,15 @@ class TargetStore(ProgramStore):
         self.sizes: dict[Hashable, Sizes] = {}
 
     def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
-        """A layer's forward and backward: those of the other store."""
+        """Returns a layer's forward and backward from the other store."""
         return self._store.layer(body, kept, partial)
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
-        """What programs take; those that are alike are compiled once, whatever device stands for the target.
+        """Returns what programs take; equal ones are compiled once, whatever device stands for the target.
 
         Raises:
-            RefusedProgram: the compiler does not take one of them.
-            ValueError: the compiler cannot be asked, and why.
+            RefusedProgram: the compiler refuses one of them.
+            ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform
         missing = {p.key: (p, d) for p, d in programs if p.key not in self.sizes}

@@ -1,26 +1,29 @@
 """The bytes that a program holds beside its inputs and results, from its equations alone.
 
-What compilers do with them, seen in what they compile for H100s and TPUs (`experiments/absent_hardware`), stands in
-these rules. On CPUs, whose compiler makes one result per kernel, only the first one holds.
+The rules describe what compilers were seen to do in programs for H100s and TPUs
+(`experiments/absent_hardware`). On CPUs, whose compiler makes one result per kernel, only the first
+rule holds.
 
-    kernels    a value that the roofline has in memory gets a buffer, from its kernel to the last kernel that reads it
-    results    what one elementwise kernel makes a result of lies where that will be; a product that is added to a sum
-               is added up where the sum lies
+    kernels    a value that the roofline has in memory gets a buffer, from the kernel that writes it to
+               the last kernel that reads it
+    results    a value of which one elementwise kernel makes a result lies where the result will be; a
+               product that is added to a sum is added up where the sum lies
 
 On a GPU:
 
-    siblings   elementwise kernels over arrays of one shape that read the same array become one, where the last of
-               them stands: what they make is there at once
-    parts      products whose sums are cut need more while they run: see `split_products`
-    pools      the backward of a maximum over windows finds where each was, in whole numbers: one for each dimension
+    siblings   elementwise kernels over arrays of one shape that read the same array become one, at the
+               place of the last of them, so all their results exist at once
+    parts      products whose sums are cut need more while they run (`split_products.py`)
+    pools      the backward of a maximum over windows finds the place of each maximum, as a whole
+               number per dimension
 
 On a TPU, with the bytes that arrays take in tiles:
 
-    halves     what is made for products alone is bfloat16, for so it multiplies float32; not in batches of products,
-               where copies take what this spares
-    relaid     an input that elementwise kernels read beside a batch of products is copied, to lie as these do; a
-               product of more than 128 rows each with a transposed table is copied where it is a result that kernels
-               read, too
+    halves     values that are made for products alone are bfloat16, because products of float32 run as
+               such; not in batches of products, where copies take what this saves
+    relaid     an input that elementwise kernels read beside a batch of products is copied into the
+               layout of these; a product of more than 128 rows with a transposed table is copied if
+               it is a result that kernels read, too
     scratch    small buffers lie in the memory beside the cores while there is room
 """
 
@@ -42,14 +45,17 @@ from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
-"""What these make is added to a sum as they make it."""
+"""The equations whose results are added to a sum as they are made."""
 _LANES = 128
 _SMALL = 4
 """A small buffer takes less than this part of the memory beside the cores."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
-    """Counts the most that a program holds in memory beside its inputs and results.
+    """Counts the largest number of bytes that a program holds in memory beside its inputs and results.
+
+    Walks through the kernels in their order: each adds what it writes, and frees what no later kernel
+    reads.
 
     Args:
         closed: the program.
@@ -75,24 +81,31 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         steps = _with_relaid(steps, _relaid(jaxpr))
         size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    alive, peak = Counter[bool](), 0  # what is small and what is not
-    ending: dict[int, Counter[bool]] = {}
+    # Bytes that are alive, and those that end with each step, apart for small buffers (True) and others.
+    alive, peak = {True: 0, False: 0}, 0
+    ending: dict[int, list[tuple[bool, int]]] = {}
     for i, step in enumerate(steps):
         for v in step.writes - elsewhere:
-            made = Counter({size(v) < device.scratch_bytes // _SMALL: size(v)})
-            alive += made
-            ending[last.get(v, i)] = ending.get(last.get(v, i), Counter()) + made
-        beside = max(0, alive[True] - device.scratch_bytes)
-        peak = max(peak, alive[False] + beside + step.own_bytes)
-        alive -= ending.get(i, Counter())
+            buffer_bytes = size(v)
+            is_small = buffer_bytes < device.scratch_bytes // _SMALL
+            alive[is_small] += buffer_bytes
+            ending.setdefault(last.get(v, i), []).append((is_small, buffer_bytes))
+        overflow = max(0, alive[True] - device.scratch_bytes)
+        peak = max(peak, alive[False] + overflow + step.own_bytes)
+        for is_small, buffer_bytes in ending.get(i, ()):
+            alive[is_small] -= buffer_bytes
     return peak
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A kernel, or siblings: what it reads and writes, and the shape that it loops over (None: it is a product).
+    """A kernel, or siblings that became one.
 
-    `own_bytes` are there while it runs.
+    Attributes:
+        reads: values in memory.
+        writes: values in memory.
+        loop: the shape that it loops over; None for a product.
+        own_bytes: that it needs while it runs.
     """
 
     reads: frozenset[Var]
@@ -104,14 +117,15 @@ class _Step:
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        outputs = kernels.written.intersection(eqn.outvars)
-        yield _Step(
-            frozenset(kernel.reads), frozenset(outputs), _loop(eqn), _own_bytes(eqn, device)
+        reads, writes = (
+            frozenset(kernel.reads),
+            frozenset(kernels.written.intersection(eqn.outvars)),
         )
+        yield _Step(reads, writes, _loop(eqn), _own_bytes(eqn, device))
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
-    """Counts what a kernel of a GPU needs for itself."""
+    """Counts the bytes that a kernel of a GPU needs for itself."""
     name = eqn.primitive.name
     if name == "dot_general" and device.cores and (product := product_of(eqn)):
         return split_bytes(product, device.cores)
@@ -122,7 +136,7 @@ def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
 
 
 def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """The shape that an elementwise kernel, or a reduction, loops over; None for any other."""
+    """Returns the shape that an elementwise kernel, or a reduction, loops over; None for any other."""
     if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
         return None
     over = eqn.invars[0] if eqn.primitive.name in REDUCTIONS else eqn.outvars[0]
@@ -130,9 +144,10 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """The values that lie where a result will: one elementwise kernel reads them and makes that result of them.
+    """Finds the values that lie where a result will: one elementwise kernel alone reads them, and makes it.
 
-    Where it adds to an input that the result overwrites, products and scattered sums alone do without a buffer.
+    If the kernel also reads an input of that size, the result overwrites the input; then only products
+    and scattered sums do without a buffer, because they are added up in place.
     """
     results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
@@ -140,8 +155,8 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     inside: set[Var] = set()
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        reduces = _loop(eqn) is None or eqn.primitive.name in REDUCTIONS
-        if reduces or results.isdisjoint(eqn.outvars):
+        is_elementwise = _loop(eqn) is not None and eqn.primitive.name not in REDUCTIONS
+        if not is_elementwise or results.isdisjoint(eqn.outvars):
             continue
         alike = {v for v in kernel.reads if nbytes(v) == nbytes(eqn.outvars[0])}
         alone = {v for v in alike if readers[v] == 1}
@@ -149,74 +164,79 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     return inside
 
 
-def _batched(eqn: JaxprEqn) -> bool:
+def _is_batched(eqn: JaxprEqn) -> bool:
+    """Tells whether an equation is a batch of products."""
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
 def _halves(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """The values of float32 that elementwise kernels make for products alone, none of which is one of a batch.
+    """Finds the values of float32 that elementwise kernels make for products alone, none of which is batched.
 
-    Reductions of them run where they are made.
+    Reductions that read them do not count: they run where the values are made.
     """
-    made = {
-        v for i in kernels.of if _loop(jaxpr.eqns[i]) is not None for v in jaxpr.eqns[i].outvars
-    }
-    others = {
-        v
-        for i, kernel in kernels.of.items()
-        if jaxpr.eqns[i].primitive.name not in ("dot_general", *REDUCTIONS)
-        or _batched(jaxpr.eqns[i])
-        for v in kernel.reads
-    }
-    return {v for v in made - others if _jax.aval(v).dtype == "float32"}
+    made_in_loops: set[Var] = set()
+    read_by_others: set[Var] = set()
+    for i, kernel in kernels.of.items():
+        eqn = jaxpr.eqns[i]
+        if _loop(eqn) is not None:
+            made_in_loops.update(eqn.outvars)
+        if eqn.primitive.name not in ("dot_general", *REDUCTIONS) or _is_batched(eqn):
+            read_by_others.update(kernel.reads)
+    return {v for v in made_in_loops - read_by_others if _jax.aval(v).dtype == "float32"}
 
 
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
-    """The inputs that lie beside results of batches of products: as large as one of them, and elementwise of use."""
-    shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _batched(eqn)}
+    """Finds the inputs that lie like results of batches of products: of the same shape, and elementwise in use."""
+    shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
     return {v for v in jaxpr.invars if _jax.aval(v).shape in shapes} - operands
 
 
 def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """The products with a transposed table that are results, of which kernels read a copy that lies otherwise."""
-    turned = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
+    """Finds the results that are products with a transposed table, of which kernels read a copy in another layout."""
+    transposed = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
     read = {v for kernel in kernels.of.values() for v in kernel.reads}
-    return {
-        eqn.outvars[0]
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "dot_general"
-        and not _batched(eqn)
-        and not turned.isdisjoint(jaxprs.variables(eqn.invars))
-        and eqn.outvars[0] in read
-        and _jax.aval(eqn.outvars[0]).shape[-2:][0] > _LANES
-    }
+    twice: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        product = eqn.outvars[0] if eqn.outvars else None
+        if eqn.primitive.name != "dot_general" or _is_batched(eqn) or product not in read:
+            continue
+        has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
+        if has_table and _jax.aval(product).shape[-2:][0] > _LANES:
+            twice.add(product)
+    return twice
 
 
 def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
-    """The steps, the first of which that reads an input that is relaid makes its copy."""
-    marked, left = [], set(relaid)
+    """Returns the steps, of which the first that reads a relaid input also writes the copy of it."""
+    marked, without_copy = [], set(relaid)
     for step in steps:
-        marked.append(replace(step, writes=step.writes | (step.reads & left)))
-        left -= step.reads
+        marked.append(replace(step, writes=step.writes | (step.reads & without_copy)))
+        without_copy -= step.reads
     return marked
 
 
 def _tpu_bytes(v: Var, halves: set[Var]) -> int:
+    """Counts the bytes of a value in tiles, with two bytes per element for values in `halves`."""
     aval = _jax.aval(v)
     return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1))
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
-    """The steps with siblings as one, each as near to where its last one stands as what it reads allows."""
+    """Returns the steps with siblings as one, each as near to its last member's place as its inputs allow.
+
+    A step joins the first group over its shape that shares a large input with it, unless one waits
+    for the other: joined, they would wait for themselves. So the groups never form a cycle.
+    """
     maker = {v: i for i, step in enumerate(steps) for v in step.writes}
-    behind = [0] * len(steps)  # bits: all the steps that one cannot run before
+    # By step, the set of all steps that it cannot run before, as the binary digits of a number.
+    behind = [0] * len(steps)
     for i, step in enumerate(steps):
         for j in {maker[v] for v in step.reads if v in maker}:
             behind[i] |= behind[j] | 1 << j
-    alike: dict[tuple[int, ...] | None, list[list[int]]] = {}  # groups, by what they loop over
+    groups_over: dict[tuple[int, ...] | None, list[list[int]]] = {}
     for i, step in enumerate(steps):
-        groups = alike.setdefault(step.loop, [])
+        groups = groups_over.setdefault(step.loop, [])
         for group in groups if step.loop is not None else ():
             bits = sum(1 << j for j in group)
             waits = behind[i] & bits or behind[group[0]] >> i & 1
@@ -226,17 +246,23 @@ def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
                 break
         else:
             groups.append([i])
-    every = [group for groups in alike.values() for group in groups]
+    every = [group for groups in groups_over.values() for group in groups]
     return [_joined([steps[j] for j in group]) for group in _in_order(every, behind)]
 
 
 def _share(a: _Step, b: _Step) -> bool:
-    """Tells whether two steps over arrays of one shape read the same one of them."""
-    return any(_jax.aval(v).size >= math.prod(a.loop or ()) for v in a.reads & b.reads)
+    """Tells whether two steps over arrays of one shape read the same array of at least that size."""
+    least = math.prod(a.loop or ())
+    return any(_jax.aval(v).size >= least for v in a.reads & b.reads)
 
 
 def _join(behind: list[int], group: int) -> None:
-    """Makes of steps (bits) one: who waits for one of them waits for all, and they for what any waits for."""
+    """Makes steps one: whoever waits for one waits for all, and they for whatever any of them waits for.
+
+    Args:
+        behind: by step, the steps that it waits for (bits); changed in place.
+        group: the steps that become one (bits).
+    """
     needs = 0
     for k, waits in enumerate(behind):
         needs |= waits if group >> k & 1 else 0
@@ -248,9 +274,10 @@ def _join(behind: list[int], group: int) -> None:
 
 
 def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[list[int]]:
-    """Yields groups of steps by where the last of each stands, none before what it needs."""
+    """Yields groups of steps by the place of the last member, none before what it needs."""
     todo, done = sorted(groups, key=max), 0
     while todo:
+        # Always found: the groups form no cycle.
         ready = next(group for group in todo if not behind[group[0]] & ~done)
         todo.remove(ready)
         done |= sum(1 << j for j in ready)
@@ -258,9 +285,10 @@ def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[li
 
 
 def _joined(several: Sequence[_Step]) -> _Step:
+    """Makes one step of several."""
     return _Step(
-        frozenset(v for step in several for v in step.reads),
-        frozenset(v for step in several for v in step.writes),
-        several[0].loop,
-        sum(step.own_bytes for step in several),
+        reads=frozenset[Var]().union(*(step.reads for step in several)),
+        writes=frozenset[Var]().union(*(step.writes for step in several)),
+        loop=several[0].loop,
+        own_bytes=sum(step.own_bytes for step in several),
     )

@@ -1,9 +1,15 @@
-"""The bytes of arrays as a compiler lays them: on TPUs the last dimensions are filled up to whole tiles."""
+"""The bytes of arrays as a compiler lays them out: on TPUs the last dimensions are filled up to whole tiles.
+
+an array of 100 x 64 of float32, in tiles of 8 x 128, takes 104 x 128 x 4 bytes:
+
+    13 tiles of 8 rows   | 64 used | 64 filled up |     and 4 of the last 8 rows
+"""
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from itertools import permutations
 from typing import TypeVar
 
 from jvpipe.ir.layers import Array
@@ -15,7 +21,7 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*
 
 
 def laid_bytes(shape: str) -> int:
-    """Counts the bytes of an array in the words of an HLO module: type, dimensions, minor to major, tiles.
+    """Counts the bytes of an array as an HLO module writes it: type, dimensions, minor to major, tiles.
 
     Args:
         shape: of one array.
@@ -30,25 +36,30 @@ def laid_bytes(shape: str) -> int:
     kind, dimensions, minor, tiles = found.groups(default="")
     sizes, order = _numbers(dimensions), _numbers(minor)
     if tile := _numbers(tiles[tiles.find("(") + 1 : tiles.find(")")]):
+        # Minor dimensions first; the tile fills up as many of them as it has.
         laid = [sizes[i] for i in order] or [1]
         rest = math.prod(laid[len(tile) :])
-        ends = zip(laid, reversed(tile), strict=False)
-        sizes = [rest, *(-(-size // whole) * whole for size, whole in ends)]
+        filled = [
+            -(-size // whole) * whole for size, whole in zip(laid, reversed(tile), strict=False)
+        ]
+        sizes = [rest, *filled]
     return -(-math.prod(sizes) * _bits(kind) // 8)
 
 
 def in_tiles(value: T) -> T:
-    """Returns plain data of a model, a graph or signatures, in which each array has the bytes that its tiles take.
+    """Returns plain data with the bytes of each array counted in tiles.
 
     Args:
-        value: an array, a frozen dataclass or a tuple with some in it, or anything else, which stays as it is.
+        value: an array; a frozen dataclass or a tuple that may contain some, such as a graph or
+            signatures; or anything else, which stays as it is.
 
     >>> in_tiles((Array("logits", (8, 100), "float32", 3200), "kept"))
     (Array(name='logits', shape=(8, 100), dtype='float32', bytes=4096, spec=()), 'kept')
     """
     if isinstance(value, Array):
         size = math.prod(value.shape)
-        if value.spec or not 0 < size <= value.bytes:  # in parts, empty, or of packed elements
+        is_counted = not value.spec and 0 < size <= value.bytes
+        if not is_counted:  # in parts, empty, or of packed elements
             return value
         return replace(value, bytes=tiled_bytes(value.shape, value.bytes // size))
     if type(value) is tuple:
@@ -65,8 +76,8 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Args:
         header: the first line of its HLO module.
 
-    >>> line = "HloModule jit_f, entry_computation_layout={(f32[8]{0}, s32[]{:T(128)})->(f32[8]{0}, f32[2]{0})}"
-    >>> entry_bytes(line)
+    >>> layout = "{(f32[8]{0}, s32[]{:T(128)})->(f32[8]{0}, f32[2]{0})}"
+    >>> entry_bytes(f"HloModule jit_f, entry_computation_layout={layout}")
     ((32, 512), (32, 8))
     """
     layout = header.partition("entry_computation_layout={")[2]
@@ -77,7 +88,7 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Counts the bytes of an array in tiles, laid with whichever dimensions last that leave the least unused.
+    """Counts the bytes of an array in tiles, with the order of dimensions that leaves the least unused.
 
     Args:
         sizes: of its dimensions.
@@ -86,23 +97,24 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)
     """
-    packed = max(1, 4 // itemsize)
+    packed = max(1, 4 // itemsize)  # elements that share the four bytes of a lane
     if len(sizes) < 2:
         (size,) = sizes or (1,)
         tile = 128 * packed * (1 if size <= 128 * packed else 8)
         return -(-size // tile) * tile * itemsize
-    least = 0
-    for minor in range(len(sizes)):
-        for second in (i for i in range(len(sizes)) if i != minor):
-            rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
-            rest = math.prod(x for i, x in enumerate(sizes) if i not in (minor, second))
-            laid = rest * (-(-sizes[second] // rows) * rows) * (-(-sizes[minor] // 128) * 128)
-            least = min(least or laid, laid)
-    return least * itemsize
+    least = math.inf
+    for minor, second in permutations(range(len(sizes)), 2):
+        # A tile has up to 8 rows, a power of two.
+        rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
+        rest = math.prod(x for i, x in enumerate(sizes) if i not in (minor, second))
+        filled_rows = -(-sizes[second] // rows) * rows
+        filled_columns = -(-sizes[minor] // 128) * 128
+        least = min(least, rest * filled_rows * filled_columns)
+    return int(least) * itemsize
 
 
 def _closed(results: str) -> str:
-    """The text up to the brace that ends the layout of a program."""
+    """Returns the text up to the brace that closes the layout of a program."""
     depth = 0
     for at, letter in enumerate(results):
         depth += (letter == "{") - (letter == "}")

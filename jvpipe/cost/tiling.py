@@ -41,7 +41,11 @@ class Tiling:
 
 
 def product_s(
-    product: Product, tiling: Tiling, cores: int, flops_per_s: float, result_bytes_per_s: float
+    product: Product,
+    tiling: Tiling,
+    cores: int,
+    flops_per_s: float,
+    result_bytes_per_s: float,
 ) -> float:
     """Estimates the seconds of a product by the fastest way.
 
@@ -65,7 +69,11 @@ def product_s(
 
 
 def _waves_s(
-    product: Product, tiling: Tiling, cores: int, flops_per_s: float, result_bytes_per_s: float
+    product: Product,
+    tiling: Tiling,
+    cores: int,
+    flops_per_s: float,
+    result_bytes_per_s: float,
 ) -> float:
     """Estimates the seconds of a product in waves of tiles, of the best size and number of parts."""
     core_flops_per_s = flops_per_s / cores

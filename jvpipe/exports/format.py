@@ -23,7 +23,7 @@ VERSION = 1
 """The version of written files. A file of another version is refused."""
 
 
-class Part(StrEnum):
+class PlanPart(StrEnum):
     """A part of a plan that a format may leave to another file."""
 
     CUTS = "cuts"  # how many layers each stage has
@@ -44,7 +44,7 @@ class Format:
     name: str
     write: Callable[[Plan, Outline], str]
     read: Callable[[str, Outline], Plan]
-    silent: frozenset[Part] = frozenset()
+    silent: frozenset[PlanPart] = frozenset()
     comment: str = "# "
 
     def export(self, plan: Plan, lossy: bool = False) -> str:
@@ -64,7 +64,10 @@ class Format:
             )
         if not self.comment:
             return text
-        head = [f"jvpipe {self.name} {VERSION}", *(f"nearest; lost: {loss}" for loss in lost)]
+        head = [
+            f"jvpipe {self.name} {VERSION}",
+            *(f"nearest; lost: {loss}" for loss in lost),
+        ]
         return "".join(f"{self.comment}{line}\n" for line in head) + text
 
     def load(self, text: str, outline: Outline) -> Plan:
@@ -167,7 +170,7 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
     return next(same, fitting[0]).name
 
 
-def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
+def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]:
     """Yields in words each difference between a plan and what its exported file is read back as.
 
     Args:
@@ -181,19 +184,21 @@ def losses(plan: Plan, back: Plan, silent: frozenset[Part]) -> Iterator[str]:
         plan = plan.turn(0)
     if plan.keep_last:
         yield "that the last micro-batch keeps everything"
-    if Part.CUTS not in silent and plan.cuts != back.cuts:
+    if PlanPart.CUTS not in silent and plan.cuts != back.cuts:
         yield f"cuts: {_cuts(plan)} layers per stage, the nearest is {_cuts(back)}"
     places = [stage.devices for stage in plan.stages]
-    if Part.PLACES not in silent and places != [stage.devices for stage in back.stages]:
+    if PlanPart.PLACES not in silent and places != [stage.devices for stage in back.stages]:
         yield f"devices of the stages: {[d for (d,) in places]}"
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
-    elif Part.ORDER not in silent and lists_for(plan, microbatches) != _lists(back, microbatches):
+    elif PlanPart.ORDER not in silent and lists_for(plan, microbatches) != _lists(
+        back, microbatches
+    ):
         yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
     fates = [dict(stage.fates) for stage in plan.stages]
-    if Part.FATES not in silent and fates != [dict(stage.fates) for stage in back.stages]:
+    if PlanPart.FATES not in silent and fates != [dict(stage.fates) for stage in back.stages]:
         count = sum(map(len, fates))
         kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
         yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"

@@ -13,7 +13,7 @@ _NORM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class BlockStack:
     """The layers of each block: block k is layers `starts[k]` to `starts[k + 1]`.
 
     layers    0 1 2 3 4 5 6 7 8
@@ -39,7 +39,7 @@ class Layout:
     devices: int
 
 
-def stack_of(outline: Outline, strict: bool = True) -> Stack:
+def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
     """Finds the blocks of a model.
 
     Args:
@@ -61,13 +61,13 @@ def stack_of(outline: Outline, strict: bool = True) -> Stack:
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)
-    stack = Stack((*starts, end), len(block_of))
+    stack = BlockStack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
     return stack
 
 
-def _check_alike(outline: Outline, stack: Stack) -> None:
+def _check_alike(outline: Outline, stack: BlockStack) -> None:
     """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
 
     The last layer of the last block may have more values: a trace puts a norm or a gather that comes
@@ -167,7 +167,7 @@ def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
         )
 
 
-def _values(outline: Outline, stack: Stack, block: int) -> list[str]:
+def _values(outline: Outline, stack: BlockStack, block: int) -> list[str]:
     """Returns the names of all values that a block can compute again from its input."""
     layers = outline.layers[stack.starts[block] : stack.starts[block + 1]]
     return [name for layer in layers for name in (*layer.values, *layer.inner)]

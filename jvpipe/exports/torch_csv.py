@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from jvpipe.exports.format import (
     Format,
-    Part,
+    PlanPart,
     by_device,
     lists_for,
     ranks_of,
@@ -217,4 +217,4 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     return not waits_for.isdisjoint(done)
 
 
-TORCH_CSV = Format("torch-csv", _write, _read, silent=frozenset({Part.CUTS}), comment="")
+TORCH_CSV = Format("torch-csv", _write, _read, silent=frozenset({PlanPart.CUTS}), comment="")

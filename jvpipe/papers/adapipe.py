@@ -1,16 +1,23 @@
-"""AdaPipe's two dynamic programs (Sun et al., ASPLOS 2024): what each stage computes again, and where to cut.
+"""AdaPipe's two dynamic programs: what each stage computes again, and where to cut.
 
-Legend: p stages, n micro-batches; f, b are a stage's forward and backward seconds, recomputation included, c what it
-receives and sends back to the stage before it. The first program (`knapsack.py`) gives b for every stage and segment.
-The second goes from the last stage to the first and keeps, for each first layer of a stage, the cuts that make
+Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and Adaptive
+Partitioning", ASPLOS 2024.
+
+Legend, in the paper's symbols:
+    p, n    stages and micro-batches; stages s count from 0
+    f, b    forward and backward seconds of a stage, recomputation included
+    c       seconds of what a stage receives from the stage before it, and sends back
+
+The first program (`knapsack.py`) finds b for every stage and segment. The second goes from the last
+stage to the first and keeps, for each first layer of a stage, the cuts for which this is least:
 
     T_s = W_s + E_s + (n - p) M_s
     W_s = f_s + max(W_{s+1} + b_{s+1} + c_{s+1}, (p - s - 1) f_s)    warm-up
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-least, s counted from 0. M is also as long as the links are busy. T_0 is 1F1B's step. A schedule without a flush has
-no phase but the steady one: there M_s is minimised.
+M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a flush
+has only the steady phase, so there M_s is minimised.
 """
 
 from dataclasses import dataclass
@@ -24,9 +31,12 @@ from jvpipe.planners.model.segments import Segments
 
 
 def adapipe(problem: Problem) -> Decision:
-    """The decision of AdaPipe's planner: it recomputes, and swaps nothing.
+    """Plans as AdaPipe does: it recomputes, and swaps nothing.
 
-    Raises `Infeasible` if nothing fits; bytes are counted in quanta, rounded up (see `knapsack.py`).
+    Bytes are counted in quanta, rounded up (`knapsack.py`).
+
+    Raises:
+        Infeasible: nothing fits.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -40,9 +50,16 @@ def adapipe(problem: Problem) -> Decision:
 
 @dataclass(frozen=True)
 class Suffix:
-    """The stages from s on, by the first layer of stage s: the phases, stage s's own seconds, and where it ends.
+    """The best stages from s on, by the first layer of stage s; infinite where none fit.
 
-    What does not fit takes infinitely long.
+    Attributes:
+        warmup_s: W_s.
+        ending_s: E_s.
+        steady_s: M_s.
+        forward_s: f_s.
+        backward_s: b_s.
+        comm_s: c_s.
+        end: the layer at which stage s ends.
     """
 
     warmup_s: np.ndarray
@@ -55,14 +72,14 @@ class Suffix:
 
     @staticmethod
     def empty(layers: int) -> "Suffix":
-        """No stages: they begin behind the last layer."""
+        """Returns the suffix without stages, which begins behind the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
         return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
 
 
 def try_adapipe(problem: Problem) -> Decision | None:
-    """Decides, without looking for a limit that would do; None if nothing is found."""
+    """Plans under the limit as it is; None if nothing fits."""
     segments = Segments(problem)
     recomputation = Recomputation(segments)
     n = len(problem.costs.layers)
@@ -79,12 +96,14 @@ def try_adapipe(problem: Problem) -> Decision | None:
 
 
 def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputation) -> Suffix:
-    """The stages from s on, given those after it."""
+    """Finds the best stages from s on, given those after it; one step of the dynamic program."""
     problem = segments.problem
-    later = problem.stages - s - 1
+    later = problem.stages - s - 1  # p - s - 1
+    steady_steps = max(0, problem.microbatches - problem.stages)
     suffix = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
+        # All ends of a stage that begins at i at once, of which only those that fit remain.
         row, ends = segments.row(s, i), cuts[cuts > i]
         ends = ends[np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])]
         if not len(ends):
@@ -92,19 +111,14 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
         f = row.forward_s[0, ends]
         b = row.compute_s[0, ends] - f + recomputation.extra_s[s, i, ends]
         c = row.comm_s[0, ends]
-        W = f + np.maximum(
-            after.warmup_s[ends] + after.backward_s[ends] + after.comm_s[ends], later * f
-        )
-        E = b + np.maximum(
-            after.ending_s[ends] + after.forward_s[ends] + after.comm_s[ends], later * b
-        )
+        next_comm_s = after.comm_s[ends]
+        warmup_s = after.warmup_s[ends] + after.backward_s[ends] + next_comm_s
+        ending_s = after.ending_s[ends] + after.forward_s[ends] + next_comm_s
+        W = f + np.maximum(warmup_s, later * f)
+        E = b + np.maximum(ending_s, later * b)
         M = np.maximum.reduce([after.steady_s[ends], f + b, c, row.traffic_s[0, ends]])
-        T = (
-            W + E + max(0, problem.microbatches - problem.stages) * M
-            if problem.schedule.synchronous
-            else M
-        )
-        best = np.lexsort((W + E, T))[0]
+        T = W + E + steady_steps * M if problem.schedule.synchronous else M
+        best = np.lexsort((W + E, T))[0]  # the least T; of equal ones the least W + E
         for column, values in zip(vars(suffix).values(), (W, E, M, f, b, c, ends), strict=True):
             column[i] = values[best]
     return suffix

@@ -1,26 +1,34 @@
-"""Capuchin's memory optimisation (Peng et al., ASPLOS 2020), as DawnPiper uses it on each stage (section 4.3).
+"""Capuchin's memory optimisation, as DawnPiper uses it on each stage.
 
-Legend: the FreeTime of a tensor is what is left of the time between its use in the forward and its use in the
-backward when it has been copied to the host and back; MSPS is memory saved per second of overhead. k is the stage's
-number of micro-batches in flight.
+Papers: Peng et al., "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020;
+DawnPiper, section 4.3.
+
+Legend, in the paper's words:
+    FreeTime    of a tensor: the seconds between its use in the forward and its use in the backward,
+                less those of its copies to the host and back
+    MSPS        memory saved per second of overhead
+    k           micro-batches in flight on the stage
+
+    layer's forward | later forwards | k - 1 micro-batches | later backwards | layer's backward
+                     [ out ...        what is left: FreeTime          ... in ]
 """
 
 from jvpipe.papers.selection import FateChange, Selection
 
 
 def free_time_s(stage: Selection, change: FateChange) -> float:
-    """FreeTime of what a change swaps; negative if its copies would be waited for.
+    """Returns the FreeTime of what a change swaps; it is negative if the stage would wait for the copies.
 
-    Between a layer's forward and its backward lie both of the layers after it, and the k - 1 other micro-batches, for
-    each of which the stage takes its forward and its backward. That is exact in the steady state of 1F1B, and the mean
-    over a step of GPipe.
+    Between a layer's forward and backward run those of the layers after it, and the whole stage for each
+    of the k - 1 other micro-batches. This is exact in the steady state of 1F1B, and the mean over a step
+    of GPipe.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
     return between_s - 2 * stage.problem.host.seconds(change.swapped_bytes)
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
-    """MSPS: overhead is what is computed again, and the copies, for which the link has no hidden time left."""
+    """Returns the MSPS of a change; its overhead is recomputation and copies, of which none is hidden now."""
     overhead_s = change.extra_s + 2 * stage.problem.host.seconds(max(0, change.swapped_bytes))
     return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
@@ -28,8 +36,8 @@ def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
 def optimise(stage: Selection) -> None:
     """Changes a stage's fates until it fits, or as far as that goes.
 
-    Swaps come first, the longest FreeTime before others, as long as their copies hide in it and the link to the host
-    has room beside the computation. Then whatever has the highest MSPS, swap or recomputation.
+    Swaps come first, by falling FreeTime, as long as their copies hide in it and the link to the host
+    has time left beside the computation. Then swaps and recomputations follow by falling MSPS.
     """
     stage.spend(
         stage.changes.swaps,

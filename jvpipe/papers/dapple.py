@@ -1,20 +1,30 @@
-"""DAPPLE's planner (Fan et al., 2021, section IV): the least latency of a step, estimated around a pivot stage.
+"""DAPPLE's planner for straight pipelines: the least latency of a step, estimated around a pivot stage.
+
+Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
+section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
 
 Legend, in the paper's symbols:
-    F_s, B_s    forward and backward seconds of stage s, of which there are 2 S - 1: transfers are stages between stages
+    F_s, B_s    forward and backward seconds of stage s; transfers are stages between stages, so that
+                there are 2 S - 1
     AR_s        the all-reduce of its gradients; 0 if a stage has one device
     M           micro-batches
     Q           the pivot: the stage with the fewest bubbles
     T_w         warm-up, sum of F_s for s <= Q
     T_s         steady phase, (M - 1) (F_Q + B_Q)
-    T_e         ending (equation 1), the most over s of AR_s + (sum of B_a for s <= a <= Q, or - sum of B_a for
-                Q <= a <= s behind the pivot)
+    T_e         ending (equation 1), the largest over s of AR_s + (sum of B_a for s <= a <= Q, or
+                - sum of B_a for Q <= a <= s behind the pivot)
     L           T_w + T_s + T_e (equation 2)
-    T_PL(j, m)  the least L found with the first j layers on m of G devices, and the others as one stage that shares the
-                work among the other G - m (equation 4); the plan behind it is what larger j go on from (equation 5)
-    K_s, D      micro-batches in flight on stage s, and the most of them that a device has memory for
-The paper prints T_e without B_Q for s = Q; if Q is the first stage its last backward would be left out, so it counts.
-Here stages have one device each; `dapple_replicas.py` has those with several.
+    T_PL(j, m)  the least L found with the first j layers on m of G devices, and the others as one stage
+                that shares the work among the other G - m (equation 4); plans for larger j extend the
+                plan behind it (equation 5)
+    K_s, D      micro-batches in flight on stage s, and the most that a device has memory for
+
+    stage 0   F F F F . . B . B . B . B       Q = 1:  T_w  F_0 F_1
+    stage 1   . F . F B F B F B . B . .               T_s  (M - 1) times F_1 B_1
+                                                      T_e  B_1 B_0
+
+The paper prints T_e without B_Q for s = Q. If Q is the first stage, that would leave out its last
+backward, so it counts here.
 """
 
 from collections.abc import Sequence
@@ -33,7 +43,7 @@ Seconds = float | Float[np.ndarray, "..."]
 
 
 class Phases(NamedTuple):
-    """F_s, B_s and AR_s: numbers, or arrays for many plans at once."""
+    """F_s, B_s and AR_s of a stage: numbers, or arrays for many plans at once."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -41,10 +51,13 @@ class Phases(NamedTuple):
 
 
 def dapple(problem: Problem) -> Decision:
-    """DAPPLE's straight plan for all of the problem's stages; every residual is kept.
+    """Plans all of a problem's stages as DAPPLE does; every residual is kept.
 
-    Its dynamic program keeps one plan per (j, m), the one whose L is least so far: so it does not always find the least
-    L of all. Raises `Infeasible` if nothing fits.
+    The dynamic program keeps one plan per (j, m), the one whose L is least so far. L does not
+    add up over stages, so the plan that is found need not have the least L of all.
+
+    Raises:
+        Infeasible: nothing fits.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -54,23 +67,25 @@ def dapple(problem: Problem) -> Decision:
     """
     kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
-    # The plan behind T_PL(j, m), for each j: seconds of its stages and transfers, and whether there is one.
-    plan, there = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
+    comm_s = _finite(kept.comm_s)
+    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is one.
+    plan, exists = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
-        stage_s, fits = _finite(kept.compute_s(m - 1)), _fits(kept, m - 1) & there[:, None]
-        way = [*(seconds[:, None] for seconds in plan), _finite(kept.comm_s), stage_s]
+        stage_s = _finite(kept.compute_s(m - 1))
+        fits = _fits(kept, m - 1) & exists[:, None]
+        # Rows: where the last stage begins; columns: where it ends.
+        way = [*(seconds[:, None] for seconds in plan), comm_s, stage_s]
         if m < devices:
-            way += [_finite(kept.comm_s[:, -1]), _finite(kept.compute_s(m)[:, -1]) / (devices - m)]
+            rest_s = _finite(kept.compute_s(m)[:, -1]) / (devices - m)
+            way += [comm_s[:, -1], rest_s]
         latency = latency_s([Phases(0.0, seconds) for seconds in way], problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
-        plan = [seconds[begin] for seconds in plan] + [
-            _finite(kept.comm_s)[begin, places],
-            stage_s[begin, places],
-        ]
-        there = fits[begin, places]
+        plan = [seconds[begin] for seconds in plan]
+        plan += [comm_s[begin, places], stage_s[begin, places]]
+        exists = fits[begin, places]
         begins.append(begin)
-    if not there[-1]:
+    if not exists[-1]:
         raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
@@ -79,65 +94,69 @@ def dapple(problem: Problem) -> Decision:
 
 
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
-    """L of stages and the transfers between them.
+    """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage and moves to an earlier one whose steady phase is longer than that of Q and the work
-    between them (equation 3).
+    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one of Q
+    and the work between them together (equation 3). One pass over the stages finds Q and T_e: all sums
+    are differences of running sums.
 
-    >>> alike, dear = Phases(1.0, 2.0), Phases(3.0, 6.0)
-    >>> latency_s([alike, Phases(0.0, 0.0), alike], 4), latency_s([alike, Phases(0.5, 0.5), dear], 4)
-    (15.0, 40.0)
+    Args:
+        stages: in their order, transfers included.
+        microbatches: M.
 
-    An all-reduce is hidden by the backwards of the stages before its own, but not that of the first stage:
+    >>> light, heavy = Phases(1.0, 2.0), Phases(3.0, 6.0)
+    >>> latency_s([light, Phases(0.0, 0.0), light], 4)
+    15.0
+    >>> latency_s([light, Phases(0.5, 0.5), heavy], 4)
+    40.0
 
-    >>> latency_s([alike, alike._replace(reduce_s=2.0)], 4), latency_s([alike._replace(reduce_s=2.0), alike], 4)
+    The backwards of earlier stages hide an all-reduce; nothing hides the one of the first stage:
+
+    >>> reducing = light._replace(reduce_s=2.0)
+    >>> latency_s([light, reducing], 4), latency_s([reducing, light], 4)
     (15.0, 17.0)
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    from_start_s = (
-        x.reduce_s - done + x.backward_s for x, done in zip(stages, backward_s, strict=True)
-    )
-    ahead_s = list(
-        accumulate(from_start_s, np.maximum)
-    )  # T_e by the stages up to each, less B of all of these
-    pivot_s, between_s, behind_s, least_s = -np.inf, 0.0, -np.inf, 0.0
-    for s in range(len(stages) - 1, -1, -1):
+    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <= Q.
+    up_to_s = zip(stages, backward_s, strict=True)
+    from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
+    ahead_s = list(accumulate(from_start_s, np.maximum))
+    pivot_s, between_s, behind_s, latency = -np.inf, 0.0, -np.inf, 0.0
+    for s in reversed(range(len(stages))):
         stage, upto_s = stages[s], backward_s[s]
         work_s = stage.forward_s + stage.backward_s
         steady_s = (microbatches - 1) * work_s
         ending_s = np.maximum(ahead_s[s] + upto_s, behind_s + upto_s - stage.backward_s)
         moves = steady_s > pivot_s + between_s
-        least_s = np.where(moves, forward_s[s] + steady_s + ending_s, least_s)
-        pivot_s, between_s = (
-            np.where(moves, steady_s, pivot_s),
-            np.where(moves, 0.0, between_s + work_s),
-        )
+        latency = np.where(moves, forward_s[s] + steady_s + ending_s, latency)
+        pivot_s = np.where(moves, steady_s, pivot_s)
+        between_s = np.where(moves, 0.0, between_s + work_s)
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)
-    return least_s if np.ndim(least_s) else float(least_s)
+    return latency if np.ndim(latency) else float(latency)
 
 
 def in_flight(stages: int, largest: int, eager: bool = False) -> tuple[int, ...]:
-    """K_s by the paper's policy A, or B where transfers take as long as work (section V-C); `OneFOneB` runs them.
+    """Returns K_s of each stage by the paper's policies (section V-C), which `OneFOneB` runs.
 
     Args:
         stages: S.
         largest: D.
-        eager: policy B.
+        eager: whether by policy B, for transfers that take as long as the work; else by policy A.
 
     >>> in_flight(4, 8), in_flight(4, 5, eager=True)
     ((4, 3, 2, 1), (5, 5, 3, 1))
     """
-    return tuple(
-        min(2 * behind - 1 if eager else behind, largest) for behind in range(stages, 0, -1)
-    )
+    remaining = range(stages, 0, -1)  # S - s
+    wished = [2 * count - 1 if eager else count for count in remaining]
+    return tuple(min(count, largest) for count in wished)
 
 
 def _finite(grid: np.ndarray) -> np.ndarray:
-    """Zeros where there is no segment, which are not looked at."""
+    """Replaces infinite entries by zeros, with which one can calculate: `_fits` excludes them."""
     return np.where(np.isfinite(grid), grid, 0.0)
 
 
 def _fits(kept: KeptStages, s: int) -> np.ndarray:
-    """Where a segment can be stage s."""
+    """Tells which segments fit as stage s."""
     return np.isfinite(kept.where_it_fits(s, kept.compute_s(s)))

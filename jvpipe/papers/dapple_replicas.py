@@ -1,11 +1,18 @@
-"""DAPPLE's planner with replicated stages (Fan et al., 2021, sections IV-B and IV-C); `dapple.py` has its latency.
+"""DAPPLE's planner with replicated stages; `dapple.py` has the symbols of its latency.
 
-Legend: `free` are the devices of each machine that are left (g is the others)
-    T_PL(j, g)  the least L found with the first j layers on g, and the others as one stage on all that is free
-From each (j, g) one more stage is put after layer j' on m' devices, which each of three policies chooses (figure 5);
-where it is less than what was there, this is T_PL(j', g + g') from then on (equation 5). One plan is kept for each, so
-the least L of all is not always found. F_s and B_s are those of a slice, AR_s is `Cluster.reduce_s`. What cannot lead
-to less than the best plan so far is left out: L is at least M (F_s + B_s) for every stage.
+Paper: Fan et al., PPoPP 2021, sections IV-B (device placement) and IV-C (the dynamic program).
+
+Legend, in the paper's symbols where it has them:
+    g           the devices that the stages so far occupy; `free` counts the others by machine
+    T_PL(j, g)  the least L found with the first j layers on g, and the others as one stage on all
+                devices that are free
+    F_s, B_s    of a slice of a micro-batch
+    AR_s        the all-reduce of a stage's gradients over its devices
+
+From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of three
+policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation 5). One
+plan is kept for each (j, g), so the least L of all is not always found. Extensions that cannot beat
+the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
 """
 
 from collections.abc import Sequence
@@ -24,13 +31,13 @@ from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 
 MOST_COUNTS = 16
-"""With more devices, a stage gets a multiple of the least number that leaves that many counts."""
+"""The most counts of devices that are tried for a stage; of more devices, a stage gets multiples of a unit."""
 Free = tuple[int, ...]
 Places = tuple[int, ...]
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if none that it finds fits.
+    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if no plan that it considers fits.
 
     Args:
         segments: of the model.
@@ -57,12 +64,12 @@ def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
 
 
 def fresh_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes devices of machines that nobody uses, in turn, then of others.
+    """Takes devices of unused machines, one machine after another, then of used ones.
 
     Args:
         free: devices of each machine.
         whole: those that it has.
-        m: devices that are taken.
+        m: how many are taken.
 
     >>> fresh_first((2, 4, 4), (4, 4, 4), 6)
     (0, 4, 2)
@@ -71,12 +78,12 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
 
 
 def append_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes devices of machines that are used already, in turn, then of others.
+    """Takes devices of used machines, one machine after another, then of unused ones.
 
     Args:
         free: devices of each machine.
         whole: those that it has.
-        m: devices that are taken.
+        m: how many are taken.
 
     >>> append_first((2, 4, 4), (4, 4, 4), 6)
     (2, 4, 0)
@@ -85,12 +92,12 @@ def append_first(free: Free, whole: Free, m: int) -> Free:
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
-    """Takes as many devices of each used machine, of all if none is used; then of others.
+    """Takes equally many devices of each used machine, then of unused ones.
 
     Args:
         free: devices of each machine.
         whole: those that it has.
-        m: devices that are taken.
+        m: how many are taken.
 
     >>> scatter_first((2, 3, 4), (4, 4, 4), 4), scatter_first((4, 4, 4), (4, 4, 4), 4)
     ((2, 2, 0), (2, 1, 1))
@@ -111,14 +118,19 @@ POLICIES = fresh_first, append_first, scatter_first
 
 @dataclass(eq=False)
 class _Plans:
-    """The plans behind T_PL(j, g) for each j; L is infinite where there is none."""
+    """The plans behind T_PL(j, g), for each j.
+
+    Attributes:
+        latency_s: L; infinite if there is no plan.
+        before: the plans of which each is an extension, and the j of that one.
+        places: the devices of the last stage.
+        phases: of all stages and the transfers between them.
+    """
 
     latency_s: Float[np.ndarray, "n"]
-    before: list[
-        tuple["_Plans", int] | None
-    ]  # the plans that each goes on from, and the j of that one
-    places: list[Places]  # of the last stage
-    phases: list[tuple[Phases, ...]]  # of all stages and the transfers between them
+    before: list[tuple["_Plans", int] | None]
+    places: list[Places]
+    phases: list[tuple[Phases, ...]]
 
     @staticmethod
     def none(n: int) -> "_Plans":
@@ -126,7 +138,7 @@ class _Plans:
 
     @cached_property
     def stacked(self) -> list[Phases]:
-        """The stages of all plans side by side; those of shorter plans come after stages without work."""
+        """The stages of all plans side by side; shorter plans begin with stages without work."""
         longest = max(map(len, self.phases))
         every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
@@ -135,17 +147,25 @@ class _Plans:
         return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
-        """The stages of the one for j: where each ends, and its devices."""
+        """Lists the stages of the plan for j: where each ends, and its devices."""
         before = self.before[j]
         return [*before[0].stages(before[1]), (j, self.places[j])] if before else []
 
 
 class _Search:
-    """T_PL(j, g) for all j and the g that are met, those of fewest devices first."""
+    """The dynamic program: T_PL(j, g) for all j and the g that occur, g of few devices first.
+
+    Attributes:
+        known: the plans by the devices that are left free.
+        best: the best plan so far that keeps the limits, as its shape and bounds.
+        best_s: its L, counted with as many micro-batches in flight as it has.
+        left_s: by cut, a bound on the seconds of all devices for the layers behind it.
+    """
 
     def __init__(self, segments: LocalSegments, size: int) -> None:
         shapes = segments.shapes
-        self.segments, self.shapes, self.size, self.cuts = segments, shapes, size, segments.coarse
+        self.segments, self.shapes = segments, shapes
+        self.size, self.cuts = size, segments.coarse
         self.microbatches = shapes.batch // size
         per_machine = shapes.cluster.devices_per_machine
         self.starts = range(0, shapes.devices, per_machine)
@@ -160,7 +180,8 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """What all devices together take at least for a micro-batch, from each cut on."""
+        """Bounds from below the seconds of all devices together for a micro-batch, from each cut on."""
+        # Whatever r is, r devices share the layer; the r that wastes least time is the bound.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
         every = np.min([r * self.segments.compute_s(b) for r, b in shares], axis=0)
@@ -168,46 +189,48 @@ class _Search:
         return total[-1] - total
 
     def plan(self) -> Path | None:
-        """The plan of the least L, of all that were kept on the way and fit."""
+        """Returns the plan of the least L, of all that were kept on the way and fit."""
         begin = self.known[self.whole] = _Plans.none(len(self.cuts))
         begin.latency_s[0] = 0.0
-        self.extend(self.whole, self.whole)  # so that there is a plan to be better than
+        self.extend(self.whole, self.whole)  # one stage on all devices: a first plan to beat
         for left in range(sum(self.whole), 0, -1):
             for free in [free for free in self.known if sum(free) == left]:
                 for m in range(self.unit, left + 1, self.unit):
                     if self.shapes.pins.feeds(m, self.size):
-                        for taken in dict.fromkeys(
-                            policy(free, self.whole, m) for policy in POLICIES
-                        ):
-                            self.extend(free, taken)
-        # What L is there is the least: with more in flight layers may run again.
-        every = (
-            (float(x), free, j)
-            for free, plans in self.known.items()
-            for j, x in enumerate(plans.latency_s)
-            if j
-        )
+                        self._extend_by(free, m)
+        # T_PL bounds the L of a plan: with more micro-batches in flight layers may run again.
+        every: list[tuple[float, Free, int]] = []
+        for free, plans in self.known.items():
+            every += [(x, free, j) for j, x in enumerate(plans.latency_s.tolist()) if j]
         for least_s, free, j in sorted(every):
             if least_s >= self.best_s:
                 break
             self.judge(free, j)
         return self.best
 
+    def _extend_by(self, free: Free, m: int) -> None:
+        """Adds one more stage on m devices, by each policy; the same devices are tried once."""
+        for taken in dict.fromkeys(policy(free, self.whole, m) for policy in POLICIES):
+            self.extend(free, taken)
+
     def extend(self, free: Free, taken: Free) -> None:
-        """Puts one more stage on some devices, after all plans that there are: equation 5."""
+        """Adds one more stage on some devices to all plans that leave them free: equation 5.
+
+        Args:
+            free: the devices of each machine that the plans leave.
+            taken: those that the stage gets.
+        """
         before, places = self.known[free], self.places(free, taken)
         after = tuple(a - b for a, b in zip(free, taken, strict=True))
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
+        # Rows: where the stage begins, which is the j of the plan before it; columns: where it ends.
         slowest_s = np.maximum(forward_s + backward_s, self.left_s / max(1, len(rest)))
-        there = (
-            fits
-            & np.isfinite(before.latency_s)[:, None]
-            & (self.microbatches * slowest_s < self.best_s)
-        )
+        may_win = self.microbatches * slowest_s < self.best_s
+        possible = fits & np.isfinite(before.latency_s)[:, None] & may_win
         if not rest:
-            there[:, :-1] = False
-        rows = np.flatnonzero(there.any(1))
+            possible[:, :-1] = False  # no device is left for layers behind the stage
+        rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
         stage = Phases(forward_s[rows], backward_s[rows], self.reduce_s(places)[rows])
@@ -216,29 +239,33 @@ class _Search:
         if rest:
             onward = halved(self.crossing_bytes[:, -1], np.array(self.way(places, rest)))
             last_f, last_b, _ = self.work(len(rest))
-            way += [onward, Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])]
-        every_s = np.where(there[rows], latency_s(way, self.microbatches), np.inf)
-        at = every_s.argmin(0), np.arange(len(self.cuts))
+            last = Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])
+            way += [onward, last]
+        every_s = np.where(possible[rows], latency_s(way, self.microbatches), np.inf)
+        best_rows, ends = every_s.argmin(0), np.arange(len(self.cuts))
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
-        better = np.flatnonzero(every_s[at] < plans.latency_s)
+        better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
-            row, j = int(at[0][end]), int(rows[at[0][end]])
-            plans.latency_s[end], plans.before[end], plans.places[end] = (
-                every_s[row, end],
-                (before, j),
-                places,
-            )
+            row = int(best_rows[end])
+            j = int(rows[row])
+            plans.latency_s[end] = every_s[row, end]
+            plans.before[end] = before, j
+            plans.places[end] = places
             added = (into, stage) if j else (stage,)
-            plans.phases[end] = (*before.phases[j], *(_at(phases, (row, end)) for phases in added))
+            phases = (_at(phases, (row, end)) for phases in added)
+            plans.phases[end] = (*before.phases[j], *phases)
         if len(better):
             self.judge(after, int(better[plans.latency_s[better].argmin()]))
 
     def judge(self, free: Free, j: int) -> None:
-        """Counts the plan behind T_PL(j, g), with as many micro-batches in flight as it has: the best, if it is."""
+        """Evaluates the plan behind T_PL(j, g) with as many micro-batches in flight as it has.
+
+        It becomes the best plan if it keeps the limits and its L is less.
+        """
         last = len(self.cuts) - 1
-        stages = self.known[free].stages(j) + (
-            [(last, self.places(free, free))] if j < last else []
-        )
+        stages = self.known[free].stages(j)
+        if j < last:
+            stages.append((last, self.places(free, free)))
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
         shape = Shape(tuple(places for _, places in stages), self.size)
         asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
@@ -250,65 +277,69 @@ class _Search:
                 self.best, self.best_s = (shape, bounds), least_s
 
     def places(self, free: Free, taken: Free) -> Places:
-        """The devices that are taken: those of a machine in their order."""
-        every = zip(self.starts, self.whole, free, taken, strict=True)
-        return tuple(
-            start + whole - left + d for start, whole, left, take in every for d in range(take)
-        )
+        """Numbers the devices that are taken; those of a machine are taken in their order."""
+        numbers: list[int] = []
+        for start, whole, left, count in zip(self.starts, self.whole, free, taken, strict=True):
+            first = start + whole - left
+            numbers += range(first, first + count)
+        return tuple(numbers)
 
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
-        """F and B of each segment on some replicas, and whether it fits: the last stage with one micro-batch in flight,
-        others with two. What does not is run again, or is over the limit all the same.
+        """Returns F and B of each segment on some replicas, and whether it fits.
+
+        The last stage has one micro-batch in flight here, others two. A segment that does not fit is
+        counted with all forwards run again; whether it fits then, `judge` finds out.
         """
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
             fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
             fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
-            again_s, forwards_s = self.segments.again_s(b), sums(self.segments.layer_s(b)[0])
+            forwards_s = sums(self.segments.layer_s(b)[0])
             fits = np.isfinite(fitting_s) & self.inside
-            both_s = np.where(self.inside, np.where(fits, fitting_s, again_s), 0.0)
+            both_s = np.where(fits, fitting_s, self.segments.again_s(b))
+            both_s = np.where(self.inside, both_s, 0.0)
             forward_s = np.where(self.inside, between(forwards_s, self.cuts, self.cuts), 0.0)
             self._work[replicas] = forward_s, both_s - forward_s, fits
         return self._work[replicas]
 
     def reduce_s(self, places: Places) -> Grid:
-        """AR of each segment."""
+        """Returns AR of each segment on some devices."""
         if len(places) == 1:
             return np.zeros(self.inside.shape)
         link = self.shapes.cluster.reducing(places)
         return self.segments.reduce_s(self.segments.share(self.size, len(places)), link)
 
     def way(self, senders: Places, readers: Places) -> tuple[float, float]:
-        """The seconds of a transfer from stage to stage: of its latency, and of each byte."""
+        """Returns the latency of a transfer between stages, and its seconds per byte."""
         link = self.shapes.cluster.way(senders, readers)
         return link.latency_s, 1 / link.bytes_per_s
 
     def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
-        """What comes from the last stage of some of the plans, and goes back there.
+        """Describes as a stage the transfers from the last stage of some plans, and back.
 
         Args:
             before: the plans.
             places: of the stage that reads.
-            rows: where in the cuts those plans end.
+            rows: the places in the cuts where those plans end.
         """
         senders = (before.places[j] for j in rows)
-        rates = [self.way(there, places) if there else (0.0, 0.0) for there in senders]
+        rates = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
         return halved(self.crossing_bytes[rows], np.array(rates).T[:, :, None])
 
 
 def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) -> Phases:
-    """A transfer as a stage: half of the bytes there, half of them back.
+    """Describes a transfer as a stage: half of the bytes go there, half of them come back.
 
     Args:
-        sizes: bytes of both.
-        rate: seconds of its latency, and of each byte.
+        sizes: bytes of both directions.
+        rate: seconds of the latency, and per byte.
     """
     one_way_s = np.where(sizes > 0, rate[0] + sizes / 2 * rate[1], 0.0)
     return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
 
 
 def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
-    """Counts L of a plan, by what its stages take."""
+    """Returns L of a plan whose stages were evaluated."""
     phases = []
     for s, stage in enumerate(stages):
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
@@ -318,12 +349,12 @@ def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
 
 
 def _at(phases: Phases, which: Any) -> Phases:
-    """Some of the plans that phases are of."""
+    """Selects some of the plans that phases are of."""
     return Phases(*(np.asarray(x)[which] for x in phases))
 
 
 def _in_turn(free: Free, machines: Sequence[int], m: int) -> Free:
-    """All free devices of some machines, one machine after another, until there are m."""
+    """Takes all free devices of some machines, one machine after another, until there are m."""
     taken = [0] * len(free)
     for k in machines:
         taken[k] = min(free[k], m - sum(taken))

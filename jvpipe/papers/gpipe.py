@@ -1,6 +1,9 @@
-"""GPipe's planner (Huang et al., 2019, section 2): the variance of the stages' estimated costs is as small as can be.
+"""GPipe's planner: the least variance of the stages' estimated costs.
 
-Legend: a stage's cost is the seconds of its forward. Their mean is the same however the model is cut, so the least sum
+Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+NeurIPS 2019, section 2.
+
+The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least sum
 of squares is the least variance; a dynamic program over the cuts finds it.
 """
 
@@ -12,9 +15,12 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, 
 
 
 def gpipe(problem: Problem) -> Decision:
-    """GPipe's cuts, and its rematerialisation: a stage keeps its input alone and computes all else again.
+    """Plans as GPipe does: a stage keeps its input alone and recomputes everything else.
 
-    GPipe looks at no memory limit. ValueError if `together` leaves too few places to cut.
+    The memory limit is not considered.
+
+    Raises:
+        ValueError: `together` leaves too few places to cut.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -26,7 +32,7 @@ def gpipe(problem: Problem) -> Decision:
     _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)
-    return Decision(
-        bounds,
-        tuple(RECOMPUTE if layer in bounds else RECOMPUTE_CHAIN for layer in range(bounds[-1])),
-    )
+    # The first layer of a stage begins a chain of forwards that all run again.
+    layers = range(bounds[-1])
+    choices = tuple(RECOMPUTE if layer in bounds else RECOMPUTE_CHAIN for layer in layers)
+    return Decision(bounds, choices)

@@ -1,6 +1,7 @@
-"""What every stage takes and holds if each residual is kept, for planners that do not choose fates.
+"""The seconds and bytes of all segments with every residual kept, for planners that do not choose fates.
 
-Legend: grids are those of `KeepAll`.
+A grid has a row for each cut at which a segment may begin and a column for each at which it may end,
+as those of `KeepAll`; all other entries are infinite.
 """
 
 from collections.abc import Sequence
@@ -26,19 +27,19 @@ class KeptStages(KeepAll):
         return self._inside(between(self.segments.compute_of(s) + extra_s, self.cuts, self.cuts))
 
     def seconds(self, s: int) -> Grid:
-        """Says how far apart micro-batches are: of stage s's work and of what takes its own link, the longer."""
+        """Returns the seconds between micro-batches: those of stage s's work, or of its own link if longer."""
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
     @cached_property
     def comm_s(self) -> Grid:
-        """Seconds of what comes from earlier stages, and of its cotangents."""
+        """The seconds of all values from earlier stages, and of their cotangents."""
         return self._inside(self._block.comm_s)
 
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
-        """Gives the grid, infinite where stage s would be over the limit."""
+        """Returns a grid, infinite where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
         return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
 
     def decision(self, places: Sequence[int]) -> Decision:
-        """Decides for the cuts at these places."""
+        """Returns the decision with the cuts at some places of the grid."""
         return Decision.keeping_all([int(self.cuts[place]) for place in places])

@@ -1,9 +1,12 @@
-"""vPipe's cut search: coarsen on backbone vertices, recursive Kernighan-Lin bisection, refinement (Zhao et al., 2022).
+"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection, refinement.
 
-Stages are contiguous in the order of the layers, and so are the two sides of every bisection: the only vertices that
-may change sides are those at the bound. A pass of Kernighan-Lin, which exchanges vertices until all are locked and
-keeps the best state that it went through, is then a walk of the bound, and its result is the best of the bounds that
-it passes: the fewest bytes cut, of those that balance the sides' seconds within a tolerance.
+Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
+Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
+
+Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only the
+vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are locked
+and keeps the best state on its way. Here such a pass is a walk of the bound, so its result is the best
+of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a tolerance.
 """
 
 from collections.abc import Sequence
@@ -13,13 +16,13 @@ from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import OverJ, Segments
 
 BALANCE_TOLERANCE = 0.1
-"""How far a side's seconds may be from its share, in seconds of a mean stage."""
+"""The distance of a side's seconds from its share, at most, in seconds of a mean stage."""
 HEAVIEST_VERTEX = 0.25
-"""How heavy a coarse vertex may be, in the same unit; a nest that is heavier is not merged as a whole."""
+"""The seconds of a coarse vertex, at most, in the same unit; heavier nests are not merged as a whole."""
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
-    """Bounds of the stages, rising from 0 to the number of layers: few bytes are cut, seconds are balanced."""
+    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance seconds."""
     problem = segments.problem
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
@@ -27,28 +30,25 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     coarse = coarse_bounds(problem, fine, total, HEAVIEST_VERTEX * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
-        """The bounds after `lo` of the stages between two bounds.
+        """Returns the bounds after `lo` of the stages between two bounds.
 
         Args:
-            lo: the layer that the first of them begins with.
-            hi: the layer after the last one's last.
-            stages: how many.
+            lo: the first layer of the first stage.
+            hi: behind the last layer of the last stage.
+            stages: their number.
         """
         if stages == 1:
             return [hi]
         left = stages // 2
         share = total[lo] + (total[hi] - total[lo]) * left / stages
-        for bounds in (coarse, fine):
-            # Each side needs as many fine vertices as it has stages.
-            inside = [b for b in fine if lo <= b <= hi]
-            able = set(inside[left : len(inside) - (stages - left)])
-            middles = [b for b in bounds if b in able]
-            if middles:
-                break
+        # Each side needs as many fine vertices as it has stages.
+        inside = [b for b in fine if lo <= b <= hi]
+        possible = inside[left : len(inside) - (stages - left)]
+        middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
-        balanced = [
-            b for b in middles if abs(total[b] - share) <= max(nearest, BALANCE_TOLERANCE * mean_s)
-        ]
+        tolerance = max(nearest, BALANCE_TOLERANCE * mean_s)
+        balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
+        # Fewest bytes first; of equal ones the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
@@ -60,17 +60,21 @@ def coarse_bounds(
 ) -> list[int]:
     """Finds the bounds of the coarse graph's vertices.
 
-    A backbone vertex is a layer that no edge passes by; what lies between two of them is a nest, merged into one
-    vertex, or into several where its seconds would be more than `heaviest_s`. `total` are running seconds.
+    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest, which
+    becomes one vertex, or several if it would take more than `heaviest_s`.
+
+        edges    0-1-2-3-4-5, 1-4       backbone 0, 1, 4, 5: the edge from 1 to 4 passes by 2 and 3
+        coarse   0|1|2 3|4|5
 
     Args:
-        problem: what is to be planned.
+        problem: to plan.
         fine: where the model may be cut.
         total: running seconds.
-        heaviest_s: what a vertex takes at most, if it can be divided.
+        heaviest_s: seconds of a vertex, at most, if it can be divided.
     """
     layers = len(problem.costs.layers)
-    passed_by = [0] * (layers + 1)  # differences, of how many edges pass by each layer
+    # By layer, the edges that begin to pass by there less those that end.
+    passed_by = [0] * (layers + 1)
     for edge in problem.costs.edges:
         passed_by[edge.producer + 1] += 1
         passed_by[max(edge.producer + 1, *edge.readers)] -= 1
@@ -88,11 +92,15 @@ def coarse_bounds(
 
 
 def refine(
-    bounds: list[int], fine: Sequence[int], coarse: Sequence[int], total: OverJ, crossing: OverJ
+    bounds: list[int],
+    fine: Sequence[int],
+    coarse: Sequence[int],
+    total: OverJ,
+    crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Walks each bound between the coarse vertices beside it, layer by layer, to where it cuts fewest bytes.
+    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts fewest bytes.
 
-    The slower of the two stages beside it may be slower by the tolerance than where they balance best.
+    The slower of the two stages beside it may be slower than at the best balance, by the tolerance.
 
     Args:
         bounds: of the stages; they are moved.
@@ -105,11 +113,11 @@ def refine(
         lo, b, hi = bounds[s - 1 : s + 2]
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
-        slower = {
-            c: max(total[c] - total[lo], total[hi] - total[c]) for c in fine if first <= c <= last
-        }
-        enough = min(slower.values()) * (1 + BALANCE_TOLERANCE)
-        bounds[s] = min(
-            (c for c in slower if slower[c] <= enough), key=lambda c: (crossing[c], slower[c])
-        )
+        slower_s: dict[int, float] = {}
+        for c in fine:
+            if first <= c <= last:
+                slower_s[c] = max(total[c] - total[lo], total[hi] - total[c])
+        allowed_s = min(slower_s.values()) * (1 + BALANCE_TOLERANCE)
+        allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
+        bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))
     return tuple(bounds)

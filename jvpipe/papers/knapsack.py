@@ -1,11 +1,23 @@
-"""The knapsack of AdaPipe: which residuals a stage keeps, so that least is computed again, for every segment at once.
+"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least, for every segment at once.
 
-Legend: k micro-batches are in flight on a stage. A layer has one treatment of several, none of which swaps. It holds at
-least its smallest treatment's bytes; what a treatment holds beyond them is its weight, in quanta, rounded up, so that
-the limit holds. The quantum is the weights' greatest common divisor, or the smallest multiple of it of which `QUANTA`
-hold all that a stage may have: then a stage of n layers may leave n quanta unused. Cuts are compared with `QUANTA`, the
-stages that result choose once more with `FINE_QUANTA`. Where everything can be kept, no quanta are counted. The
-most that a layer works with is counted beside all that is held: by `stage_cost.py` a stage takes at most that.
+Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
+
+Legend:
+    k           micro-batches in flight on a stage
+    item        a treatment of a layer, which has one of several; none of them swaps
+    weight      the bytes of an item beyond those of the layer's smallest one, in quanta, rounded up
+                so that the limit holds
+    quantum     the greatest common divisor of all weights in bytes, or a multiple of it, such that
+                `QUANTA` of them are all that a stage may have
+    cap         a bound on the bytes that one layer's backward works with
+
+    table[j, q]     least extra seconds of layers [i, j) with q quanta; i goes from the last layer to 0,
+                    and each step adds layer i to all rows
+
+With a larger quantum than the divisor a stage of n layers may leave n quanta unused. So cuts are
+compared with `QUANTA`, and the stages of the best cuts choose again with `FINE_QUANTA`. If a stage can
+keep everything no quanta are counted. The largest cap is counted beside all bytes that are held, which
+is never less than `stage_cost.py` counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +36,12 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 QUANTA = 512
 FINE_QUANTA = 16 * QUANTA
 CAPS_TIMES_LAYERS = 600
-"""Bounds on what one layer's backward may need, of which the largest counts, not the sum: how many, times layers."""
+"""Caps times layers, about: more layers mean fewer caps, each of which is a knapsack of its own."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and what its backward needs."""
+    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's working bytes."""
 
     choice: int
     bytes: int
@@ -38,16 +50,17 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments that do not swap, without those to which another is never worse."""
+    """Lists each layer's treatments that do not swap, without those that another one beats in every respect."""
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
-        all_of = [
-            Item(choice, row.held_bytes, row.extra_s, row.working_bytes)
-            for choice in (*range(len(rows) - 1), -1)
-            if (row := rows[choice]).swapped_bytes == 0
-        ]
+        all_of: list[Item] = []
+        for choice in (*range(len(rows) - 1), -1):
+            row = rows[choice]
+            if not row.swapped_bytes:
+                all_of.append(Item(choice, row.held_bytes, row.extra_s, row.working_bytes))
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
+        # By rising bytes: an item beats later ones if it takes no more seconds and working bytes.
         kept: list[Item] = []
         for x in all_of:
             if all(y.extra_s > x.extra_s or y.working_bytes > x.working_bytes for y in kept):
@@ -57,31 +70,40 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists bounds on the working bytes, all that differ or some of them; under each every layer has a treatment."""
+    """Lists caps on the working bytes, all that differ or some of them; under each every layer has an item."""
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
-    at = (
-        np.linspace(0, len(caps) - 1, min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers))))
-        .round()
-        .astype(int)
-    )
-    return [caps[a] for a in at]
+    count = min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers)))
+    places = np.linspace(0, len(caps) - 1, count).round().astype(int)
+    return [caps[place] for place in places]
 
 
 class Knapsack:
-    """Treatments under one cap on their working bytes, weighed in q quanta for k micro-batches in flight."""
+    """The items under one cap, weighed in q quanta for k micro-batches in flight.
+
+    Args:
+        layers: the items of each layer.
+        cap_bytes: the most working bytes.
+        k: micro-batches in flight.
+        limit_bytes: of the device.
+        q: quanta that a stage may have.
+    """
 
     def __init__(
-        self, layers: Sequence[Sequence[Item]], cap_bytes: int, k: int, limit_bytes: int, q: int
+        self,
+        layers: Sequence[Sequence[Item]],
+        cap_bytes: int,
+        k: int,
+        limit_bytes: int,
+        q: int,
     ) -> None:
         self.layers = [[x for x in layer if x.working_bytes <= cap_bytes] for layer in layers]
-        self.base_bytes = np.array(
-            [0, *accumulate(min(x.bytes for x in layer) for layer in self.layers)]
-        )
-        self.working_bytes = np.array(
-            [max(x.working_bytes for x in layer) for layer in self.layers]
-        )
-        more = [[x.bytes - min(y.bytes for y in layer) for x in layer] for layer in self.layers]
+        smallest = [min(x.bytes for x in layer) for layer in self.layers]
+        largest_working = [max(x.working_bytes for x in layer) for layer in self.layers]
+        self.base_bytes = np.array([0, *accumulate(smallest)])
+        self.working_bytes = np.array(largest_working)
+        pairs = zip(self.layers, smallest, strict=True)
+        more = [[x.bytes - least for x in layer] for layer, least in pairs]
         divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
         largest = min(limit_bytes // k, sum(max(layer) for layer in more))
         self.in_flight, self.q = k, q
@@ -91,7 +113,8 @@ class Knapsack:
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
         """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its quanta.
 
-        Rows above `ends[i]`, which falls with i, are left as they were.
+        Args:
+            ends: for each i the last j that is asked for, falling with i; later rows stay as they are.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
@@ -103,7 +126,15 @@ class Knapsack:
             yield i, table
 
     def _with(self, layer: int, rest: np.ndarray) -> np.ndarray:
-        """Seconds by treatment of a layer (first axis) and by quanta (last), `rest` being those without it."""
+        """Adds a layer to a table.
+
+        Args:
+            layer: its number.
+            rest: extra seconds without it, by quanta in the last axis.
+
+        Returns:
+            Extra seconds with it, by its item in the first axis and by quanta in the last.
+        """
         by_treatment = np.full((len(self.layers[layer]), *rest.shape), np.inf)
         for x, w, out in zip(self.layers[layer], self.weights[layer], by_treatment, strict=True):
             if w <= self.q:
@@ -111,18 +142,18 @@ class Knapsack:
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Counts the quanta that [i, j) may take of the bytes that fixed ones leave; negative if it does not fit."""
+        """Counts the quanta of the free bytes that [i, j) may take, over j; negative if it does not fit."""
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self.working_bytes[i:])])
         left = (free_bytes - working) // self.in_flight - (self.base_bytes - self.base_bytes[i])
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
 
     def choose(self, i: int, j: int, quanta: int) -> tuple[float, list[int]]:
-        """Finds the least extra seconds of [i, j) with so many quanta, and the choices.
+        """Finds the least extra seconds of [i, j), and the choices, which are traced back through the tables.
 
         Args:
             i: the first layer.
             j: behind the last one.
-            quanta: how many the choices may take.
+            quanta: that the choices may take.
         """
         rest, options = np.zeros(self.q + 1), []
         for layer in reversed(range(i, j)):
@@ -137,7 +168,12 @@ class Knapsack:
 
 
 class Recomputation:
-    """The best recomputation of every stage with every segment: `extra_s[s, i, j]`, and choices when asked for."""
+    """The best recomputation of every stage with every segment.
+
+    Attributes:
+        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it does
+            not fit.
+    """
 
     def __init__(self, segments: Segments) -> None:
         layers, stages = segments.problem.costs.layers, range(segments.problem.stages)
@@ -146,9 +182,8 @@ class Recomputation:
         self._kept_bytes = np.array([0, *accumulate(x.kept for x in kept)])
         self._working_bytes = np.array([x.working for x in kept])
         self._extra_s = np.array([0.0, *accumulate(x.options[0].extra_s for x in layers)])
-        self.extra_s = np.stack(
-            [[self._all_kept(s, i) for i in range(len(layers))] for s in stages]
-        )
+        all_kept = [[self._all_kept(s, i) for i in range(len(layers))] for s in stages]
+        self.extra_s = np.stack(all_kept)
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
         if np.isinf(self.extra_s).any():
@@ -160,17 +195,17 @@ class Recomputation:
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
-        """What the limit leaves to residuals and to the work of one layer, over j."""
+        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over j."""
         limit = self.segments.problem.memory_limit_bytes
-        return (np.inf if limit is None else float(limit)) - self.segments.row(s, i).fixed_bytes[0]
+        limit_bytes = np.inf if limit is None else float(limit)
+        return limit_bytes - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
-        """Extra seconds of [i, j) with everything kept, over j; infinite where it does not fit."""
+        """Returns the extra seconds of [i, j) with everything kept, over j; infinite if it does not fit."""
+        k = self.segments.in_flight[s]
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
-        taken = (
-            on_device_bytes(self.segments.in_flight[s], self._kept_bytes - self._kept_bytes[i])
-            + working
-        )
+        taken = on_device_bytes(k, self._kept_bytes - self._kept_bytes[i]) + working
+        # Entries with j <= i stand for no segment, and count as fitting.
         fits = (taken <= self._free_bytes(s, i)) | (np.arange(len(taken)) <= i)
         return np.where(fits, self._extra_s - self._extra_s[i], np.inf)
 
@@ -179,7 +214,7 @@ class Recomputation:
         return [Knapsack(self._items, cap, k, limit, q) for cap in self._caps]
 
     def _fill(self, knapsack: Knapsack, stages: Sequence[int]) -> None:
-        """Takes over what a knapsack for these stages does better than what is known."""
+        """Lowers `extra_s` of some stages to what a knapsack finds for them."""
         js = np.arange(len(knapsack.layers) + 1)
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
@@ -188,15 +223,15 @@ class Recomputation:
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
-        """For each i, the last j that may fit on any of these stages: by parameters and smallest treatments alone."""
-        own, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
-        versions = min(own.versions[s] for s in stages)
-        least = versions * own.parameter_bytes + own.state_bytes
+        """Returns for each i the last j that may fit on a stage, by parameters and smallest items alone."""
+        segments, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
+        versions = min(segments.versions[s] for s in stages)
+        least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
         return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
-        """Gives the choices of stage s with layers [i, j), which fits.
+        """Returns the choices of stage s with layers [i, j), which fits.
 
         Args:
             s: the stage.
@@ -205,10 +240,10 @@ class Recomputation:
         """
         if np.isfinite(self._all_kept(s, i)[j]):
             return [0] * (j - i)
-        every = [
-            knapsack.choose(i, j, quanta)
-            for q in (QUANTA, FINE_QUANTA)
-            for knapsack in self._knapsacks(self.segments.in_flight[s], q)
-            if (quanta := int(knapsack.quanta(self._free_bytes(s, i), i)[j])) >= 0
-        ]
+        free_bytes, k = self._free_bytes(s, i), self.segments.in_flight[s]
+        every: list[tuple[float, list[int]]] = []
+        for knapsack in (*self._knapsacks(k, QUANTA), *self._knapsacks(k, FINE_QUANTA)):
+            quanta = int(knapsack.quanta(free_bytes, i)[j])
+            if quanta >= 0:
+                every.append(knapsack.choose(i, j, quanta))
         return min(every)[1]

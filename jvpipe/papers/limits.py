@@ -1,4 +1,8 @@
-"""What a heuristic planner says when it finds nothing: a limit under which it does."""
+"""The errors of heuristic planners that find no plan: they name a memory limit under which one is found.
+
+A heuristic may fail under a limit that another plan would keep, and may find something under one limit
+and nothing under a slightly larger one. So the limit that is named is one at which it was tried.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,22 +14,23 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate
 
 LIMIT_GROWTH_PARTS = 20
-"""The share of the bytes of keeping everything that is added until the planner answers: one part in this many."""
+"""The part of a limit that is added until the planner finds something: one in so many."""
 LIMIT_TOLERANCE = 0.02
-"""How close the limit that is named comes to the one at which the planner begins to fail, of itself."""
+"""The relative distance between the named limit and one at which the planner fails, at most."""
 
 
 def plan_or_raise(
     problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]
 ) -> Decision:
-    """Gives what `attempt` finds, which answers None if nothing that it looks at fits.
+    """Returns the plan that a planner finds.
 
     Args:
-        problem: what is to be planned.
+        problem: to plan.
         planner: its name.
-        attempt: decides, or answers None, without looking for a limit that would do.
+        attempt: returns the planner's decision, or None if nothing that it considers fits.
 
-    Raises `Infeasible` then, with a limit at which it was seen to answer, found by bisection from above.
+    Raises:
+        Infeasible: the planner finds nothing. The limit that is named was found by bisection from above.
     """
     decision = attempt(problem)
     if decision is not None:
@@ -35,11 +40,11 @@ def plan_or_raise(
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
     below, enough = limit, evaluate(problem, decision).limit_bytes
+    # A planner may count more bytes than a plan needs, so that its own plan seems too large.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
-        enough += max(
-            1, enough // LIMIT_GROWTH_PARTS
-        )  # a planner may count more bytes than there are
+        enough += max(1, enough // LIMIT_GROWTH_PARTS)
     decision = nearer
+    # The planner fails at `below` and succeeds at `enough`.
     while enough - below > max(1, LIMIT_TOLERANCE * enough):
         middle = (below + enough) // 2
         nearer = attempt(replace(problem, memory_limit_bytes=middle))
@@ -47,14 +52,13 @@ def plan_or_raise(
             below = middle
         else:
             enough, decision = middle, nearer
-    peaks = [
-        cost.peak_bytes + problem.less_bytes(s)
-        for s, cost in enumerate(evaluate(problem, decision).stages)
-    ]
+    stages = evaluate(problem, decision).stages
+    peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(stages)]
     stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(
-        f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it was seen to find one "
-        f"is {enough} bytes, {excess} more than this limit, and stage {stage} is the fullest; "
+        f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it "
+        f"was seen to find one is {enough} bytes, {excess} more than this limit, "
+        f"and stage {stage} is the fullest; "
         f"raise the limit, add stages, or use smaller micro-batches",
         stage=stage,
         excess_bytes=excess,
@@ -63,12 +67,12 @@ def plan_or_raise(
 
 
 def no_cuts_fit(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
-    """Makes the error for a limit that no cuts keep, given the bytes of the stages of those that need least.
+    """Makes the error for a limit that no cuts keep.
 
     Args:
         planner: its name.
         limit: bytes per device.
-        peaks: bytes of the stages of those cuts.
+        peaks: bytes of the stages, for the cuts whose fullest stage needs least.
 
     >>> no_cuts_fit("dapple", 100, [80.0, 124.0]).smallest_limit_bytes
     124
@@ -77,8 +81,9 @@ def no_cuts_fit(planner: str, limit: int | None, peaks: Sequence[float]) -> Infe
     stage = int(np.argmax(peaks))
     smallest = int(peaks[stage])
     return Infeasible(
-        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: stage {stage} of the "
-        f"smallest plan takes {smallest - limit} bytes more. The smallest limit that would do is {smallest} bytes; "
+        f"{planner} keeps every activation, and then nothing fits into {limit} bytes per device: "
+        f"stage {stage} of the smallest plan takes {smallest - limit} bytes more. "
+        f"The smallest limit that would do is {smallest} bytes; "
         f"or use smaller micro-batches, or a planner that swaps and recomputes",
         stage=stage,
         excess_bytes=smallest - limit,

@@ -1,4 +1,11 @@
-"""PipeDream's planner (Narayanan et al., 2019, section 3.1): the slowest stage is as fast as can be."""
+"""PipeDream's planner for straight pipelines: the slowest stage is as fast as possible.
+
+Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+section 3.1. `replication.py` has the paper's plans with replicated stages.
+
+A dynamic program over the cuts finds the plan whose slowest stage or transfer is the fastest, which
+is exact because the slowest of more stages is the slower of the last one and the slowest before it.
+"""
 
 from itertools import pairwise
 
@@ -11,11 +18,11 @@ from jvpipe.planners.model.problem import Decision, Problem
 
 
 def pipedream(problem: Problem) -> Decision:
-    """Makes PipeDream's plan; every residual is kept.
+    """Plans as PipeDream does; every residual is kept.
 
-    The slowest stage or transfer (`bottleneck_s` of `evaluate`) is the fastest there is under the limit, for the
-    problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in the paper.
-    `replication.py` has the paper's plans of replicated stages.
+    The slowest stage or transfer (`bottleneck_s` of `evaluate`) is the fastest under the limit and the
+    problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in
+    the paper.
 
     Raises:
         Infeasible: nothing fits.
@@ -39,10 +46,9 @@ def pipedream(problem: Problem) -> Decision:
 
 
 def least_peaks(kept: KeptStages) -> list[float]:
-    """Bytes of each stage, where the cuts are such that the most is as little as can be."""
+    """Returns the bytes of each stage, for the cuts whose fullest stage needs least."""
     stages = range(kept.problem.stages)
     _, places = least_path(map(kept.peak_bytes, stages), np.maximum)
     assert places is not None, "there are as many places as stages need"
-    return [
-        float(kept.peak_bytes(s)[ends]) for s, ends in zip(stages, pairwise(places), strict=True)
-    ]
+    segments = zip(stages, pairwise(places), strict=True)
+    return [float(kept.peak_bytes(s)[ends]) for s, ends in segments]

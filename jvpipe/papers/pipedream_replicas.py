@@ -1,6 +1,7 @@
-"""PipeDream's planner of replicated stages, for one size of micro-batches, on the devices of a cluster.
+"""PipeDream's planner of replicated stages on the devices of a cluster, for one size of micro-batches.
 
-Which size is best the paper does not say: whoever asks tries all, and simulates.
+The program itself is `replication.py`. The paper does not say how to choose the size of a micro-batch:
+callers try several, and simulate the plans.
 """
 
 from dataclasses import replace
@@ -27,8 +28,8 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
     shapes, pieces = segments.shapes, len(segments.coarse) - 1
     if shapes.devices > pieces:
         raise ValueError(
-            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the model has "
-            f"{pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
+            f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the "
+            f"model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
     try:
         found = replicated(one_each(shapes, size, shapes.devices, segments.coarse))
@@ -43,9 +44,10 @@ def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
     Args:
         shapes: of the model.
         size: examples of a micro-batch.
-        stages: how many.
+        stages: their number.
         cuts: where they may begin and end.
     """
+    # Layers between two cuts stay together.
     apart = tuple(tuple(range(a, b)) for a, b in pairwise(map(int, cuts)) if b - a > 1)
     cluster = shapes.cluster
     return replace(

@@ -1,4 +1,7 @@
-"""All planners, one line each, in the order in which they are listed: those of the papers, and jvpipe's own."""
+"""All planners in the order in which they are listed: those of the papers, and jvpipe's own.
+
+A planner of a paper plans devices of one stage each; `on_devices` extends it to several stages.
+"""
 
 from dataclasses import replace
 
@@ -87,7 +90,10 @@ PLANNERS: tuple[Planner, ...] = (
 
 
 def find_planner(name: str) -> Planner:
-    """Returns the planner of that name.
+    """Returns the planner of a name.
+
+    Raises:
+        ValueError: there is none.
 
     >>> find_planner("evn")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -101,7 +107,7 @@ def find_planner(name: str) -> Planner:
 
 
 def reason_of(name: str) -> str:
-    """Says in a sentence how a plan's planner decides; nothing of one that is not registered.
+    """Returns a clause that says how a planner decides; empty for a name that is not registered.
 
     >>> reason_of("given")
     'the cuts were given'

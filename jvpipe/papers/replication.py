@@ -1,15 +1,29 @@
-"""PipeDream's dynamic program with replicated stages and hierarchical bandwidth (Narayanan et al., 2019, section 3.1).
+"""PipeDream's dynamic program with replicated stages and hierarchical bandwidth.
+
+Paper: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+section 3.1.
 
 Legend, in the paper's symbols (layers [i, j) here):
-    m_k, B_k        parts of a level, and the bandwidth between them: devices of a machine, machines of a cluster
-    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k: they share the work and sum gradients,
-                    max(A^(k-1)(i, j, m_(k-1)), 2 (m - 1) w / B_k) / m        with w the bytes of its parameters
-    A^k(i, j, m)    seconds per micro-batch of the slowest stage in the best pipeline over m parts: T^k(i, j, m), or
-                    min over i < c < j and m' < m of max(A^k(i, c, m - m'), C^k(c, j), T^k(c, j, m'))
-    C^k(c, j)       what [c, j) reads from earlier layers, and its cotangents, over B_k (the paper's 2 a_c / B_k)
-A^0 is one device: its forward and backward. It holds a version of its parameters and its activations for each
-micro-batch in flight on it: one for each device from its stage on, per replica of the stage, rounded up (S - s if no
-stage is replicated). `behind` are the devices of later stages, per replica; so the memory constraint is exact.
+    m_k, B_k        parts of a level, and the bandwidth between them: devices of a machine (k = 1),
+                    machines of a cluster (k = 2)
+    T^k(i, j, m)    seconds per micro-batch of one stage on m parts of level k, which share the work and
+                    sum gradients, w being the bytes of its parameters:
+                        max(A^(k-1)(i, j, m_(k-1)), 2 (m - 1) w / B_k) / m
+    C^k(c, j)       seconds over B_k of what [c, j) reads from earlier layers, and of its cotangents (the
+                    paper's 2 a_c / B_k)
+    A^k(i, j, m)    seconds per micro-batch of the slowest stage in the best pipeline over m parts, the
+                    least of T^k(i, j, m) and, over i < c < j and m' < m,
+                        max(A^k(i, c, m - m'), C^k(c, j), T^k(c, j, m'))
+    behind          the devices of later stages, per replica of a stage
+
+    level 2    [ machine 0, 1 ]  [ machine 2 ]        m_2 = 3: a stage on two machines, then one on the third
+    level 1      a stage of       stages of           each machine is planned the same way over its devices
+                 4 devices        3 and 1
+
+A^0 is one device: its forward and backward. It holds a version of its parameters and its activations
+for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no stage is
+replicated). The program goes through the stages from the last to the first, so `behind` is known when
+a stage is looked at, and the memory constraint is exact.
 """
 
 import math
@@ -29,16 +43,17 @@ from jvpipe.schedules.pipedream import PipeDream
 
 @dataclass(frozen=True)
 class Replicated:
-    """A plan that keeps everything, and how many devices each of its stages has."""
+    """A plan that keeps everything: its bounds, and the number of devices of each stage."""
 
     bounds: tuple[int, ...]
     replicas: tuple[int, ...]
 
 
 def replicated(problem: Problem) -> Replicated:
-    """Finds the best pipeline over `problem.stages` devices in the machines of `problem.cluster` (None: all in one).
+    """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
 
-    Its memory is the paper's, whatever the schedule.
+    Without a cluster all devices are in one machine. Memory is that of the paper's schedule, whatever the
+    problem's schedule is.
 
     Raises:
         Infeasible: nothing fits.
@@ -65,7 +80,7 @@ def replicated(problem: Problem) -> Replicated:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage from the a-th to the b-th cut; its devices hold as much as those of stage s of a straight pipeline."""
+    """A stage from the a-th to the b-th cut; a device holds as much as one of stage s of a straight pipeline."""
 
     a: int
     b: int
@@ -75,7 +90,14 @@ class _Stage:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """A level k: `parts` (m_k) of `devices` each, C^k, and the seconds 2 w / B_k."""
+    """A level k.
+
+    Attributes:
+        parts: m_k.
+        devices: of each part.
+        comm_s: C^k.
+        ring_s: 2 w / B_k.
+    """
 
     parts: int
     devices: int
@@ -85,7 +107,13 @@ class _Level:
 
 @dataclass(frozen=True, eq=False)
 class _Pipelines:
-    """A^k(., ., m) at [m - 1], with the place c where its last stage begins and the parts m' that it is on."""
+    """The best pipelines of a level, by m - 1.
+
+    Attributes:
+        cost: A^k(., ., m).
+        begins: the place c at which the last stage begins.
+        parts: the parts m' of the last stage.
+    """
 
     cost: list[Grid]
     begins: list[Int[np.ndarray, "I J"]]
@@ -101,33 +129,35 @@ class _Fastest:
         self._known: dict[tuple[int, Fraction], _Pipelines] = {}
 
     def device(self, s: int) -> Grid:
-        """A^0."""
+        """Returns A^0 on a device of stage s."""
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
     def share(self, level: _Level, m: int, cost: Grid) -> Grid:
-        """T^k.
+        """Returns T^k.
 
         Args:
             level: k.
-            m: of its parts.
+            m: the parts of the stage.
             cost: A^(k-1).
         """
         return np.maximum(cost, (m - 1) * level.ring_s) / m
 
     def follow(self, level: _Level, cost: Grid) -> Grid:
-        """The greater of T^k and C^k."""
+        """Returns the larger of T^k and C^k, for a stage that follows another one."""
         return np.maximum(cost, level.comm_s)
 
     def pipeline(self) -> list[_Stage] | None:
-        """The best stages; None if every pipeline is over the limit."""
+        """Returns the best stages; None if every pipeline is over the limit."""
         top, last = len(self.levels), len(self.kept.cuts) - 1
         if not np.isfinite(self._cost(top, Fraction(0))[0, last]):
             return None
         return self._stages(top, Fraction(0), 0, last, 1)
 
     def _cost(self, k: int, behind: Fraction) -> Grid:
-        """A^k(., ., m_k)."""
-        return self._pipelines(k, behind).cost[-1] if k else self.device(self._alike(behind))
+        """Returns A^k(., ., m_k)."""
+        if k == 0:
+            return self.device(self._alike(behind))
+        return self._pipelines(k, behind).cost[-1]
 
     def _pipelines(self, k: int, behind: Fraction) -> _Pipelines:
         if self.kept.problem.memory_limit_bytes is None:
@@ -141,17 +171,16 @@ class _Fastest:
         rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
-            alone = self._stage_cost(k, behind, m, m)[:rows]
-            cost, begins, parts = (
-                alone,
-                np.repeat(np.arange(rows)[:, None], n, 1),
-                np.full((rows, n), m),
-            )
+            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last ones.
+            cost = self._stage_cost(k, behind, m, m)[:rows]
+            begins = np.repeat(np.arange(rows)[:, None], n, 1)
+            parts = np.full((rows, n), m)
             for last in range(1, m):
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
                 joined, middle = _join(pipelines.cost[m - last - 1], closing, np.maximum)
                 better = joined < cost
-                cost, begins = np.where(better, joined, cost), np.where(better, middle, begins)
+                cost = np.where(better, joined, cost)
+                begins = np.where(better, middle, begins)
                 parts = np.where(better, last, parts)
             pipelines.cost.append(cost)
             pipelines.begins.append(begins)
@@ -159,38 +188,37 @@ class _Fastest:
         return pipelines
 
     def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
-        """T^k(., ., last) of the last of m parts."""
-        return self.share(
-            self.levels[k - 1], last, self._cost(k - 1, self._behind(k, behind, m, last))
-        )
+        """Returns T^k(., ., last) for a stage on the `last` of m parts."""
+        inside = self._cost(k - 1, self._behind(k, behind, m, last))
+        return self.share(self.levels[k - 1], last, inside)
 
     def _behind(self, k: int, behind: Fraction, m: int, last: int) -> Fraction:
-        """The devices behind each copy, of a stage that is on the `last` of m parts."""
+        """Counts the devices behind each replica of a stage that is on the `last` of m parts."""
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
 
     def _alike(self, behind: Fraction) -> int:
-        """The stage of a straight pipeline that has as much in flight."""
+        """Returns the stage of a straight pipeline that has as many micro-batches in flight."""
         return self.kept.problem.stages - math.ceil(1 + behind)
 
     def _stages(self, k: int, behind: Fraction, a: int, b: int, replicas: int) -> list[_Stage]:
-        """The stages that make A^k(a, b, m_k), last to first and then turned around."""
+        """Traces back the stages that make A^k(a, b, m_k), from the last to the first."""
         if k == 0:
             return [_Stage(a, b, self._alike(behind), replicas)]
         pipelines, m = self._pipelines(k, behind), self.levels[k - 1].parts
         stages: list[_Stage] = []
+        # Ends with the first stage: each round takes at least one of the m parts.
         while m:
-            begin, last = int(pipelines.begins[m - 1][a, b]), int(pipelines.parts[m - 1][a, b])
-            stages = (
-                self._stages(k - 1, self._behind(k, behind, m, last), begin, b, replicas * last)
-                + stages
-            )
+            begin = int(pipelines.begins[m - 1][a, b])
+            last = int(pipelines.parts[m - 1][a, b])
+            inside = self._behind(k, behind, m, last)
+            stages = self._stages(k - 1, inside, begin, b, replicas * last) + stages
             b, m = begin, m - last
         return stages
 
 
 class _Smallest(_Fastest):
-    """The same program for the bytes of the fullest device: the limit that some pipeline keeps."""
+    """The same program for the bytes of the fullest device: it finds the smallest limit that can be kept."""
 
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)
@@ -227,9 +255,11 @@ def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
 def _join(
     left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"], how: np.ufunc
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
-    """For row a and column b the least how(left[a, c], right[c, b]) over the places c > a, and that place.
+    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that place.
 
-    >>> left, right = np.array([[np.inf, 3.0, 5.0]]), np.array([[np.inf] * 3, [np.inf, np.inf, 4.0], [np.inf] * 3])
+    >>> none = np.inf
+    >>> left = np.array([[none, 3.0, 5.0]])
+    >>> right = np.array([[none] * 3, [none, none, 4.0], [none] * 3])
     >>> values, middles = _join(left, right, np.maximum)
     >>> float(values[0, 2]), int(middles[0, 2])
     (4.0, 1)

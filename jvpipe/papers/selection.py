@@ -1,8 +1,14 @@
 """One stage while its fates are being chosen: a choice per layer, changed one at a time.
 
-Legend: k micro-batches are in flight. A choice is an index into a layer's options, or `RECOMPUTE`; runs of several
-layers (`RECOMPUTE_CHAIN`) are not among the published planners' choices. A swapped byte stays on the device for
-min(k, 2) of the k.
+The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation as
+DawnPiper uses it. They differ in which changes they consider, and in which they take first.
+
+Legend:
+    k           micro-batches in flight on the stage
+    choice      an index into a layer's options, or `RECOMPUTE`; the papers have nothing like
+                `RECOMPUTE_CHAIN`, which runs several layers again
+
+A swapped byte stays on the device for min(k, 2) of the k micro-batches.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,13 +19,22 @@ from typing import NamedTuple
 from jvpipe.cost.costs import LayerCost
 from jvpipe.planners.model.problem import RECOMPUTE, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes, recomputed_bytes
+from jvpipe.planners.model.stage_bytes import (
+    on_device_bytes,
+    option_bytes,
+    recomputed_bytes,
+)
 
 
 class Treatment(NamedTuple):
-    """What a choice takes: bytes held for all micro-batches in flight, swapped for each, and for the backward.
+    """The costs of a choice.
 
-    `left_bytes` are those held of one micro-batch, until the backward.
+    Attributes:
+        held_bytes: on the device, for all micro-batches in flight.
+        swapped_bytes: of each micro-batch.
+        extra_s: seconds that the backward takes longer.
+        working_bytes: that the backward needs while it runs.
+        left_bytes: on the device, of one micro-batch, until the backward.
     """
 
     held_bytes: int
@@ -29,21 +44,23 @@ class Treatment(NamedTuple):
     left_bytes: int
 
     def is_no_better_than(self, other: "Treatment") -> bool:
-        """Tells whether the other holds, swaps, takes and works with at most as much."""
+        """Tells whether another choice costs at most as much in every respect."""
         return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
     """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
-    every = [*(option_bytes(layer, option) for option in layer.options), recomputed_bytes(layer)]
-    return tuple(
-        Treatment(on_device_bytes(k, x.kept, x.swapped), x.swapped, x.extra_s, x.working, x.left)
-        for x in every
-    )
+    every = [option_bytes(layer, option) for option in layer.options]
+    every.append(recomputed_bytes(layer))
+    rows = []
+    for x in every:
+        held_bytes = on_device_bytes(k, x.kept, x.swapped)
+        rows.append(Treatment(held_bytes, x.swapped, x.extra_s, x.working, x.left))
+    return tuple(rows)
 
 
 class FateChange(NamedTuple):
-    """Another choice for a layer that holds fewer bytes."""
+    """Another choice for a layer, which holds fewer bytes."""
 
     layer: int
     choice: int
@@ -62,58 +79,57 @@ class FateChanges:
 
     def __init__(self, problem: Problem, k: int) -> None:
         self.layers = [treatments(layer, k) for layer in problem.costs.layers]
-        self.least_bytes = [
-            0,
-            *accumulate(min(t.held_bytes for t in layer) for layer in self.layers),
-        ]
+        least = (min(t.held_bytes for t in layer) for layer in self.layers)
+        self.least_bytes = [0, *accumulate(least)]
         self._found: dict[tuple[int, int], list[FateChange]] = {}
 
     def after(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the changes of a layer that is at `choice`; `RECOMPUTE` only where no option is as good."""
+        """Lists the changes of a layer from a choice; to `RECOMPUTE` only if no option is as good."""
         if (layer, choice) not in self._found:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
             if not any(again.is_no_better_than(option) for option in options):
                 choices[RECOMPUTE] = again
-            self._found[layer, choice] = [
-                FateChange(
-                    layer,
-                    c,
-                    now.held_bytes - t.held_bytes,
-                    t.swapped_bytes - now.swapped_bytes,
-                    t.extra_s - now.extra_s,
-                )
-                for c, t in choices.items()
-                if t.held_bytes < now.held_bytes
-            ]
+            changes: list[FateChange] = []
+            for c, t in choices.items():
+                saved_bytes = now.held_bytes - t.held_bytes
+                if saved_bytes > 0:
+                    more_bytes = t.swapped_bytes - now.swapped_bytes
+                    changes.append(
+                        FateChange(layer, c, saved_bytes, more_bytes, t.extra_s - now.extra_s)
+                    )
+            self._found[layer, choice] = changes
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists those that swap more and recompute no more."""
+        """Lists the changes that swap more and recompute no more."""
         return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Finds, of those that swap no more, the one that saves most per second (or none)."""
+        """Lists the change that saves most per second, of those that swap no more; none if there are none."""
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
 
 
 class Selection:
-    """Stage s with layers [i, j), everything kept at first. Its numbers equal those of `stage_cost`.
+    """Stage s with layers [i, j), with everything kept at first.
 
-    But that what changes add is as long on all devices, and bytes include those that the device has less than others.
+    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are the
+    same on all devices, and bytes include those that this device has less than others.
     """
 
     def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
         problem = segments.problem
-        self.problem, self.segments, self.changes, self.first = problem, segments, changes, i
+        self.problem, self.segments = problem, segments
+        self.changes, self.first = changes, i
         self.in_flight = segments.in_flight[s]
         self.choices = [0] * (j - i)
         self._through_s = segments.compute_of(s)
         row = segments.row(s, i)
         self.fixed_bytes = int(row.fixed_bytes[0, j])
-        self.traffic_s, self.comm_s = float(row.traffic_s[0, j]), float(row.comm_s[0, j])
+        self.traffic_s = float(row.traffic_s[0, j])
+        self.comm_s = float(row.comm_s[0, j])
         self.forward_s = float(row.forward_s[0, j])
         now = [layer[0] for layer in changes.layers[i:j]]
         self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
@@ -127,17 +143,20 @@ class Selection:
         return range(self.first, self.first + len(self.choices))
 
     def later_s(self, layer: int) -> float:
-        """Counts forward and backward seconds of the stage's layers after this one."""
+        """Counts forward and backward seconds of the stage's layers after one of them."""
         total = self._through_s
         return float(total[self.layers.stop] - total[layer + 1])
 
     @property
     def peak_bytes(self) -> int:
-        """What the device holds at most."""
-        peak, left = 0, 0  # of what layers work with beyond what later ones leave
-        for layer, choice, freed in zip(
-            reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True
-        ):
+        """The most bytes that the device holds.
+
+        Backwards run from the last layer to the first. Each needs its working bytes, and has room where
+        later layers have freed what they had left.
+        """
+        peak, left = 0, 0
+        reverse = zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True)
+        for layer, choice, freed in reverse:
             now = self.changes.layers[layer][choice]
             peak = max(peak, now.working_bytes - left)
             left += now.left_bytes + int(freed)
@@ -145,7 +164,7 @@ class Selection:
 
     @property
     def excess_bytes(self) -> int:
-        """By how much the device is over its limit, or the host over this stage's equal share of its limit; or 0."""
+        """The bytes by which the device is over its limit, or the host over the stage's equal share of its limit."""
         device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
         over = 0 if device is None else max(0, self.peak_bytes - device)
         share = None if host is None else host // self.problem.stages
@@ -153,42 +172,41 @@ class Selection:
 
     @property
     def is_over(self) -> bool:
-        """Whether anything is over its limit; mostly what is held alone is, which is known at once."""
+        """Whether anything is over its limit."""
         device = self.problem.memory_limit_bytes
-        return (
-            device is not None and self.fixed_bytes + self.held_bytes > device
-        ) or self.excess_bytes > 0
+        # Mostly the held bytes alone are over it, which saves the walk through the layers.
+        if device is not None and self.fixed_bytes + self.held_bytes > device:
+            return True
+        return self.excess_bytes > 0
 
     @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
         limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
-        return (
-            limit is None or self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
-        )
+        if limit is None:
+            return True
+        return self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """Says how long the link to the host is busy per micro-batch, if so many more bytes are swapped."""
+        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are swapped."""
         return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
 
     @property
     def seconds(self) -> float:
-        """How far apart micro-batches are: the slowest of the device and its links to the host and to other stages."""
+        """The seconds between micro-batches: the slowest of the device and its links to the host and other stages."""
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Says whether a change's copies hide behind the stage's work, and the host has room for them."""
+        """Tells whether a change's copies hide behind the stage's work, and the host has room for them."""
         return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
 
     def host_has_room(self, change: FateChange) -> bool:
         """Tells whether the stage's share of the host holds what the change swaps."""
         limit = self.problem.host_limit_bytes
+        if limit is None or change.swapped_bytes <= 0:
+            return True
         swapped = self.swapped_bytes + change.swapped_bytes
-        return (
-            limit is None
-            or change.swapped_bytes <= 0
-            or self.in_flight * swapped <= limit // self.problem.stages
-        )
+        return self.in_flight * swapped <= limit // self.problem.stages
 
     def take(self, change: FateChange) -> None:
         """Changes one layer's choice."""
@@ -203,25 +221,26 @@ class Selection:
         score: Callable[[FateChange], float],
         allowed: Callable[[FateChange], bool],
     ) -> None:
-        """Takes changes, the best score first, until the stage fits, none is left that is allowed, or it is too slow.
+        """Takes changes, the best score first, until the stage fits or no allowed change is left.
+
+        It ends because each change that is taken holds fewer bytes, and each that is refused is dropped.
 
         Args:
-            changes: those of a layer that is at a choice.
-            score: how good a change is.
+            changes: lists the changes of a layer from a choice.
+            score: how good a change is, when its layer gets to the choice.
             allowed: whether a change may be taken now.
         """
 
         def entries(layer: int) -> list[tuple[float, int, int, FateChange]]:
             choice = self.choices[layer - self.first]
-            return [
-                (-float(score(change)), -change.saved_bytes, choice, change)
-                for change in changes(layer, choice)
-            ]
+            found = changes(layer, choice)
+            return [(-float(score(x)), -x.saved_bytes, choice, x) for x in found]
 
         heap = [entry for layer in self.layers for entry in entries(layer)] if self.is_over else []
         heapify(heap)
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
+            # The layer may have got to another choice since; then this change is stale.
             if self.choices[change.layer - self.first] == choice and allowed(change):
                 self.take(change)
                 for entry in entries(change.layer):

@@ -1,6 +1,14 @@
-"""torchgpipe's block partition (Kim et al., 2020; Barany and Grinberg, "Block partitions of sequences", 2015).
+"""torchgpipe's block partition: no two stages differ by more than the costliest layer.
 
-Legend: a block is a run of layers; its size is the sum of their costs; p is the largest block, q the smallest.
+Papers: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020;
+Barany and Grinberg, "Block partitions of sequences", 2015.
+
+Legend, in the second paper's words:
+    block   a run of layers; its size is the sum of their costs
+    p, q    the largest and the smallest block
+
+    1 1 1 1 | 1 1 | 1 1       sizes 4, 2, 2: p = 0, q = 1, and block 1 takes a layer from block 0
+    1 1 1 | 1 1 1 | 1 1       sizes 3, 3, 2: no two differ by more than a layer
 """
 
 from collections.abc import Sequence
@@ -14,7 +22,9 @@ from jvpipe.planners.model.segments import Segments
 
 
 def torchgpipe(problem: Problem) -> Decision:
-    """Blocks of equal seconds, forward and backward (`balance_by_time`); everything kept, no limit looked at.
+    """Plans blocks of equal seconds, forward and backward (`balance_by_time`); everything is kept.
+
+    The memory limit is not considered.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -22,28 +32,32 @@ def torchgpipe(problem: Problem) -> Decision:
     >>> torchgpipe(Problem(Costs(layers), 2, find_schedule("gpipe"), 4)).bounds
     (0, 3, 4)
     """
-    return _balanced(
-        problem, [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
-    )
+    layers = problem.costs.layers
+    return _balanced(problem, [layer.forward_s + layer.backward_s for layer in layers])
 
 
 def torchgpipe_size(problem: Problem) -> Decision:
-    """Blocks of equal bytes of parameters (after `balance_by_size`); everything kept, no limit looked at."""
+    """Plans blocks of equal bytes of parameters (after `balance_by_size`), as `torchgpipe` those of seconds."""
     return _balanced(problem, [float(layer.parameter_bytes) for layer in problem.costs.layers])
 
 
 def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
-    """The block partition of a sequence of layers, those that stay together as one."""
+    """Plans the block partition of a sequence of layers, in which those that stay together count as one."""
     cuts = [int(cut) for cut in Segments(problem).cuts]
     blocks = block_partition([sum(costs[i:j]) for i, j in pairwise(cuts)], problem.stages)
     return Decision.keeping_all([cuts[place] for place in (0, *accumulate(blocks))])
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Layers per stage: the largest block is as small as can be, no two differ by more than the costliest layer.
+    """Returns the layers per stage, such that no two blocks differ by more than the costliest layer.
 
-    The smallest block takes a layer from its neighbour on the side of the largest, again and again. That never
-    makes the largest grow; therefore it starts where the largest is smallest, and not at an even partition.
+    The smallest block takes a layer from its neighbour on the side of the largest, until that holds. The
+    largest never grows; so the partition with the smallest largest block is where it starts, and the
+    result has the smallest one, too.
+
+    Args:
+        costs: of each layer.
+        stages: the number of blocks.
 
     >>> block_partition([1.0, 1.0, 1.0, 3.0], 2)
     [3, 1]
@@ -60,7 +74,7 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # A block may have run empty. It gets its neighbour's outermost layer, which is not larger than the largest block.
+    # An empty block gets its neighbour's outermost layer, which is not larger than the largest block.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places
     bounds = np.minimum(bounds, len(costs) - stages + places)
@@ -68,7 +82,7 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _smallest_largest(total: np.ndarray, stages: int) -> np.ndarray:
-    """The bounds that make the largest block smallest, given the costs of the first layers."""
+    """Finds the bounds that make the largest block smallest, given running costs."""
     costs = total[None] - total[:, None]
     costs[np.tril_indices(len(total))] = np.inf
     _, bounds = least_path([costs] * stages, np.maximum)

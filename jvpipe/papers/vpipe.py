@@ -1,10 +1,16 @@
-"""vPipe's swap, recompute, repartition (Zhao et al., TPDS 2021, algorithms 1 to 3).
+"""vPipe's swap, recompute, repartition.
 
-Two steps alternate until nothing improves. (a) Each stage by itself: swap what saves most, while the link to the host
-has time left by activation traffic; then recompute what saves most per second. (b) A layer leaves the slowest stage
-for a lighter neighbour. The slowest stage is the one with the most seconds, or, as long as some do not fit, the one
-that is furthest over its limit. A neighbour that is as heavy passes a layer of its own on to the stage after it.
-Initial cuts: `kernighan_lin.py`.
+Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
+Pipeline Parallel DNN Training", TPDS 2021, algorithms 1 to 3. Initial cuts: `kernighan_lin.py`.
+
+Two steps alternate until nothing improves:
+
+    (a)  each stage by itself swaps what saves most, while the link to the host has time left beside
+         activation traffic; then it recomputes what saves most per second
+    (b)  a layer leaves the slowest stage for a lighter one; the stages between pass on a layer each
+
+The slowest stage is the one with the most seconds or, while some stage is over its limit, the one that
+is furthest over it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +25,10 @@ from jvpipe.planners.model.segments import Segments
 
 
 def vpipe(problem: Problem) -> Decision:
-    """Makes the decision of vPipe's planner: it minimises the slowest stage's seconds, whatever the schedule.
+    """Plans as vPipe does: it minimises the slowest stage's seconds, whatever the schedule.
 
-    Raises `Infeasible` where a stage does not fit when the alternation has come to its end.
+    Raises:
+        Infeasible: a stage does not fit when the alternation has come to its end.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -36,8 +43,9 @@ def vpipe(problem: Problem) -> Decision:
 def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until it fits (algorithm 2), or as far as that goes.
 
-    What is swapped is hidden: its copies, and the activation traffic that goes first, take no longer than the stage
-    computes. Only where all that recomputation saves is not enough, more is swapped than can be hidden.
+    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than the
+    stage computes. Only if swaps and recomputation together do not suffice, more is swapped than can be
+    hidden.
     """
     stage.spend(stage.changes.swaps, lambda change: change.saved_bytes, stage.hides)
     stage.spend(stage.changes.recomputes, lambda change: change.per_second, lambda _: True)
@@ -45,7 +53,7 @@ def swap_recompute(stage: Selection) -> None:
 
 
 def try_vpipe(problem: Problem) -> Decision | None:
-    """Decides, without looking for a limit that would do; None if nothing is found."""
+    """Plans under the limit as it is; None if nothing fits."""
     segments = Segments(problem)
     changes = {k: FateChanges(problem, k) for k in set(segments.in_flight)}
 
@@ -68,6 +76,7 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
 
 def _load(stage: Selection) -> tuple[int, float]:
+    """Returns what stages are compared by, of which less is better."""
     return stage.excess_bytes, stage.seconds
 
 
@@ -76,9 +85,21 @@ def _migrate(
     allowed: Sequence[int],
     stages_of: Callable[[Sequence[int]], list[Selection]],
 ) -> tuple[int, ...] | None:
-    """These bounds after a layer has left the slowest stage for the nearest that is better for it; None if none is.
+    """Moves a layer from the slowest stage to the nearest stage for which that is better.
 
-    It is better if then no stage that it concerns is as slow as the slowest was.
+        bounds before    0   3   5   7        slowest 0, target 2: every bound between moves by one
+        after            0   2   4   7        towards the slowest stage
+
+    It is better if none of the stages from one to the other is then as slow as the slowest was. With
+    each move the largest load falls, or fewer stages have it, so the alternation ends.
+
+    Args:
+        bounds: of the stages.
+        allowed: where the model may be cut.
+        stages_of: makes the stages of bounds, with their fates chosen.
+
+    Returns:
+        The new bounds; None if no move is better.
     """
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))

@@ -1,4 +1,8 @@
-"""Graph files: models that others profiled, to plan on without having them."""
+"""Graph files: models that others profiled, for which one can plan without having the models.
+
+There are two formats, PipeDream's graph.txt (`graph_txt.py`) and the JSON of dnn-partitioning
+(`graph_json.py`), which are told apart by what is in the file.
+"""
 
 import re
 from pathlib import Path
@@ -13,16 +17,19 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 
 
 def read_graph(path: str | Path) -> GraphFile:
-    """Reads a graph file: PipeDream's graph.txt, or the JSON of dnn-partitioning, told apart by their content.
+    """Reads a graph file.
 
-    Layers are the file's (forward) nodes in topological order, nodes that must share a device as close together as they
-    can be; of those that are ready the lowest id comes first. What is wrong in the file is a ValueError that names
-    file, line and field.
+    Layers are the file's (forward) nodes in topological order, with nodes that must share a device as
+    close together as possible; of several that could come next the lowest id comes first.
+
+    Raises:
+        ValueError: the file is wrong; the message names file, line and field.
 
     >>> from tempfile import NamedTemporaryFile
     >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"
+    >>> sizes = "activation_size=8.0, parameter_size=64.0"
     >>> with NamedTemporaryFile("w", suffix=".txt") as file:
-    ...     _ = file.write(f"node7 -- Linear(4, 4) -- {times}, activation_size=8.0, parameter_size=64.0")
+    ...     _ = file.write(f"node7 -- Linear(4, 4) -- {times}, {sizes}")
     ...     file.flush()
     ...     read_graph(file.name).costs.layers[0].parameter_bytes
     64
@@ -43,10 +50,8 @@ def read_graph(path: str | Path) -> GraphFile:
         return read_graph_json(text, file)
     if _LINE.search(text):
         return read_graph_txt(text, file)
-    raise wrong(
-        file,
-        1,
+    message = (
         "this is not a graph file: it is neither PipeDream's graph.txt "
-        "(`node1 -- description -- forward_compute_time=..`)"
-        " nor the JSON of dnn-partitioning",
+        "(`node1 -- description -- forward_compute_time=..`) nor the JSON of dnn-partitioning"
     )
+    raise wrong(file, 1, message)

@@ -2,10 +2,14 @@
 
 Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", 2020.
 
-A node has `fpgaLatency`, its milliseconds on an accelerator, and `size`, the bytes that it takes there; nodes of one
-`colorClass` share a device. A training file has backward nodes too (`isBackwardNode`), most in the class of their
-forward; losses and sums of gradients may be in a class of their own. An edge's `cost` is the milliseconds that the
-source's output takes to or from an accelerator.
+    field of a node     meaning
+    fpgaLatency         its milliseconds on an accelerator
+    size                its bytes there
+    colorClass          nodes of one class share a device
+    isBackwardNode      1 for the backward nodes of training files; most are in the class of their
+                        forward, losses and sums of gradients may be in a class of their own
+
+The `cost` of an edge is the milliseconds that the output of its source takes to or from an accelerator.
 """
 
 import statistics
@@ -31,11 +35,15 @@ class _Edge:
 
 
 def read_graph_json(text: str, file: str) -> GraphFile:
-    """The costs, limit and link in the text of a dnn-partitioning file; `file` is what errors call it.
+    """Reads costs, limit and link from the text of a dnn-partitioning file.
 
-    Each forward node is a layer, as `operator_graph` says. Its `size` counts as parameters, that of its backward as
-    gradients: the format does not tell what they hold, so there is nothing to swap or to recompute. Edges get the
-    bytes that the file's link moves in their `cost`.
+    Each forward node is a layer (`operator_graph.py`). Its `size` counts as parameters, that of its
+    backward as gradients: the format does not say what the bytes are, so there is nothing to swap or to
+    recompute. Edges get the bytes that the file's link moves in their `cost`.
+
+    Args:
+        text: of the file.
+        file: its name, for messages.
 
     >>> import json
     >>> node = dict(id=7, fpgaLatency=1, size=100, isBackwardNode=0, colorClass=1)
@@ -59,13 +67,12 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     for edge in edges.values():
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             raise edge.place.wrong(
-                f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes per second of this "
-                f"file's edges that is more than {MOST_BYTES} bytes"
+                f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
+                f"per second of this file's edges that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
-    return GraphFile(
-        operator_costs([nodes[node] for node in order], seconds, link), int(limit), devices, link
-    )
+    costs = operator_costs([nodes[node] for node in order], seconds, link)
+    return GraphFile(costs, int(limit), devices, link)
 
 
 def _nodes(whole: Located) -> dict[int, Operator]:
@@ -85,14 +92,15 @@ def _nodes(whole: Located) -> dict[int, Operator]:
     return nodes
 
 
-def _operator(name: int, place: Located) -> Operator:
+def _operator(number: int, place: Located) -> Operator:
+    has_class = "colorClass" in place
     return Operator(
-        name,
-        str(place.get("name", f"node{name}")),
-        place.amount("fpgaLatency") / 1e3,
-        round(place.amount("size")),
-        place.flag("isBackwardNode"),
-        place.count("colorClass") if "colorClass" in place else ("alone", name),
+        number,
+        name=str(place.get("name", f"node{number}")),
+        seconds=place.amount("fpgaLatency") / 1e3,
+        bytes=round(place.amount("size")),
+        is_backward=place.flag("isBackwardNode"),
+        color=place.count("colorClass") if has_class else ("alone", number),
     )
 
 
@@ -110,11 +118,12 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
                 f"the edge leads from backward node {source} to forward node {target}"
             )
         size = round(place.amount("size")) if "size" in place else 0
+        # An edge that is described twice counts once, as it is described first.
         edges.setdefault(ends, _Edge(place, place.amount("cost") / 1e3, size))
     return edges
 
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
-    """The speed of the file's edges, in bytes per second; the middle one, should they disagree."""
+    """Returns the rate of the file's edges in bytes per second; the median if they disagree."""
     rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes and edge.seconds]
     return statistics.median(rates) if rates else _BYTES_PER_S

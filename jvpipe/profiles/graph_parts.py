@@ -1,4 +1,4 @@
-"""The common parts of all formats of graph files: what is read from one, the order of its nodes, its errors."""
+"""The common parts of all formats of graph files: the result of reading one, the order of its nodes, its errors."""
 
 import heapq
 import math
@@ -12,9 +12,13 @@ from jvpipe.util.sizes import MOST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class GraphFile:
-    """The content of a graph file: costs always, the machine it was made for where the format tells.
+    """The content of a graph file.
 
-    `devices` accelerators of `memory_limit_bytes` each are joined by `link`; `costs.ids` are the file's node ids.
+    Attributes:
+        costs: of the model; `costs.ids` are the file's node ids.
+        memory_limit_bytes: of each device that the file was made for; None if it does not say.
+        devices: their number; None if it does not say.
+        link: that joins them.
     """
 
     costs: Costs
@@ -24,12 +28,12 @@ class GraphFile:
 
 
 def wrong(file: str, line: int, what: str) -> ValueError:
-    """The error that says where a file is wrong.
+    """Makes the error that says where a file is wrong.
 
     Args:
         file: its name.
-        line: its number, from 1.
-        what: is wrong there.
+        line: the number of the line, from 1.
+        what: the flaw, and what would be right.
 
     >>> wrong("a.txt", 3, "activation_size is missing")
     ValueError('a.txt, line 3: activation_size is missing')
@@ -38,7 +42,7 @@ def wrong(file: str, line: int, what: str) -> ValueError:
 
 
 def flaw(number: int | float) -> str | None:
-    """Why a number can be no time and no size; None if it can.
+    """Says why a number cannot be a time or a size; None if it can be.
 
     >>> flaw(2.5), flaw(-1.0), flaw(float("nan"))
     (None, 'must be finite and not negative', 'must be finite and not negative')
@@ -53,14 +57,17 @@ def flaw(number: int | float) -> str | None:
 def topological_order(
     nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str
 ) -> list[int]:
-    """Nodes such that every edge runs forward; of those that are ready, the one of the lowest id comes first.
+    """Orders nodes such that every edge runs forward.
 
-    `edges` maps each to the line where it stands. A cycle is a ValueError that names it.
+    If several nodes wait for nothing, the one with the lowest id comes next.
 
     Args:
         nodes: of the graph.
         edges: from a node to another, with the line of each.
-        file: for the error.
+        file: its name, for messages.
+
+    Raises:
+        ValueError: there is a cycle, which the message names.
 
     >>> topological_order([3, 1, 2], {(3, 2): 8}, "a.txt")
     [1, 3, 2]
@@ -83,16 +90,17 @@ def topological_order(
     if len(order) < len(readers):
         cycle = _cycle({node for node, count in waits_for.items() if count}, edges)
         text = " -> ".join(map(str, cycle))
-        raise wrong(
-            file,
-            edges[cycle[0], cycle[1]],
-            f"the edges of nodes {text} run in a cycle: remove one of them",
-        )
+        line = edges[cycle[0], cycle[1]]
+        raise wrong(file, line, f"the edges of nodes {text} run in a cycle: remove one of them")
     return order
 
 
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
-    """A cycle among the nodes that never got ready: each of them has a source that did not either."""
+    """Finds a cycle among the nodes that always waited.
+
+    Each of them has a source that always waited, too. So a walk from source to source never ends, and
+    comes to a node for the second time; from the first time on it is a cycle.
+    """
     source_of = {target: source for source, target in edges if source in left and target in left}
     path = [min(left)]
     while path.count(path[-1]) < 2:

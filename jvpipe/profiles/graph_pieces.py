@@ -1,4 +1,10 @@
-"""Pieces of a graph: the least sets of nodes between which it may be cut where classes of nodes share a device."""
+"""Pieces of a graph: the smallest sets of nodes between which it may be cut if classes of nodes share a device.
+
+    1 -> 2 -> 3 -> 4        1 and 3 share a device, and 2 lies between them:
+    ^-- class --^           the pieces are (1, 2, 3) and (4)
+
+If the nodes of a class are joined by edges both ways, pieces are the strongly connected components.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,12 +14,14 @@ from jvpipe.profiles.graph_parts import topological_order
 
 
 def pieces_of(
-    nodes: Sequence[int], edges: Iterable[tuple[int, int]], classes: Iterable[Sequence[int]]
+    nodes: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """The nodes in pieces such that classes stay whole and every edge runs within a piece or to a later one.
+    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a later one.
 
-    No other pieces are smaller: a piece is a class, or classes between which edges run both ways. Among the pieces
-    that are ready, the one that holds the lowest number comes first, and within a piece nodes keep their order.
+    No smaller pieces are possible. If several pieces could come next the one with the lowest node does,
+    and within a piece nodes keep their order.
 
     Args:
         nodes: all nodes, in an order.
@@ -25,19 +33,17 @@ def pieces_of(
     >>> pieces_of([1, 2, 3, 4], [(1, 2), (2, 3)], [(1, 3)])
     [(1, 2, 3), (4,)]
     """
-    from scipy.sparse import csr_array  # late: few need it
+    # Late: it takes long to import, and few need it.
+    from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
     edges, place = list(edges), {node: i for i, node in enumerate(nodes)}
-    bound = [
-        pair
-        for first, *rest in classes
-        for other in rest
-        for pair in ((first, other), (other, first))
-    ]
-    ends = np.array([(place[a], place[b]) for a, b in (*edges, *bound)], dtype=np.int64).reshape(
-        -1, 2
-    )
+    both_ways: list[tuple[int, int]] = []
+    for first, *rest in classes:
+        for other in rest:
+            both_ways += [(first, other), (other, first)]
+    pairs = [(place[a], place[b]) for a, b in (*edges, *both_ways)]
+    ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     joined = csr_array((np.ones(len(ends)), ends.T), shape=(len(nodes), len(nodes)))
     labels = connected_components(joined, directed=True, connection="strong")[1]
     members: dict[int, list[int]] = {}

@@ -1,8 +1,9 @@
-"""The splits of a graph file over devices that experts made, which lie beside the dnn-partitioning files.
+"""Splits of graph files over devices that experts made; they lie beside the files of dnn-partitioning.
 
-The load of a device is the seconds of its nodes and of its transfers: each output that others read is sent once, each
-that it reads from others comes once, and so do their cotangents. The largest load is the time per sample, which the
-paper minimises. A `load` of -1 in a file says that nobody computed it.
+The load of a device is the seconds of its nodes and of its transfers: an output that other devices
+read is sent once, an output of others is received once, and so are their cotangents. The largest load
+is the time per sample, which the paper (Tarnawski et al., 2020) minimises. The field `load` of a file
+is not read: it is -1 if nobody computed it.
 """
 
 from collections import Counter
@@ -14,7 +15,11 @@ from jvpipe.profiles.located_json import parse_located
 
 
 def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
-    """Returns the node ids on each accelerator; raises ValueError with file, line and field if the file is wrong."""
+    """Reads the node ids on each accelerator.
+
+    Raises:
+        ValueError: the file is wrong; the message names file, line and field.
+    """
     whole = parse_located(Path(path).read_text(), str(path))
     if "cpus" in whole and any(device.items_of("nodes") for device in whole.objects("cpus")):
         raise whole.wrong("the field cpus holds nodes: only splits over accelerators can be used")
@@ -24,17 +29,23 @@ def expert_split(path: str | Path) -> tuple[tuple[int, ...], ...]:
         if bad := [node for node in nodes if type(node) is not int]:
             raise device.wrong(f"the field nodes holds {bad[0]!r}, which is not the id of a node")
         parts.append(tuple(nodes))
-    if twice := [
-        node for node, times in Counter(n for nodes in parts for n in nodes).items() if times > 1
-    ]:
+    times = Counter(node for nodes in parts for node in nodes)
+    if twice := [node for node, count in times.items() if count > 1]:
         raise whole.wrong(f"the field nodes holds {twice[0]} twice: a node is on one device")
     return tuple(parts)
 
 
 def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Each device's load in seconds; `split` are node ids per device.
+    """Computes each device's load in seconds.
 
-    Nodes that are not layers (backward ones) count where their forward is. A layer on no device is a ValueError.
+    Nodes that are not layers (backward ones) count where their forward is.
+
+    Args:
+        graph: with the costs of its nodes.
+        split: the node ids on each device.
+
+    Raises:
+        ValueError: a layer is on no device.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Link
@@ -53,6 +64,8 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
     for edge in graph.costs.edges:
         home = device[edge.producer]
         away = {device[reader] for reader in edge.readers} - {home}
-        for d in {home, *away} if away else ():
-            loads[d] += graph.link.seconds(edge.bytes) * (2 if edge.differentiable else 1)
+        if away:
+            times = 2 if edge.differentiable else 1  # the cotangent comes back
+            for d in {home, *away}:
+                loads[d] += graph.link.seconds(edge.bytes) * times
     return tuple(loads)

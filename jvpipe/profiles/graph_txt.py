@@ -4,8 +4,9 @@
         activation_size=1644167168.0, parameter_size=147712.0 -- stage_id=0         (one line; the stage is optional)
     <white space>node4 -- node5
 
-Times are milliseconds per micro-batch, sizes are bytes; `activation_size` may be a list, `[a; b]`. The nodes come in
-any order. An `Input` node carries the time of the data loader, which no device works: it counts as nothing.
+Times are milliseconds per micro-batch, sizes are bytes; `activation_size` may be a list, `[a; b]`.
+Nodes come in any order. The time of an `Input` node is that of the data loader, which runs on no
+device; it does not count.
 """
 
 import logging
@@ -41,13 +42,19 @@ class _Node:
 
 
 def read_graph_txt(text: str, file: str) -> GraphFile:
-    r"""The costs in the text of a graph.txt; `file` is what errors call it.
+    r"""Reads costs from the text of a graph.txt.
 
-    Each node is a layer, named by its description. What it leaves is its activation, to be kept, swapped or computed
-    again. An edge from a node to itself is stale, and passed over with a warning; one that is there twice is one.
+    Each node is a layer, named by its description. Its activation may be kept, swapped or recomputed. An
+    edge from a node to itself is ignored with a warning; an edge that is there twice counts once.
 
-    >>> numbers = "forward_compute_time=1.0, backward_compute_time=2.0, activation_size=[8; 4], parameter_size=0"
-    >>> lines = [f"node1 -- Embed(8, 4) -- {numbers}", f"node2 -- Add -- {numbers}", "  node1 -- node2"]
+    Args:
+        text: of the file.
+        file: its name, for messages.
+
+    >>> times = "forward_compute_time=1.0, backward_compute_time=2.0"
+    >>> numbers = f"{times}, activation_size=[8; 4], parameter_size=0"
+    >>> nodes = [f"node1 -- Embed(8, 4) -- {numbers}", f"node2 -- Add -- {numbers}"]
+    >>> lines = [*nodes, "  node1 -- node2"]
     >>> costs = read_graph_txt("\n".join(lines), "graph.txt").costs
     >>> costs.ids, costs.layers[0].name, costs.layers[0].forward_s
     ((1, 2), 'Embed(8, 4)', 0.001)
@@ -55,74 +62,64 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     (Edge(producer=0, readers=(1,), bytes=12, name='node1', differentiable=True),)
     """
     nodes: dict[int, _Node] = {}
-    lines = list(enumerate(text.splitlines(), 1))
+    numbered = enumerate(text.splitlines(), 1)
+    lines = [(line, content) for line, content in numbered if content.strip()]
     for line, content in lines:
-        if content.strip() and not content[0].isspace():
+        if not content[0].isspace():
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
-                raise wrong(
-                    file, line, f"node{node} was described on line {nodes[node].line} already"
-                )
+                earlier = nodes[node].line
+                raise wrong(file, line, f"node{node} was described on line {earlier} already")
             nodes[node] = cost
+    # Nodes come in any order, so edges are read when all of them are there.
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
-        if content.strip() and content[0].isspace():
-            source, target = _read_edge(content.strip(), file, line)
-            for end in (source, target):
+        if content[0].isspace():
+            ends = source, target = _read_edge(content.strip(), file, line)
+            for end in ends:
                 if end not in nodes:
-                    raise wrong(
-                        file, line, f"the edge dangles: node{end} is not described in this file"
-                    )
+                    message = f"the edge dangles: node{end} is not described in this file"
+                    raise wrong(file, line, message)
             if source == target:
-                _log.warning(
-                    "%s, line %d: the edge from node%d to itself is passed over: remove it",
-                    file,
-                    line,
-                    source,
-                )
+                warning = "%s, line %d: the edge from node%d to itself is passed over: remove it"
+                _log.warning(warning, file, line, source)
             else:
-                edges.setdefault((source, target), line)
+                edges.setdefault(ends, line)
     return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
 
 
 def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
-    """A node's id and what its line says; the description may hold commas, parentheses and ` -- `."""
+    """Reads a node's id and its line; the description may hold commas, parentheses and ` -- `."""
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
     if matched is None:
-        raise wrong(
-            file,
-            line,
-            f"a line starts with `node` and a number (or with white space: an edge), not {name!r}",
-        )
+        starts = "a line starts with `node` and a number (or with white space: an edge)"
+        raise wrong(file, line, f"{starts}, not {name!r}")
     description, _, numbers = _STAGE.sub("", rest).rpartition(" -- ")
     fields = dict(_FIELD.findall(numbers))
-    return int(matched[1]), _Node(
+    node = _Node(
         line,
         description.strip(),
-        _number(fields, "forward_compute_time", file, line) / 1e3,
-        _number(fields, "backward_compute_time", file, line) / 1e3,
-        round(_number(fields, "activation_size", file, line)),
-        round(_number(fields, "parameter_size", file, line)),
+        forward_s=_number(fields, "forward_compute_time", file, line) / 1e3,
+        backward_s=_number(fields, "backward_compute_time", file, line) / 1e3,
+        activation_bytes=round(_number(fields, "activation_size", file, line)),
+        parameter_bytes=round(_number(fields, "parameter_size", file, line)),
     )
+    return int(matched[1]), node
 
 
 def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> float:
-    """A field's number, or for activations the sum of its list."""
+    """Reads a field's number, or for activations the sum of its list."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
     written = fields[field].strip()
-    texts = (
-        written[1:-1].split(";")
-        if field == "activation_size" and written.startswith("[")
-        else [written]
-    )
+    is_list = field == "activation_size" and written.startswith("[")
+    texts = written[1:-1].split(";") if is_list else [written]
     try:
         numbers = [_read_number(text) for text in texts]
     except ValueError:
-        raise wrong(
-            file, line, f"{field}={written} is not a number: write digits, such as 1000.5"
-        ) from None
+        digits = f"{field}={written} is not a number: write digits, such as 1000.5"
+        raise wrong(file, line, digits) from None
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -130,7 +127,7 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
 
 
 def _read_number(text: str) -> float:
-    """A number as profilers write it; Python reads underscores and the digits of other scripts as well."""
+    """Reads a number as profilers write it; Python would also read underscores and the digits of other scripts."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return float(text)
@@ -139,7 +136,8 @@ def _read_number(text: str) -> float:
 def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
     ends = [_NODE.fullmatch(end.strip()) for end in content.split(" -- ")]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
-        raise wrong(file, line, f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}")
+        message = f"an indented line is an edge, `nodeA -- nodeB`, not {content!r}"
+        raise wrong(file, line, message)
     return int(ends[0][1]), int(ends[1][1])
 
 
@@ -150,21 +148,14 @@ def _costs(
     readers: dict[int, list[int]] = {node: [] for node in order}
     for source, target in edges:
         readers[source].append(place[target])
-    return Costs(
-        tuple(_layer(f"node{node}", nodes[node]) for node in order),
-        tuple(
-            Edge(
-                place[node],
-                tuple(sorted(readers[node])),
-                nodes[node].activation_bytes,
-                f"node{node}",
-                differentiable=not nodes[node].is_input,
-            )
-            for node in order
-            if readers[node]
-        ),
-        ids=tuple(order),
-    )
+    layers, values = [], []
+    for node in order:
+        name, profile = f"node{node}", nodes[node]
+        layers.append(_layer(name, profile))
+        if readers[node]:
+            to, differentiable = tuple(sorted(readers[node])), not profile.is_input
+            values.append(Edge(place[node], to, profile.activation_bytes, name, differentiable))
+    return Costs(tuple(layers), tuple(values), ids=tuple(order))
 
 
 def _layer(name: str, node: _Node) -> LayerCost:

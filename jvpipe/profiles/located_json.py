@@ -1,4 +1,8 @@
-"""JSON whose objects know the line where they start, and typed readings of their fields that say it when they fail."""
+"""JSON whose objects know the line where they start, so that errors in their fields can name it.
+
+Python's parser reports no lines for objects. It makes them in a known order, though, and a search for
+opening braces outside of strings finds their lines in another known order.
+"""
 
 import bisect
 import json
@@ -11,7 +15,7 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 
 
 class Located(dict[str, Any]):
-    r"""A JSON object from `line` of `file`; each reading of a field is a ValueError if it is not what it must be.
+    r"""A JSON object that starts on `line` of `file`; a field of the wrong kind is a ValueError with both.
 
     >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line
@@ -25,17 +29,17 @@ class Located(dict[str, Any]):
     line: int = 1
 
     def wrong(self, what: str) -> ValueError:
-        """The error that says where this object stands."""
+        """Makes the error that says where this object starts."""
         return wrong(self.file, self.line, what)
 
     def field(self, field: str) -> Any:
-        """The field's value, which must be there."""
+        """Returns the value of a field, which must be there."""
         if field not in self:
             raise self.wrong(f"the field {field} is missing")
         return self[field]
 
     def amount(self, field: str) -> float:
-        """A number that can be a time or a size."""
+        """Reads a number that can be a time or a size."""
         number = self.field(field)
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise self.wrong(f"the field {field} is {number!r}, which is not a number")
@@ -44,28 +48,28 @@ class Located(dict[str, Any]):
         return float(number)
 
     def count(self, field: str) -> int:
-        """A whole number that is not negative."""
+        """Reads a whole number that is not negative."""
         number = self.amount(field)
         if not number.is_integer():
             raise self.wrong(f"the field {field} is {number}: it must be a whole number")
         return int(number)
 
     def flag(self, field: str) -> bool:
-        """True or false, or 1 or 0."""
+        """Reads true or false, or 1 or 0."""
         value = self.field(field)
         if value not in (0, 1):
             raise self.wrong(f"the field {field} is {value!r}: it must be true or false")
         return bool(value)
 
     def items_of(self, field: str) -> list[Any]:
-        """A list."""
+        """Reads a list."""
         items = self.field(field)
         if not isinstance(items, list):
             raise self.wrong(f"the field {field} must be a list")
         return items
 
     def objects(self, field: str) -> list["Located"]:
-        """A list of objects."""
+        """Reads a list of objects."""
         items = self.items_of(field)
         if bad := [item for item in items if not isinstance(item, Located)]:
             raise self.wrong(f"the field {field} holds {bad[0]!r}, which is not an object")
@@ -73,13 +77,16 @@ class Located(dict[str, Any]):
 
 
 def parse_located(text: str, file: str) -> Located:
-    """The object that a text holds, and in it objects side by side, all with their lines."""
+    """Parses a text that holds a JSON object; inner objects may be in lists, but not in each other.
+
+    {"a": [{..}, {..}], "b": [{..}]}        braces open as 1 2 3 4, objects are made as 2 3 4 1
+    """
     newlines = [i for i, letter in enumerate(text) if letter == "\n"]
-    openings = [
-        located.start() for located in _STRING_OR_OPENING.finditer(text) if located[0] == "{"
-    ]
-    # They are made as they close: the outermost, which opens first, is the last.
-    lines = iter([bisect.bisect(newlines, at) + 1 for at in (*openings[1:], *openings[:1])])
+    tokens = _STRING_OR_OPENING.finditer(text)
+    openings = [token.start() for token in tokens if token[0] == "{"]
+    # Objects are made as they close: the outermost, which opens first, is the last.
+    closing = (*openings[1:], *openings[:1])
+    lines = iter([bisect.bisect(newlines, at) + 1 for at in closing])
 
     def locate(pairs: list[tuple[str, Any]]) -> Located:
         located = Located(pairs)

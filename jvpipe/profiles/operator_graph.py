@@ -1,8 +1,13 @@
 """Operators that others profiled, forward and backward ones, as the layers of a pipeline.
 
-A stage runs the forward of its layers and later their backward; operators of one color share a device. Forward edges
-say which layers come first, and where a color has no forward operator its backward edges do, the other way round.
-Between other colors backward edges say nothing: they mirror forward ones, and some files have them run the same way.
+    forward     a ----> b ----> c          layers a, b, c
+                |       |       |
+    backward    da <--- db <--- dc         each counts for the forward operator of its color
+
+A stage runs the forward of its layers and later their backward; operators of one color share a device.
+Forward edges order the layers. A color without a forward operator is a layer too, which its backward
+edges order in reverse. Between other colors backward edges mean nothing: they mirror forward ones, and
+in some files they run the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +20,7 @@ from jvpipe.profiles.graph_pieces import pieces_of
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node of a graph file: its seconds and bytes on a device, which it shares with all others of its color."""
+    """A node of a graph file: its seconds and bytes on a device; operators of one color share a device."""
 
     id: int
     name: str
@@ -38,25 +43,27 @@ class _Sent:
 def operator_costs(
     operators: Sequence[Operator], edges: Mapping[tuple[int, int], float], link: Link
 ) -> Costs:
-    """The costs of operators that stand in a topological order.
+    """Makes the costs of a model of its operators.
 
-    A forward operator is a layer: its bytes count as parameters, those of backward ones as gradients. These count for
-    the last forward operator of their color, and are a layer of their own where there is none. Layers come in an order
-    that keeps colors together, so that there are as many places to cut as there can be.
+    A forward operator is a layer, and its bytes count as parameters. Bytes of a backward operator count
+    as gradients of the last forward operator of its color, or of a layer of their own if there is none.
+    Layers come in an order that keeps colors together, which leaves as many places to cut as possible.
 
     Args:
-        operators: forward ones and backward ones.
+        operators: forward and backward ones, in a topological order.
         edges: by source and target, the seconds that the source's output takes over the link.
-        link: what joins the devices.
+        link: that joins the devices.
 
     >>> a, b = Operator(1, "a", 1.0, 8, False, "red"), Operator(2, "b", 1.0, 8, False, "blue")
-    >>> costs = operator_costs([a, b, Operator(3, "da", 2.0, 4, True, "red")], {(1, 2): 0.5, (1, 3): 0.5}, Link(100.0))
+    >>> da = Operator(3, "da", 2.0, 4, True, "red")
+    >>> costs = operator_costs([a, b, da], {(1, 2): 0.5, (1, 3): 0.5}, Link(100.0))
     >>> [(layer.name, layer.forward_s, layer.backward_s, layer.gradient_bytes) for layer in costs.layers]
     [('a', 1.0, 2.0, 4), ('b', 1.0, 0.0, 0)]
     >>> costs.edges
     (Edge(producer=0, readers=(1,), bytes=50, name='node1', differentiable=False),)
     """
-    node, home = {operator.id: operator for operator in operators}, _homes(operators)
+    node = {operator.id: operator for operator in operators}
+    home = _homes(operators)
     colors: dict[object, list[int]] = {}
     backward: dict[int, list[Operator]] = {}
     for operator in operators:
@@ -64,26 +71,26 @@ def operator_costs(
             colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
             backward.setdefault(home[operator.id], []).append(operator)
-    sent = [
-        _Sent(node[source], home[source], home[target], seconds)
-        for (source, target), seconds in edges.items()
-        if node[source].is_backward or node[target].is_backward == node[home[target]].is_backward
-    ]
+    sent = []
+    for (source, target), seconds in edges.items():
+        # A forward operator leaves values for the backward of its layer without a transfer.
+        at_home = node[target].is_backward == node[home[target]].is_backward
+        if node[source].is_backward or at_home:
+            sent.append(_Sent(node[source], home[source], home[target], seconds))
     layers = [operator.id for operator in operators if home[operator.id] == operator.id]
     groups = pieces_of(layers, _order(sent, node), colors.values())
     place = {layer: i for i, layer in enumerate(layer for group in groups for layer in group)}
+    together = [group for group in groups if len(group) > 1]
     return Costs(
         tuple(_layer(node[layer], backward.get(layer, ())) for layer in place),
         _values(sent, node, place, link),
-        together=tuple(
-            tuple(place[layer] for layer in group) for group in groups if len(group) > 1
-        ),
+        together=tuple(tuple(place[layer] for layer in group) for group in together),
         ids=tuple(place),
     )
 
 
 def _homes(operators: Sequence[Operator]) -> dict[int, int]:
-    """Per operator the layer that it counts for."""
+    """Returns for each operator the layer that it counts for."""
     first = {operator.color: operator.id for operator in reversed(operators)}
     last = {operator.color: operator.id for operator in operators if not operator.is_backward}
     layer_of = first | last
@@ -103,46 +110,44 @@ def _layer(operator: Operator, backward: Sequence[Operator]) -> LayerCost:
 
 
 def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[int, int]]:
-    """Layers of which the first must come first."""
-    forward = [(x.source, x.target) for x in sent if not x.operator.is_backward]
-    back = [x for x in sent if x.operator.is_backward]
-    mirrored = [
-        (x.target, x.source)
-        for x in back
-        if node[x.source].is_backward or node[x.target].is_backward
-    ]
-    return forward + mirrored
+    """Lists pairs of layers of which the first must come before the second."""
+    pairs = [(x.source, x.target) for x in sent if not x.operator.is_backward]
+    for x in sent:
+        without_forward = node[x.source].is_backward or node[x.target].is_backward
+        if x.operator.is_backward and without_forward:
+            pairs.append((x.target, x.source))
+    return pairs
 
 
 def _values(
-    sent: Sequence[_Sent], node: Mapping[int, Operator], place: Mapping[int, int], link: Link
+    sent: Sequence[_Sent],
+    node: Mapping[int, Operator],
+    place: Mapping[int, int],
+    link: Link,
 ) -> tuple[Edge, ...]:
-    """One edge per output, to all readers that it costs the same, in the order of the layers.
+    """Makes an edge per output, to all readers that it costs the same, in the order of the layers.
 
-    It has a cotangent if anything goes back between a reader's color and its maker's. What goes back where nothing came
-    (a sum of gradients may stand between) is an edge without one: a link takes as long for it in either direction.
+    An edge has a cotangent if anything goes back between the colors of a reader and of its maker. What
+    goes back where nothing came (past a sum of gradients) is an edge without cotangent, from the earlier
+    layer to the later one: the link takes as long for it in either direction.
     """
-    ways = [
-        (x, *sorted((x.source, x.target), key=place.__getitem__))
-        for x in sent
-        if x.source != x.target
-    ]
+    ways: list[tuple[_Sent, int, int]] = []
+    for x in sent:
+        if x.source != x.target:
+            a, b = sorted((x.source, x.target), key=place.__getitem__)
+            ways.append((x, a, b))
+    # Pairs of colors, in the order of the layers, between which a value goes forward, or comes back.
     came = {(node[a].color, node[b].color) for x, a, b in ways if not x.operator.is_backward}
     returned = {(node[a].color, node[b].color) for x, a, b in ways if x.operator.is_backward}
     readers: dict[tuple[int, float, int], dict[int, bool]] = {}
     for x, a, b in ways:
         ends, back = (node[a].color, node[b].color), x.operator.is_backward
-        if not (back and (ends in came or ends[0] == ends[1])):
-            readers.setdefault((place[a], x.seconds, x.operator.id), {})[place[b]] = (
-                not back and ends in returned
-            )
-    return tuple(
-        Edge(
-            producer,
-            tuple(sorted(to)),
-            round(seconds * link.bytes_per_s),
-            f"node{name}",
-            any(to.values()),
-        )
-        for (producer, seconds, name), to in sorted(readers.items())
-    )
+        is_cotangent = back and (ends in came or ends[0] == ends[1])
+        if not is_cotangent:
+            output = place[a], x.seconds, x.operator.id
+            readers.setdefault(output, {})[place[b]] = not back and ends in returned
+    edges = []
+    for (producer, seconds, number), to in sorted(readers.items()):
+        size = round(seconds * link.bytes_per_s)
+        edges.append(Edge(producer, tuple(sorted(to)), size, f"node{number}", any(to.values())))
+    return tuple(edges)

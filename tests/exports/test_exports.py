@@ -10,7 +10,7 @@ import pytest
 from jvpipe import Forecast, models, plan_for
 from jvpipe.cli.plan import main
 from jvpipe.exports.beside import judged
-from jvpipe.exports.registry import FORMATS, find_format
+from jvpipe.exports.formats import FORMATS, find_format
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import lists_of

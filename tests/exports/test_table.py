@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jvpipe import models
-from jvpipe.exports.registry import FORMATS
+from jvpipe.exports.formats import FORMATS
 from jvpipe.schedules import SCHEDULES
 from tests.exports.plans import CASES, again, check, for_six, order_of, plan, planned, sized
 from tests.exports.readers import READERS
