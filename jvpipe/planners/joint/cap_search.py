@@ -143,6 +143,8 @@ class _Boxes:
     def search(self) -> SearchResult:
         """The best paths."""
         table, tick, bound_s = self.table, count(), 0.0
+        # A box (low, high] of caps stands for the paths whose maxima lie in it. Its bound is the least
+        # sum under the high caps, and waits at the low ones: nothing in it takes less.
         heappush(self.heap, (0.0, next(tick), self.low, (np.inf,) * len(self.low)))
         while self.heap and self.heap[0][0] < self.best_s * (1 - table.effort.tolerance):
             if table.exhausted and self.paths:
@@ -152,6 +154,8 @@ class _Boxes:
             total_s, path = self._shortest(high)
             if path is None:
                 continue
+            # Cells of the path are lower bounds still: they are refined, and the box comes back with
+            # a bound that is no less. A cell is settled after a few times, so that this ends.
             if opened := table.open_cells(path):
                 table.refine(opened)
                 heappush(
@@ -161,6 +165,8 @@ class _Boxes:
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
+            # The path has the least sum of all in its box, so that none with larger maxima is better:
+            # what is left are caps below one of its maxima.
             self._meet(path)
             for below, above in _rest(low, high, self.objective.maxima(path)):
                 heappush(self.heap, (total_s + self.waits * sum(below), next(tick), below, above))

@@ -26,7 +26,7 @@ from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
 from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
 """The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
@@ -148,7 +148,7 @@ class Climb:
     def _unranked(self, decision: Decision) -> Rank:
         """The rank, but 0 for the seconds of what fits."""
         problem, stages = self.problem, self._stages(decision)
-        peak = needed_limit_bytes(problem, device_bytes(problem, stages))
+        peak = max(needed_bytes(problem, device_bytes(problem, stages)))
         host = sum(x.host_bytes for x in stages)
         memory, swapped = problem.memory_limit_bytes, problem.host_limit_bytes
         fits = (memory is None or peak <= memory) and (swapped is None or host <= swapped)
@@ -183,8 +183,10 @@ class Climb:
     def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
         """Clocks plans as if transfers waited for no others: they take no less than that."""
         self.tasks -= len(some) * self._each // PLAN.clocked_for_one
-        loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
-        return least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
+        plans = [self._stages(one) for one in some]
+        parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
+        link_s = np.array([[stage.link_s for stage in plan] for plan in plans])
+        return least_steps_s(self.problem, parts_s.transpose(1, 2, 0), link_s.T)
 
     def _by_seconds(self, decision: Decision) -> list[int]:
         """All bounds, first those beside the slowest stages."""

@@ -59,11 +59,14 @@ class Reach:
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
         """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""
+        # A larger cap reaches further, so the least one is found by halving. No cap is below the
+        # longest layer, or below what the slowest stage takes of an even division.
         segments = self.pricing.segments
         low = max(float(np.diff(segments.least_compute_s).max(initial=0.0)), segments.share_s)
         if self.left(low)[-1] == segments.n:
             return low
         high = 2 * low
+        # Where the limit alone keeps the end out of reach no cap would do.
         while high < 1e9 * low and self.left(high)[-1] < segments.n:
             low, high = high, 2 * high
         while high - low > tolerance * high:
@@ -74,6 +77,8 @@ class Reach:
     def windows(self, cap_s: float) -> list[Cuts]:
         """Each bound's cuts under a cap; at least one each, also if the end cannot be reached."""
         cuts, stages = self.pricing.segments.cuts, self.pricing.segments.problem.stages
+        # A bound beyond `left` makes one of the stages before it too slow or too full, one before
+        # `right` one of the stages after it.
         left, right = self.left(cap_s), self.right(cap_s)
         windows = []
         for s in range(stages + 1):
@@ -84,6 +89,7 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """The last cut that so many stages reach from the first layer."""
+        # Going as far as possible is best for each stage: a segment that begins later pays no more.
         cuts, reached = self.pricing.segments.cuts, [0]
         for s in range(self.pricing.segments.problem.stages):
             ends = (
@@ -116,6 +122,7 @@ class Reach:
         if (s, prices) not in self.known:
             pricing, (alpha, mu) = self.pricing.at(s), prices
             extra_s, link_s, held_bytes = pricing.table(s, slice(None))
+            # Of each layer the choice of the least price. Sums of these bound what any choices pay.
             there = np.isfinite(extra_s)
             seconds = alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * (alpha > 0) * link_s
             least = np.where(there, seconds + mu * held_bytes, np.inf).min(1)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
@@ -115,7 +115,7 @@ class DeviceFates:
         self.prices[d] = search.prices
         if fates := search.least_seconds(FATE.states).choices:
             return fates
-        taken, fates = MinBytesSearch(self.pricing, lot).fewest(exact=False)
+        taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
         return fates if taken <= room and swapped <= best else None
@@ -125,7 +125,7 @@ class DeviceFates:
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
-            self.known[lot] = MinBytesSearch(self.pricing, lot).fewest(exact=True)[1]
+            self.known[lot] = fewest_bytes(self.pricing, lot, exact=True)[1]
         fates = self.known[lot]
         assert fates is not None, "some fates take the fewest bytes"
         return fates

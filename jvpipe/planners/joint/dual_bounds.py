@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe.planners.joint.choice_arrays import Choices, PerChoice, PerLayer
-from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_up_to, sums
+from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
+from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_of, sums
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
@@ -119,7 +119,7 @@ class Pricing:
         extra_s, _, held_bytes = self.table(block.s, layers)
         held_bytes = np.where(np.isfinite(extra_s), held_bytes, np.inf)
         taken = self._over(held_bytes, self.choices.working_bytes[layers], block)
-        working = spread_max(self.choices.least_working_bytes, block)
+        working = most_of(self.choices.least_working_bytes, block.starts, block.ends)
         return block.fixed_bytes + np.maximum(taken, working)
 
     def bound_s(self, block: Block, alpha: float, mu: float) -> Grid:
@@ -152,14 +152,6 @@ class Pricing:
         total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
         ends = np.maximum(block.ends - first, 0)
         return between(total, block.starts - first, ends) + more[ends]
-
-
-def spread_max(per_layer: PerLayer, block: Block) -> Grid:
-    """Finds the largest of each segment's layers; 0 where a segment is empty."""
-    starts, ends = block.starts, block.ends
-    layers = np.arange(int(starts[0]), max(int(ends[-1]), int(starts[0]) + 1))
-    inside = np.where(layers >= starts[:, None], per_layer[layers], 0.0)
-    return np.where(block.inside, most_up_to(inside, starts, ends), 0.0)
 
 
 class DualBounds:

@@ -132,8 +132,7 @@ def _untimed(problem: Problem) -> Problem:
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     """The plans that hold the least by the planners' count: of all plans, and of those that keep everything."""
     if not keeps:
-        least = min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None))
-        yield Decision(least.bounds, least.choices)
+        yield min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None)).decision
     kept = KeepAll(problem)
     _, places = least_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
     assert places is not None, "there are as many places as stages need"
@@ -150,7 +149,7 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
         least = least or plan.peak_bytes
         if plan.peak_bytes > LIMIT.near * max(least, lowest_bytes()):
             return
-        yield Decision(plan.bounds, plan.choices)
+        yield plan.decision
 
 
 def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:

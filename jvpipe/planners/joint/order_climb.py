@@ -59,7 +59,7 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
         seed: of what is drawn.
     """
     draw, course = Random(seed), Course(loads, order)
-    bound_s = loads.bound_s() * (1 + SAME)
+    bound_s = loads.bound_s() * (1 + SAME)  # an order that meets it is the best there is
     best, best_s = course.copy(), course.step_s
     gainless = 0  # moves since the last gain
     rest_until = dict[int, int]()  # the turn up to which a step that has moved rests
@@ -68,16 +68,19 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - SAME)
+        # A step that rests may move all the same if that leads below the best known (aspiration).
         free = (
             move
             for move in _Neighbours(course, draw).moves()
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
+        # Without a move the next turn draws another longest path, or steps have rested for long enough.
         if not moves:
             gainless += ORDER.blocked
             continue
         gainless += 1
+        # The best move is made though it makes the order longer: so a climb leaves a valley.
         for move in moves:
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
@@ -98,6 +101,7 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
     """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
+    # Each move fits and makes sense by itself. Two at once can make steps wait in a circle.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
         if move.more:
@@ -133,6 +137,8 @@ class _Neighbours:
         self.draw.shuffle(blocks)
         for block in blocks:
             steps = course.lists[block.device]
+            # A block that starts at once has nothing to win at its front, one that ends the order nothing
+            # at its end.
             if course.starts[steps[block.first]] > 0.0:
                 yield from self._ahead(block)
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
@@ -178,6 +184,7 @@ class _Neighbours:
         course = self.course
         step, weight = course.cells + cell, 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
+            # The move is judged with the seconds and bytes of halves, then the course is as it was.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
@@ -237,6 +244,7 @@ class _Neighbours:
         """
         course = self.course
         held_bytes, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
+        # Behind the steps that move the device holds what it held before, so only these are looked at.
         for step in steps:
             held_bytes += course.bytes[step]
             if held_bytes > room:

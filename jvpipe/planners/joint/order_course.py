@@ -66,6 +66,7 @@ class Course:
         cells = len(loads.places) * M
         self.loads, self.M, self.cells = loads, M, cells
         self.to, self.source = _ways(M, cells)
+        # A backward has one number whether it is whole or not, so that splitting it renumbers nothing.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
         self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
         self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
@@ -138,6 +139,8 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
+                    # Whoever sends this step's input wakes the device. If nobody does, steps wait
+                    # for each other, and not all of them have run at the end.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -153,9 +156,12 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
+                    # Transfers between two devices keep the order of the sender's list. The list
+                    # is walked in that order, so the link's last transfer is the one before.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
+                # The target computes again for so long before it reads what arrives.
                 there[target] = max(0.0, arrives - early_s[target])
                 if target in waits:
                     ready.append(waits.pop(target))
@@ -170,10 +176,12 @@ class Course:
         seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
         later_s = list(self.updates_s)  # from the start of the last step seen on a device
         links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
+        # Whatever follows a step has run after it, so in reverse all that its tail is made of is known.
         for step in reversed(self.ran):
             d, target = device[step], to[step]
             if target >= 0:
                 answer = seconds[target] - self.early_s[target] + tails[target]
+                # The transfer goes on to its target, and holds up the next one on its link.
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
@@ -194,6 +202,8 @@ class Course:
         ]
         _, step = max(last_steps)
         blocks, last = list[Block](), self.place[step]
+        # From step to step backwards: to the one before on the device, or to the one that sent the
+        # input, whichever ends as this one starts. Each starts earlier, so the walk ends at time 0.
         while True:
             d, at = self.device[step], self.place[step]
             before = self.lists[d][at - 1]
@@ -220,6 +230,7 @@ class Course:
             other = self.lists[d][at]
             if not self.send_s[other] or self.device[self.to[other]] != e:
                 continue
+            # Back by one transfer: the link was busy from here on, or this step's end began it.
             arrives -= self.send_s[other]
             if self.ends[other] >= arrives - near_s:
                 return other

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -54,6 +54,18 @@ def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[
         for new in others
         if not bounds[gone - 1] < new < bounds[gone + 1]
     ]
+    return sorted(every, key=partial(busiest_s, problem))
+
+
+def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Lists all cuts, those whose busiest device works least first.
+
+    Args:
+        problem: whose stages and devices count.
+        cuts: where a stage may begin or end.
+    """
+    first, *inner, last = cuts.tolist()
+    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
     return sorted(every, key=partial(busiest_s, problem))
 
 

@@ -14,6 +14,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import stage_cost
 
+STEP_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 Step = tuple[Kind, int, int]
 Order = list[list[Step]]
 
@@ -73,12 +74,7 @@ class Loads:
         return Loads(
             places=places,
             microbatches=problem.microbatches,
-            seconds={
-                Kind.F: tuple(x.forward_s for x in stages),
-                Kind.B: tuple(x.recompute_s + x.backward_s for x in stages),
-                Kind.I: tuple(x.recompute_s + x.halves_s[0] for x in stages),
-                Kind.W: tuple(x.halves_s[1] for x in stages),
-            },
+            seconds={kind: tuple(stage.task_s(kind) for stage in stages) for kind in STEP_KINDS},
             send_s=(*ways_s, 0.0),
             return_s=(0.0, *ways_s),
             kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),

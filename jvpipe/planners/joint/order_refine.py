@@ -103,7 +103,7 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
     problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and problem.memory_limit_bytes is not None
-    ways = [] if many else [one.fates]
+    ways = [] if many or one.fates is None else [one.fates]
     decision = Climb(problem, ways, RULE.moved_tasks, places=1).climbed(one.decision)
     if decision != one.decision:
         moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
-from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sums
-from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
+from jvpipe.planners.model.keep_all import KeptBytes
+from jvpipe.planners.model.segments import Block, Cuts
+from jvpipe.simulate.stages import PARTS
 
 Prices = tuple[float, float]
 """The prices of seconds and of bytes."""
@@ -65,37 +66,21 @@ class StageTable:
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
-        block, choices, in_flight = (
-            self.block,
-            self.pricing.choices,
-            self.pricing.segments.in_flight[self.block.s],
-        )
+        block, choices, segments = self.block, self.pricing.choices, self.pricing.segments
         layers = slice(block.starts[0], block.ends[-1])
-        kept_s, others_s = (
-            choices.own_s[layers, :1],
-            np.c_[choices.own_s, choices.forward_s][layers],
-        )
+        kept_s = choices.own_s[layers, :1]
+        others_s = np.c_[choices.own_s, choices.forward_s][layers]
         if (choices.swapped_bytes[layers, 0] > 0).any() or (others_s < kept_s).any():
             return np.full(block.inside.shape, np.inf)
-        left = choices.left_bytes[:, 0]
-        kept = between(sums(left), block.starts, block.ends) + block.shared_bytes
-        at_work = self.pricing.segments.at_work(
-            block.starts, block.ends, left, choices.working_bytes[:, 0]
-        )
-        static = block.fixed_bytes - on_device_bytes(in_flight, block.shared_bytes)
-        return StageBytes(
-            in_flight,
-            static,
-            kept,
-            np.zeros(()),
-            most_up_to(at_work, block.starts, block.ends) - kept,
-        ).peak
+        left, working = choices.left_bytes[:, 0], choices.working_bytes[:, 0]
+        kept = KeptBytes.of(segments, block, left, working)
+        return kept.peak(segments.in_flight[block.s], block.fixed_bytes)
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "8 cells"]:
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
         All seconds beyond those of keeping everything count as recomputation while cotangents are awaited.
@@ -110,19 +95,16 @@ class StageTable:
             x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
         )
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
-        half_s = np.zeros_like(forward_s)  # backwards are whole where cuts are sought by a table
-        return np.array(
-            [
-                forward_s,
-                work_s - compute_s,
-                compute_s - forward_s,
-                half_s,
-                half_s,
-                block.once_s[at] / updates,
-                block.comm_s[at],
-                traffic_s,
-            ]
-        )
+        # Backwards are whole where cuts are sought by a table.
+        by_part = {
+            Kind.F: forward_s,
+            Kind.B: compute_s - forward_s,
+            Kind.R: work_s - compute_s,
+            Kind.RETURN: block.comm_s[at] / 2,
+            Kind.U: block.once_s[at] / updates,
+        }
+        nothing = np.zeros_like(forward_s)
+        return np.array([by_part.get(part, nothing) for part in PARTS]), traffic_s
 
     def price(self, prices: Prices) -> None:
         """Raises the bounds to what these prices prove."""
@@ -266,7 +248,7 @@ class Table:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
         query, pricing = self.query(cell), self.stage(cell).pricing
         choices = pricing.choices
-        held_bytes, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
+        held_bytes, choices_of = fewest_bytes(pricing, query.lot, exact=False)
         layers = np.arange(*cell[1:])
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
         if held_bytes > query.room_bytes or swapped > query.most_swapped_bytes:

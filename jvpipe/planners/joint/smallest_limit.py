@@ -11,7 +11,7 @@ from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import LIMIT
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
@@ -21,10 +21,9 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 @dataclass(frozen=True)
 class MinBytesPlan:
-    """Bounds and choices whose fullest stage is as empty as can be."""
+    """A decision whose fullest stage is as empty as can be."""
 
-    bounds: tuple[int, ...]
-    choices: tuple[int, ...]
+    decision: Decision
     stage: int
     peak_bytes: int
 
@@ -102,8 +101,9 @@ class Peaks:
             fixed = float(self.blocks[s].fixed_bytes[a, b])
             cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
             lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
-            search = MinBytesSearch(self.pricing, lot)
-            held_bytes, self.choices[s, a, b] = search.fewest(self.exact, below - fixed)
+            held_bytes, self.choices[s, a, b] = fewest_bytes(
+                self.pricing, lot, exact=self.exact, below=below - fixed
+            )
             longer = self.bytes[s][: a + 1, b:]
             np.maximum(
                 longer, longer_bytes(self.pricing, self.blocks[s], a, b, held_bytes), out=longer
@@ -118,7 +118,7 @@ class Peaks:
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
         bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
-        return MinBytesPlan(bounds, choices, int(np.argmax(taken)), int(max(taken)))
+        return MinBytesPlan(Decision(bounds, choices), int(np.argmax(taken)), int(max(taken)))
 
 
 def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
@@ -182,7 +182,7 @@ def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held_bytes: flo
 def nothing_fits(pricing: Pricing) -> Infeasible:
     """Says where the plan of min_bytes_plan is over the limit, and by how much."""
     plan, limit = min_bytes_plan(pricing), int(pricing.limit_bytes)
-    i, j = plan.bounds[plan.stage], plan.bounds[plan.stage + 1]
+    i, j = plan.decision.bounds[plan.stage : plan.stage + 2]
     over, problem = plan.peak_bytes - limit, pricing.segments.problem
     stage_limit = limit - problem.less_bytes(plan.stage)
     unlike = any(group.less_bytes for group in problem.groups)
@@ -196,5 +196,5 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
         stage=plan.stage,
         excess_bytes=over,
         smallest_limit_bytes=plan.peak_bytes,
-        decision=Decision(plan.bounds, plan.choices),
+        decision=plan.decision,
     )

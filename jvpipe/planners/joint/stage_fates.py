@@ -6,6 +6,7 @@ dominated. At last, if there are more than `width`, those of the highest bounds:
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -18,9 +19,8 @@ from jvpipe.planners.joint.dominance import (
     Growth,
     Lot,
     States,
-    Step,
     beyond_held,
-    front,
+    follow,
     to_come,
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
@@ -131,30 +131,17 @@ class FateSearch:
 
         Among equals, the one that swaps least, then the one of the fewest bytes.
         """
-        states, steps = self.growth.begin(), list[Step]()
-        dropped_s = np.inf
-        for at in range(self.growth.n):
-            states = self.growth.grown(states, at)
-            bound = self._bounds(states, at + 1)
-            alive = bound < below_s * BELOW_FACTOR
-            if alive.sum() > 2 * width:
-                fittest = self._fittest(states, bound, at + 1, width)
-                left = alive.copy()
-                left[fittest] = False
-                dropped_s = min(dropped_s, float(bound[left].min(initial=np.inf)))
-                alive &= ~left
-            alive = np.flatnonzero(alive)
-            alive = alive[front(states[:, alive])]
-            states = states[:, alive]
-            if not len(alive):
-                return StageChoices((), np.inf, np.inf, dropped_s)
-            steps.append(self.growth.step(alive, at))
+        last = follow(
+            self.growth, below_s * BELOW_FACTOR, width, self._bounds, partial(self._fittest, width)
+        )
+        states = last.states
+        if not states.shape[1]:
+            return StageChoices((), np.inf, np.inf, last.dropped)
         seconds, used = self._seconds(states), self.growth.least_bytes(states, self.growth.n)
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
-        return StageChoices(
-            self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s)
-        )
+        choices = self.growth.path(last.steps, best)
+        return StageChoices(choices, found_s, float(used[best]), min(found_s, last.dropped))
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What a state will take at least; infinite if it cannot fit."""
@@ -177,7 +164,9 @@ class FateSearch:
             fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf
         )
 
-    def _fittest(self, states: States, bound: np.ndarray, done: int, width: int) -> np.ndarray:
+    def _fittest(
+        self, width: int, states: States, bound: np.ndarray, _alive: np.ndarray, done: int
+    ) -> np.ndarray:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
         extra_s, link_s, held_bytes, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)

@@ -111,8 +111,9 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     if not every_path:
         return []
     every = np.array(list(every_path))
-    loads_s = [stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
-    ranked = least_steps_s(problem, np.array(loads_s)).argsort(kind="stable")
+    loads_s = (stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages))
+    parts_s, busy_s = map(np.array, zip(*loads_s, strict=True))
+    ranked = least_steps_s(problem, parts_s, busy_s).argsort(kind="stable")
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])

@@ -50,13 +50,6 @@ class Block:
         }
         return Block(self.s, self.starts[rows], self.ends[columns], **grids)
 
-    def row(self, at: int) -> "Block":
-        """Picks the segments of one start, given by its place."""
-        grids = {
-            name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")
-        }
-        return Block(self.s, ends=self.ends, **grids)
-
 
 class Segments:
     """A problem's segments, from sums over its layers.
@@ -312,7 +305,7 @@ class Segments:
 
     def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
         """The gradients of the layer of each segment that has most."""
-        return _most(np.diff(self._reduced_bytes), starts, ends)
+        return most_of(np.diff(self._reduced_bytes), starts, ends)
 
     @cached_property
     def _update_s(self) -> OverJ:
@@ -334,14 +327,16 @@ class Segments:
         whole_s, replicas = between(sums(each_s), starts, ends), self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
-        return np.maximum(whole_s / replicas, _most(each_s, starts, ends))
+        return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> Block:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
         if (s, i) not in self._rows:
             starts = np.arange(self.n) if self.n <= ROWS_AT_ONCE else np.array([i])
-            block = self.block(s, starts, np.arange(self.n + 1))
-            self._rows |= {(s, int(start)): block.row(at) for at, start in enumerate(starts)}
+            ends = np.arange(self.n + 1)
+            block = self.block(s, starts, ends)
+            for at, start in enumerate(starts.tolist()):
+                self._rows[s, start] = block.at(np.array([at]), ends)
         return self._rows[s, i]
 
     @cached_property
@@ -396,8 +391,14 @@ def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "
     return total[ends] - total[starts][:, None]
 
 
-def _most(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """The most that a layer of each segment has."""
+def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
+    """Finds the most that a layer of each segment has.
+
+    Args:
+        layers: numbers of each, none below 0.
+        starts: where segments begin.
+        ends: where they end.
+    """
     every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
     of_layers = layers[every - 1]
     return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)

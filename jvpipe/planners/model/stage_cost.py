@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.shared_state import spared_bytes
 from jvpipe.planners.model.stage_bytes import (
@@ -22,6 +23,7 @@ from jvpipe.planners.model.stage_bytes import (
     on_device_bytes,
 )
 from jvpipe.schedules.schedule import Holding
+from jvpipe.simulate.stages import StageLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,44 @@ class StageCost:
         """What its backwards compute again once they have their cotangents."""
         return self.recompute_s - self.early_s
 
-    @property
-    def loads_s(self) -> tuple[float, ...]:
-        """Its seconds as `least_steps_s` takes them: forward, early, backward, its halves, update, and both links."""
+    def load(self, send_s: float = 0.0) -> StageLoad:
+        """Describes the stage to the simulator: of a swap, as of what crosses a link, each way takes one half.
+
+        Args:
+            send_s: of what it sends on, which the stage after it knows.
+        """
         input_s, weight_s = self.halves_s
-        backward_s, input_s = self.waiting_s + self.backward_s, self.waiting_s + input_s
-        work_s = self.forward_s, self.early_s, backward_s, input_s, weight_s, self.update_s
-        return *work_s, self.comm_s, self.link_s
+        return StageLoad(
+            forward_s=self.forward_s,
+            backward_s=self.waiting_s + self.backward_s,
+            recompute_s=self.early_s,
+            out_s=self.swap_s / 2,
+            in_s=self.swap_s / 2,
+            send_s=send_s,
+            return_s=self.comm_s / 2,
+            input_s=self.waiting_s + input_s,
+            weight_s=weight_s,
+            reduce_s=self.reduce_s,
+            update_s=self.update_s,
+            static_bytes=self.held.static + self.held.beyond,
+            kept_bytes=self.held.kept,
+            swapped_bytes=self.held.swapped,
+            handed_bytes=self.held.handed,
+        )
+
+    def task_s(self, kind: Kind) -> float:
+        """Counts what the device works for a task of a list, with what it computes again before."""
+        match kind:
+            case Kind.F:
+                return self.forward_s
+            case Kind.B:
+                return self.recompute_s + self.backward_s
+            case Kind.I:
+                return self.recompute_s + self.halves_s[0]
+            case Kind.W:
+                return self.halves_s[1]
+            case _:
+                raise AssertionError(f"{kind} is in no list at the level of stages")
 
     @property
     def seconds(self) -> float:
@@ -273,13 +306,10 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     )
 
 
-def needed_limit_bytes(problem: Problem, device_sizes: Sequence[int]) -> int:
-    """Counts the least limit, that of the roomiest device, under which devices may hold so many bytes each."""
-    if not problem.groups:
-        return max(device_sizes)
-    return max(
-        size + group.less_bytes for size, group in zip(device_sizes, problem.groups, strict=True)
-    )
+def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
+    """Lists the limits, each that of the roomiest device, under which each device may hold so many bytes."""
+    less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
+    return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
 
 def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
@@ -344,7 +374,7 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     """Counts what a decision takes, from what its stages take."""
     device_sizes = device_bytes(problem, stages)
-    limit_bytes = needed_limit_bytes(problem, device_sizes)
+    limit_bytes = max(needed_bytes(problem, device_sizes))
     step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
     return Evaluation(tuple(stages), step_s, bottleneck_s, device_sizes, limit_bytes)
 
