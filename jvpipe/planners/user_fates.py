@@ -51,6 +51,7 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = _matching(names, pattern)
+        # A pattern may name a value that is computed inside of a layer: then the layer's candidates are meant.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
@@ -158,7 +159,8 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     layers = [graph.layers[i] for i in stage.layers]
     names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
     for tensor in graph.tensors:
-        read, makes = not inside.isdisjoint(tensor.readers), tensor.producer in inside
+        read = not inside.isdisjoint(tensor.readers)
+        makes = tensor.producer in inside
         if makes if FATES[fate].again else read:
             names.append(tensor.array.name)
     return names

@@ -353,7 +353,8 @@ class _Around(NamedTuple):
         stage = len(PARTS) * M  # from a task to the same of the next stage
         parts = tuple(range(s * stage, (s + 1) * stage, M))
         code = dict(zip(PARTS, parts, strict=True))
-        is_first, is_last = s == 0, s == len(places) - 1
+        is_first = s == 0
+        is_last = s == len(places) - 1
         returns = on.sends and not is_first and places[s] != places[s - 1]
         sends = on.sends and not is_last and places[s] != places[s + 1]
         source = answer = half_answer = None

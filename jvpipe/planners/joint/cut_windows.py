@@ -48,7 +48,8 @@ class Reach:
         segments = self.pricing.segments
         asked = []
         for s, (i, j) in enumerate(pairwise(bounds)):
-            static, compute_s = segments.of(s).static_bytes(s), segments.compute_of(s)
+            static = segments.of(s).static_bytes(s)
+            compute_s = segments.compute_of(s)
             room = self._room_bytes(s) - float(static[j] - static[i])
             work_s = float(compute_s[j] - compute_s[i])
             asked.append(self.pricing.at(s).relaxed((s, i, j), room, work_s, 0.0))
@@ -76,10 +77,12 @@ class Reach:
 
     def windows(self, cap_s: float) -> list[Cuts]:
         """Each bound's cuts under a cap; at least one each, also if the end cannot be reached."""
-        cuts, stages = self.pricing.segments.cuts, self.pricing.segments.problem.stages
+        cuts = self.pricing.segments.cuts
+        stages = self.pricing.segments.problem.stages
         # A bound beyond `left` makes one of the stages before it too slow or too full, one before
         # `right` one of the stages after it.
-        left, right = self.left(cap_s), self.right(cap_s)
+        left = self.left(cap_s)
+        right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
             first = max(int(np.searchsorted(cuts, right[s])), s)
@@ -90,7 +93,8 @@ class Reach:
     def left(self, cap_s: float) -> list[int]:
         """The last cut that so many stages reach from the first layer."""
         # Going as far as possible is best for each stage: a segment that begins later pays no more.
-        cuts, reached = self.pricing.segments.cuts, [0]
+        cuts = self.pricing.segments.cuts
+        reached = [0]
         for s in range(self.pricing.segments.problem.stages):
             ends = (
                 np.searchsorted(paid, paid[reached[-1]] + limit, "right") - 1
@@ -101,7 +105,8 @@ class Reach:
 
     def right(self, cap_s: float) -> list[int]:
         """The first cut from which the stages from s on reach the end."""
-        cuts, reached = self.pricing.segments.cuts, [self.pricing.segments.n]
+        cuts = self.pricing.segments.cuts
+        reached = [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
             begins = (
                 np.searchsorted(paid, paid[reached[-1]] - limit)
@@ -153,7 +158,8 @@ def bounded(
         cells: between them, at most.
         narrow: keeps so many of some cuts.
     """
-    thinned, count = list(windows), max(map(len, windows))
+    thinned = list(windows)
+    count = max(map(len, windows))
     while area(thinned) > cells and count > 2:
         count = count * 4 // 5
         thinned = [narrow(cuts, count) for cuts in windows]

@@ -80,6 +80,7 @@ class DeviceFates:
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
+        # What is static needs room whatever is chosen, and keeping everything shows how much that is.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
@@ -113,6 +114,7 @@ class DeviceFates:
             prices=self.prices.get(d),
         )
         self.prices[d] = search.prices
+        # A search of few states may lose all that fit: the emptiest choices that are found are tried then.
         if fates := search.least_seconds(FATE.states).choices:
             return fates
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
@@ -144,7 +146,8 @@ def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
     """Makes a decision of what is chosen for each device, by its number and its stages; None if one has nothing."""
-    places, chosen = problem.places, [0] * bounds[-1]
+    places = problem.places
+    chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]
     for d in range(problem.devices):
         cells = [cell for cell in every if places[cell[0]] == d]

@@ -83,7 +83,8 @@ class Growth:
         self.extra_s = pricing.extra_s(lot.cells[0][0])
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
-        self.n, self.lasts = int(ends[-1]), set((ends - 1).tolist())
+        self.n = int(ends[-1])
+        self.lasts = set((ends - 1).tolist())
         self.by_bytes = by_bytes
         self.ends = np.append(np.repeat(ends, sizes), self.n)  # of the stage of each layer
         # Rows that are the same for all states would only make comparisons longer.
@@ -111,7 +112,8 @@ class Growth:
     def _look_ahead(self) -> None:
         """Bounds what the layers to come hold and need, from each one on, at each moment."""
         table = self.table
-        allowed, left = table.allowed[self.at], table.left_bytes[self.at]
+        allowed = table.allowed[self.at]
+        left = table.left_bytes[self.at]
         working = table.working_bytes[self.at]
 
         def least_of(sizes: np.ndarray) -> np.ndarray:
@@ -160,7 +162,9 @@ class Growth:
             states: of the layers before.
             at: the place of the layer among those of the lot.
         """
-        table, layer, columns = self.table, self.at[at], self.columns[at]
+        table = self.table
+        layer = self.at[at]
+        columns = self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
@@ -195,7 +199,9 @@ class Growth:
             run: the bytes of a run while the layer works, for each state and choice.
             at: the place of the layer among those of the lot.
         """
-        table, layer, columns = self.table, self.at[at], self.columns[at]
+        table = self.table
+        layer = self.at[at]
+        columns = self.columns[at]
         temporary = table.temporary_bytes[layer]
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
         working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
@@ -288,7 +294,9 @@ def follow(
         bounds: of what states of so many layers lead to at least.
         fittest: the places of those that are to go on, of states with their bounds and the places still alive.
     """
-    states, steps, dropped = growth.begin(), list[Step](), np.inf
+    states = growth.begin()
+    steps = list[Step]()
+    dropped = np.inf
     for at in range(growth.n):
         states = growth.grown(states, at)
         bound = bounds(states, at + 1)

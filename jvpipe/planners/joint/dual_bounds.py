@@ -147,9 +147,11 @@ class Pricing:
 
         A layer without a choice adds nothing: what it needs at least is over the limit anyhow.
         """
-        first, there = block.starts[0], np.isfinite(cost.min(1))
+        first = block.starts[0]
+        there = np.isfinite(cost.min(1))
         per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
-        total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
+        total = sums(per_layer)
+        more = np.concatenate([[0.0], final - per_layer])
         ends = np.maximum(block.ends - first, 0)
         return between(total, block.starts - first, ends) + more[ends]
 
@@ -177,12 +179,16 @@ class DualBounds:
         """Finds the best prices."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
+        # Where the link takes longer even if compute alone is priced, alpha is sought too: at the best one
+        # both take as long.
         if (compute_over_link < 0).any():
-            low, high = np.zeros_like(alpha), np.ones_like(alpha)
+            low = np.zeros_like(alpha)
+            high = np.ones_like(alpha)
             for _ in range(self.ALPHA_STEPS):
                 alpha = np.where(compute_over_link < 0, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
-                low, high = np.where(sign > 0, alpha, low), np.where(sign > 0, high, alpha)
+                low = np.where(sign > 0, alpha, low)
+                high = np.where(sign > 0, high, alpha)
         return [(float(a), float(m)) for a, m in self.prices]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
@@ -194,6 +200,8 @@ class DualBounds:
         ]
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
             (low, low_dual, low_over, _), (high, high_dual, high_over, _) = points
+            # The dual is concave in mu and its slope is by how much bytes exceed the room: bisection by the sign
+            # of the slope, in powers, for prices range over many of them.
             mu = np.sqrt(low * high)
             if (
                 step >= self.BISECTION_STEPS
@@ -211,7 +219,8 @@ class DualBounds:
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
-        a, m = alpha[self.of][:, None], mu[self.of][:, None]
+        a = alpha[self.of][:, None]
+        m = mu[self.of][:, None]
         cost = np.where(
             self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf
         )
@@ -219,12 +228,11 @@ class DualBounds:
         held_bytes, extra_s, link_s = (
             np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s)
         )
-        compute_s, link_s, over = (
-            self.compute_s + extra_s,
-            self.traffic_s + link_s,
-            held_bytes - self.room,
-        )
+        compute_s = self.compute_s + extra_s
+        link_s = self.traffic_s + link_s
+        over = held_bytes - self.room
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
+        # Any prices give a bound, so the best of all that were tried is kept.
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]

@@ -54,6 +54,8 @@ def _emptiest(problem: Problem) -> Decision:
     least = min_bytes_plan(fates.pricing).decision
     if problem.schedule.chunks == 1:
         return least
+    # Stages of one device share what they need beyond what they hold, so the emptiest cuts of stages
+    # each on a device of its own are only a beginning.
     cuts = fates.pricing.segments.cuts
     if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
         plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
@@ -83,7 +85,8 @@ def emptied(
         places: by which a bound moves at most.
         tries: bounds that are looked at.
     """
-    cuts, best = fates.pricing.segments.cuts, fates.emptiest(problem, bounds)
+    cuts = fates.pricing.segments.cuts
+    best = fates.emptiest(problem, bounds)
     yield best
     while tries > 0:
         moved = moved_bounds(best.bounds, cuts, count=places)[:tries]

@@ -35,7 +35,7 @@ from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, ruled
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
@@ -169,6 +169,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
     best = min(answers, key=lambda one: one.worth_s)
+    # 1F1B is what a doubt falls back on, as it is what is known best.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
     doubtful = usual and best.worth_s > (1 - DOUBT * lent) * usual[0].worth_s
     return usual[0] if doubtful else best
@@ -181,7 +182,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     micro-batches: where they take longer than the whole by more than that, nothing is gained.
     """
     gaps = (problem.devices - 1) / problem.microbatches
-    layers, whole = list(problem.costs.layers), list[int]()
+    layers = list(problem.costs.layers)
+    whole = list[int]()
     for at, layer in enumerate(layers):
         halves = layer.split
         if halves and halves.input_s + halves.weight_s > (1 + gaps) * layer.backward_s:
@@ -196,7 +198,8 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
 
     If there are few cuts, it begins with all that may be faster than what was found before.
     """
-    cuts, every = Segments(problem).cuts, list[Candidate]()
+    cuts = Segments(problem).cuts
+    every = list[Candidate]()
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
@@ -227,6 +230,7 @@ def _of_cuts(
     """
     if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
         return
+    # A dictionary as an ordered set: the same plan may come from several rules.
     lists: dict[tuple[Decision, tuple[int, ...]], None] = {}  # plans, and micro-batches in flight
     for one in placed:
         decision = fates.fastest(one, bounds)
@@ -253,7 +257,8 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
     All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
     is whole where there is none.
     """
-    limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    limit = min(problem.microbatches, 2 * problem.devices)
+    chunks = problem.schedule.chunks
     every = (
         ORDER.in_flight if len(problem.costs.layers) <= RULE.few_layers else ORDER.in_flight[::3]
     )
@@ -275,7 +280,7 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
 def _between(moment: Holding) -> Iterator[Holding]:
     """Yields a moment with one micro-batch of each stage between the halves of its backward."""
     for c, (k, _) in enumerate(moment):
-        yield (*moment[:c], (k - 1, 1), *moment[c + 1 :])
+        yield with_entry(moment, c, (k - 1, 1))
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
@@ -298,10 +303,12 @@ def _listed(
     problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
 ) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
-    loads, D = Loads.of(problem, decision), problem.devices
+    loads = Loads.of(problem, decision)
+    D = problem.devices
     plain = Candidate(problem, decision, loads, [], problem.schedule.name, fates)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
-    limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
+    limited = problem.memory_limit_bytes is not None
+    name = problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in ORDER.caps]
     rooms = [room for room in capped if max(map(sub, room, loads.room_bytes)) < 0 and not in_flight]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
@@ -379,8 +386,11 @@ def _own_rivals(problem: Problem) -> Iterator[Candidate]:
 
     With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
     """
-    usual, devices, in_flight = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
+    usual = list(_planned(problem, ONE_F_ONE_B))
+    devices = problem.devices
+    in_flight = 1
     yield from usual
+    # Doubled as long as it fits and 1F1B has to give up something; it ends at as many as there are devices.
     while in_flight < devices and all(any(one.decision.choices) for one in usual):
         rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
         fewer = list(_planned(problem, rule, refine=False))
@@ -410,7 +420,9 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
 
 def _from_rival(placements: Sequence[Placement], rival: Candidate) -> Iterator[Candidate]:
     """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
-    problem, decision, schedule = rival.problem, rival.decision, rival.problem.schedule
+    problem = rival.problem
+    decision = rival.decision
+    schedule = rival.problem.schedule
     for rules, fates in placements:
         if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee):
             swaps = any(stage.held.swapped for stage in evaluate(problem, decision).stages)

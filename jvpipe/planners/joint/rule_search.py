@@ -54,11 +54,13 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
-    ways, first = _ways(problem), first_cuts(problem, Segments(problem).cuts)
+    ways = _ways(problem)
+    first = first_cuts(problem, Segments(problem).cuts)
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     best = climb.top([one for bounds in first for one in climb.refitted(bounds)] + _asked(problem))
+    # Nothing fits at cuts that are fast: bounds move to where devices hold less, whatever that costs.
     if best is None:
         emptier = (
             plan
@@ -121,6 +123,7 @@ def fitting(one: Candidate, order: Order, family: str = "") -> Iterator[Candidat
         family: where the order comes from, if not from where that of the candidate did.
     """
     loads = one.loads
+    # A rule knows no stages; where one has no halves its backwards stay whole.
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):

@@ -68,7 +68,8 @@ class FateSearch:
         query: FateQuery,
         prices: tuple[float, float] | None = None,
     ) -> None:
-        self.query, self.host = query, pricing.segments.problem.host
+        self.query = query
+        self.host = pricing.segments.problem.host
         self.growth = growth = Growth(pricing, query.lot)
         table, at = pricing.choices, growth.at
         there = table.allowed[at]
@@ -76,7 +77,9 @@ class FateSearch:
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
         self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
-        held_bytes, self.room = growth.held[self.moment], query.room_bytes - base[self.moment]
+        held_bytes = growth.held[self.moment]
+        self.room = query.room_bytes - base[self.moment]
+        # Bytes are at least what all layers hold and what the last one works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         asked = Relaxation(
@@ -87,11 +90,12 @@ class FateSearch:
         finite_s = np.where(there, extra_s, 0.0)
         cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
         paid = (cost + self.mu * held_bytes).min(1)
-        spared = (cost + self.mu * (held_bytes - table.left_bytes[at])).min(
-            1
-        ) - self.mu * growth.given
+        # While an earlier layer works, those to come have left nothing of that micro-batch.
+        kept_of_others = held_bytes - table.left_bytes[at]
+        spared = (cost + self.mu * kept_of_others).min(1) - self.mu * growth.given
         self.cost_to_come = to_come((cost + self.mu * (held_bytes + last)).min(1))
-        self.paid_to_come, self.spare_to_come = to_come(paid), growth.until_end(spared, paid)
+        self.paid_to_come = to_come(paid)
+        self.spare_to_come = growth.until_end(spared, paid)
         self.extra_to_come = to_come(extra_s.min(1))
         self.last_bytes = float(table.least_working_bytes[at[-1]])
         left = table.left_bytes[at]
@@ -137,7 +141,8 @@ class FateSearch:
         states = last.states
         if not states.shape[1]:
             return StageChoices((), np.inf, np.inf, last.dropped)
-        seconds, used = self._seconds(states), self.growth.least_bytes(states, self.growth.n)
+        seconds = self._seconds(states)
+        used = self.growth.least_bytes(states, self.growth.n)
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
         choices = self.growth.path(last.steps, best)
@@ -148,11 +153,13 @@ class FateSearch:
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
+        # Three bounds hold: compute and link each by itself, and both with bytes at their prices.
         compute_s = query.compute_s + states[EXTRA]
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held_bytes, beyond = self._held_bytes(states), self.mu * beyond_held(states)
+            held_bytes = self._held_bytes(states)
+            beyond = self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
             if self.growth.fixed_rows > MOST:
                 largest = self.mu * states[MOST] + self.paid_to_come[done]
@@ -179,6 +186,7 @@ class FateSearch:
         dear_s = FATE.overrun_price * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
+        # One that is as empty as can be goes on, so that something fits in the end if anything does.
         emptiest = np.where(may, self._held_bytes(states) + beyond, np.inf).argmin()
         return np.concatenate([near, low, [emptiest]])
 

@@ -164,7 +164,9 @@ def _steps_s(
     """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
+    # Stages take turns in being late; over a multiple of their number that evens out.
     before, timed = stream_window(stream.stages, problem.microbatches)
+    # The slowest stage's backwards tell how far apart steps are, once the stream is steady.
     first, last = (
         [stream.ids[Task(s, Kind.B, m)] for s in range(stream.stages)]
         for m in (before, before + timed)

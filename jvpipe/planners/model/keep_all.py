@@ -1,5 +1,8 @@
 """What every stage holds if each residual is kept.
 
+It is `stage_bytes` of many segments at once, held to it by property tests (tests/papers/test_kept_stages.py,
+tests/planners/model/test_groups.py).
+
 Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may be cut (`cuts`);
 where there is no layer between them it is infinite.
 """
@@ -69,11 +72,13 @@ class KeepAll:
     """The bytes of `stage_cost` for all segments, with `options[0]` of each layer."""
 
     def __init__(self, problem: Problem, cuts: Cuts | None = None, s: int = 0) -> None:
-        self.problem, self.segments = problem, Segments(problem).of(s)
+        self.problem = problem
+        self.segments = Segments(problem).of(s)
         self.cuts = self.segments.cuts if cuts is None else cuts
 
     def peak_bytes(self, s: int) -> Grid:
         """Counts the bytes on the device of stage s, and those that it has less than others."""
+        # Devices of this stage work on other shares, for which layers have other bytes.
         if self.segments.of(s) is not self.segments:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
         fixed_bytes = self.segments.fixed_bytes(s, self.cuts, self.cuts)

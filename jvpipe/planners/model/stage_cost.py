@@ -125,7 +125,9 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     """
     layers = problem.layers_on(s)[i:j]
     held_bytes = stage_bytes(problem, s, i, j, choices)
-    costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
+    costs = problem.costs_of(s)
+    peer = problem.link_into(s)
+    group = problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
     halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held_bytes.swapped)
@@ -159,7 +161,8 @@ def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
     for edge in problem.costs.edges_at(i, j):
         back = edge.bytes if edge.differentiable else 0
         if edge.producer < i:
-            received, returned = received + edge.bytes, returned + back
+            received = received + edge.bytes
+            returned = returned + back
         elif max(edge.readers) >= j:
             sent += edge.bytes + back
     return received, returned, sent
@@ -176,6 +179,7 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
+    # Backwards run from the last layer on; a reduction waits for its layer and for the one before it.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -219,20 +223,19 @@ def stage_bytes(
         j: the layer after its last.
         choices: those of all layers of the model.
     """
-    costs, replicas = problem.costs_of(s), problem.group(s).replicas
+    costs = problem.costs_of(s)
+    replicas = problem.group(s).replicas
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters = sum(layer.parameter_bytes for layer in layers)
-    shared = [0] * (
-        j - i
-    )  # by the first layer that holds a value: it lies until that one's backward
-    for shared_value in costs.shared_at(i, j):
-        if shared_value.per_version:
-            parameters += shared_value.bytes
+    # A value that several layers read counts at the first of them: it lies until that one's backward.
+    shared = [0] * len(layers)
+    for value in costs.shared_at(i, j):
+        if value.per_version:
+            parameters += value.bytes
         else:
-            shared[min(layer for layer in shared_value.layers if layer >= i) - i] += (
-                shared_value.bytes
-            )
+            first = min(layer for layer in value.layers if layer >= i)
+            shared[first - i] += value.bytes
     # A backward goes from the last layer to the first. While a layer works, what later ones left is
     # gone, and if backwards run in halves, what they handed over is there instead.
     beyond = between = later = handed = 0
@@ -293,7 +296,7 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
 
 
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Counts the most that each device holds at once, all its stages together."""
+    """Counts the most that each device holds at once, all its stages together: see `joint_bytes`."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
         return tuple(stage.peak_bytes for stage in stages)
@@ -313,7 +316,9 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
 
 
 def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
-    """Counts the most that the stages of one device hold at once.
+    """Counts the most that the stages of one device hold at once, as the simulator's curves show it.
+
+    A property test holds it to them (tests/planners/model/test_unfolded.py).
 
     Args:
         of_stages: what each of its stages holds.
@@ -375,7 +380,8 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     """Counts what a decision takes, from what its stages take."""
     device_sizes = device_bytes(problem, stages)
     limit_bytes = max(needed_bytes(problem, device_sizes))
-    step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
+    step_s = surrogate(problem, stages)
+    bottleneck_s = slowest_s(problem, stages)
     return Evaluation(tuple(stages), step_s, bottleneck_s, device_sizes, limit_bytes)
 
 
@@ -384,6 +390,7 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
     What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
     """
+    # Stages on one device work in turns, so that their seconds add up.
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
         busy_s[place] += c.seconds + once_s(problem, c) / problem.microbatches
@@ -391,16 +398,18 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts the seconds of a step in closed form; the simulator counts exactly.
+    """Counts the seconds of a step in closed form, held to the simulator by a property test.
 
-    A test holds it to the simulator where both are the same: stages are alike, and send in no time.
+    It is exact where stages are alike and send in no time (tests/planners/model/test_stage_cost.py). Elsewhere it is
+    what cuts and fates are sought by, and the simulator decides.
 
     Args:
         problem: whose schedule, micro-batches and places count.
         stages: what they take.
     """
     m = problem.microbatches
-    slowest, chunks = slowest_s(problem, stages), problem.schedule.chunks
+    slowest = slowest_s(problem, stages)
+    chunks = problem.schedule.chunks
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)
