@@ -22,7 +22,6 @@ from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
 from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
-    USUAL_MICROBATCHES,
     check_arrays,
     check_key,
     check_loss,
@@ -52,7 +51,9 @@ class Pipeline:
             `(params, model_state, batch, rng) -> (loss, new_model_state[, aux])` with `has_state`.
         optimizer: any optax transformation that its jaxpr lets cut.
         stages: their number, 2 unless given, or a `Plan`; with `replicas="auto"` as many as are best unless given.
-        microbatches: how many a batch is split into; it must divide the leading axis of every batch leaf.
+        microbatches: how many a batch is split into, 4 unless given; it must divide the leading axis of every batch
+            leaf. A loss in which examples meet, such as a contrastive one, sees those of a micro-batch alone, of
+            which a warning tells unless the number is given.
         schedule: by name: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half" or "auto"; without a flush
             "pipedream", "pipedream-vertical-sync", "2bw", "pipemare" or "xpipe"; or one with options, such as
             `jvpipe.schedules.PipeMare(decay=0.5, warmup_updates=100)`.
@@ -131,7 +132,7 @@ class Pipeline:
         loss_fn: Callable[..., Any],
         optimizer: Optimizer,
         stages: int | Plan | None = None,
-        microbatches: int = USUAL_MICROBATCHES,
+        microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         planner: str = "jvpipe",
         memory_limit: int | str | Sequence[int | str] | None = None,

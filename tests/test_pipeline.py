@@ -455,6 +455,32 @@ def test_an_optimizer_that_cannot_be_cut() -> None:
         pipeline(optimizer=optax.lbfgs()).init(PARAMS, batch(), None)
 
 
+def in_batch_loss(params: Any, batch: Any, rng: Any) -> jax.Array:
+    """A contrastive loss: the other examples of the batch are the negatives of each."""
+    x = batch["x"]
+    for w, b in params:
+        x = jnp.tanh(x @ w + b[None, :])
+    logits = x @ batch["y"].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(logits)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "warns"),
+    [
+        (in_batch_loss, {"microbatches": None}, True),
+        (in_batch_loss, {"microbatches": 4}, False),
+        (loss_fn, {"microbatches": None}, False),
+    ],
+)
+def test_a_batch_that_is_split_unasked_gives_a_warning_where_that_is_another_loss(
+    loss: Any, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline(loss, **options).init(PARAMS, batch(), None)
+    warnings = [r.getMessage() for r in caplog.records if "microbatches=1" in r.getMessage()]
+    assert len(warnings) == warns
+    assert all("'dot_general'" in warning for warning in warnings)
+
+
 def test_a_batch_of_another_shape_is_traced_again(caplog: pytest.LogCaptureFixture) -> None:
     pipe = pipeline()
     state = pipe.init(PARAMS, batch(), None)

@@ -40,6 +40,7 @@ from jvpipe.session.compiled_plans import CompiledPlans, LeavesOf
 from jvpipe.session.grouping import Grouping
 from jvpipe.session.settings import Settings, agree_on_rows, option_parts, told_peaks
 from jvpipe.session.trees import Trees, feeds_of
+from jvpipe.trace.coupling import warn_of_splitting
 from jvpipe.trace.loss import key_words
 
 Tree = Any
@@ -244,6 +245,8 @@ class Session:
             leaves_of: puts or makes the parameters, given how they are split into layers.
         """
         compiled_plans = self.compiled_plans.for_run(params, batch, rng, model_state, leaves_of)
+        if self.settings.splits_unasked:
+            warn_of_splitting(compiled_plans.current.traced, self.settings.microbatches)
         states = given_leaves(jax.tree.leaves(model_state))
         leaves = compiled_plans.take_leaves() | {
             ("state", i): leaf for i, leaf in enumerate(states)

@@ -81,6 +81,7 @@ class Settings(Training):
         checkpoint: torchgpipe's mode.
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
+        splits_unasked: `microbatches` was left out, so batches are split although nobody asked for it.
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
@@ -100,6 +101,7 @@ class Settings(Training):
     checkpoint: str | None
     devices: tuple[Device, ...]
     places: tuple[int, ...]
+    splits_unasked: bool
     replicas: tuple[tuple[int, ...], ...]
     shares: bool
     sharding: Sharding | None
@@ -145,7 +147,8 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
     take, schedule, planner = options.pop, options["schedule"], options["planner"]
     reductions = Reductions(take("aux_reduce") or {}, take("model_state_reduce") or {})
     _check_leaves(reductions, has_aux=options["has_aux"], has_state=options["has_state"])
-    microbatches = take("microbatches") or USUAL_MICROBATCHES
+    asked = take("microbatches")
+    microbatches = asked or USUAL_MICROBATCHES
     replicas, stages = take("replicas"), take("stages")
     shares = shares_devices(replicas, stages, planner)
     stages = stages_under(stages, schedule, microbatches, shares=shares)
@@ -165,6 +168,7 @@ def settings_of(loss_fn: Any, optimizer: Any, devices: Any, options: dict[str, A
         optimizer=optimizer,
         stages=stages,
         microbatches=microbatches,
+        splits_unasked=asked is None,
         limits=device_limits(take("memory_limit"), used, planned, hosts),
         host_limit_bytes=host_limit(take("host_memory_limit"), used),
         speeds=speeds,

@@ -307,7 +307,22 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
 
 def _spreading(traced: Traced, fewer: int) -> Spreading:
     """Returns what follows a loss at two sizes, from batches whose first axis is that of the examples."""
-    loss, layer_of = traced.loss, dict[int, Layer]()
+    loss = traced.loss
+    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
+    # What model state remembers may be used for single examples, as batch norm does with its statistics.
+    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    remembered |= {same.get(v, v) for v in remembered}
+    total, flows = traced.graph.examples, active(loss)
+    place_of = places(traced)
+    spreading = Spreading(total, fewer, remembered, place_of, same=same, flows=flows)
+    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
+    return spreading
+
+
+def places(traced: Traced) -> Callable[[JaxprEqn], str]:
+    """Returns a function that tells in which layer an equation of the loss is."""
+    layer_of: dict[int, Layer] = {}
     for layer, body in zip(traced.graph.layers, traced.bodies, strict=True):
         layer_of |= dict.fromkeys(map(id, body.eqns), layer)
 
@@ -315,15 +330,7 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
         layer = layer_of.get(id(eqn))
         return "the loss" if layer is None else f"layer {traced.graph.label(layer)}"
 
-    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
-    # What model state remembers may be used for single examples, as batch norm does with its statistics.
-    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
-    remembered |= {same.get(v, v) for v in remembered}
-    total, flows = traced.graph.examples, active(loss)
-    spreading = Spreading(total, fewer, remembered, place_of, same=same, flows=flows)
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
-    spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
-    return spreading
+    return place_of
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:

@@ -66,7 +66,16 @@ _IN_FIRST = {
 
 
 class CoupledError(ValueError):
-    """Examples of a micro-batch depend on one another, so that no replicas can share them."""
+    """Examples of a micro-batch depend on one another, so that no replicas can share them.
+
+    Args:
+        message: for the user.
+        where: the layer and the equation at which examples meet; empty if it is none in particular.
+    """
+
+    def __init__(self, message: str, where: str = "") -> None:
+        super().__init__(message)
+        self.where = where
 
 
 @dataclass
@@ -299,11 +308,14 @@ class Spreading:
         scope = _jax.scope(outer)
         named = f"'{(eqn if self._rule else outer).primitive.name}'"
         subject = f"the backward of a derivative rule: its {named}" if self._rule else named
+        reason = f"{subject}{f' in {scope}' if scope else ''} {why}"
+        place = self.place_of(outer)
         return CoupledError(
-            f"{self.place_of(outer)} cannot be replicated: {subject}{f' in {scope}' if scope else ''} {why}. "
+            f"{place} cannot be replicated: {reason}. "
             "Where a stage is replicated every example has to be computed by itself (batch norm, whose statistics are "
             "model state, may use those of its replica): use one device for each stage, let examples be apart, or make "
-            "each stage a mesh with a batch_axis"
+            "each stage a mesh with a batch_axis",
+            where=f"{place}: {reason}",
         )
 
     # Inside of loops and calls

@@ -95,7 +95,7 @@ def test_the_index_has_a_picture_an_install_line_and_code(site: Path) -> None:
 
 def test_the_api_has_types_and_sources(site: Path) -> None:
     text = words((site / "api.html").read_text())
-    assert "microbatches: int = 4" in text
+    assert "microbatches: int | None = None" in text
     assert "MemoryLimitExceeded" in text
     assert "[source]" in text
 

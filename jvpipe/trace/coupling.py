@@ -1,0 +1,94 @@
+"""Whether the loss of a batch is the mean of the losses of its micro-batches, and if not, why.
+
+A mean over examples is. A sum is not, nor is a loss in which examples meet: an in-batch softmax, a batch norm, a
+maximum, a mean over a varying number of items. The loss is followed at two sizes, as replicas need it
+(`jvpipe.trace.spread`), but nothing is excused: replicas may normalise by statistics of their own, and still a batch
+norm makes another loss of smaller batches. Only what the loss itself is made of counts, because metrics and model state
+may look at all examples as they like.
+"""
+
+import logging
+
+from jvpipe._jax import Atom, JaxprEqn
+from jvpipe.ir.examples import Over
+from jvpipe.ir.values import ValueKind
+from jvpipe.trace.graph import Traced
+from jvpipe.trace.loss import LossJaxpr
+from jvpipe.trace.reductions import Lies
+from jvpipe.trace.slices import places
+from jvpipe.trace.spread import CoupledError, Spreading, reaching
+
+_log = logging.getLogger("jvpipe")
+
+
+def warn_of_splitting(traced: Traced, microbatches: int) -> None:
+    """Warns that splitting a batch into micro-batches makes another loss of it.
+
+    Args:
+        traced: the layers on a whole micro-batch.
+        microbatches: how many a batch is split into.
+    """
+    reason = None if microbatches == 1 else why_splitting_matters(traced)
+    if reason is None:
+        return
+    _log.warning(
+        "each batch is split into %d micro-batches, because microbatches was not given, but the loss of a batch is not "
+        "the mean of the losses of its micro-batches (%s). Say microbatches=1 for the loss of whole batches, or "
+        "microbatches=%d if each micro-batch may be a batch of its own; a sum, or a mean over a varying number of "
+        "items, returns jvpipe.Weighted(total, weight)",
+        microbatches,
+        reason,
+        microbatches,
+    )
+
+
+def why_splitting_matters(traced: Traced) -> str | None:
+    """Returns why the loss of a batch is not the mean of the losses of its parts, and the place where this is decided.
+
+    The loss is traced once or twice more, at other sizes; nothing is compiled.
+
+    Args:
+        traced: the layers on a whole micro-batch.
+
+    Returns:
+        The layer and the equation there, and what it does. None for a mean over examples and for a `jvpipe.Weighted` of
+        two sums, and where the loss does not take other numbers of examples or is another program on them, so that
+        nothing can be said.
+    """
+    loss, place_of = traced.loss, places(traced)
+    assert loss.of_size is not None, "a loss that was not traced from a function"
+    # JAX traces some functions differently at a size of one, and larger sizes are always alike.
+    examples = max(traced.graph.examples, 2)
+    try:
+        loss = loss if examples == traced.graph.examples else loss.of_size(examples)
+        double = loss.of_size(2 * examples) if loss.of_size else loss
+    except Exception:  # whatever the user's function raises
+        return None
+    spreading = Spreading(examples, 2 * examples, (), place_of, flows=())
+    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
+    eqns, results = _loss_alone(loss)
+    double_eqns, double_results = _loss_alone(double)
+    try:
+        spreading.run(eqns, double_eqns)
+    except CoupledError as coupled:
+        return coupled.where or None
+    fitting = {Over.NONE, Over.SUM} if loss.weighted else {Over.NONE, Over.MEAN}
+    both = zip(results, double_results, strict=True)
+    unfit = {spreading.lies(*atoms).over for atoms in both} - fitting
+    if not unfit:
+        return None
+    kind = (
+        "a sum over its examples"
+        if unfit == {Over.SUM}
+        else "neither a mean nor a sum over its examples"
+    )
+    layer = traced.graph.layers[traced.graph.loss_layer]
+    return f"layer {traced.graph.label(layer)}: the loss is {kind}"
+
+
+def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
+    """Returns the equations that the value of a loss is made of, and the value: a `Weighted` has two."""
+    results = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.LOSS]
+    reached = reaching(loss.eqns, results)
+    return [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)], results
