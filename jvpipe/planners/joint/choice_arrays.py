@@ -130,7 +130,7 @@ class Choices:
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
             # [a, b]: column b is never worse than a
-            # Of choices that are the same in everything the first one stays.
+            # Where choices are the same in everything, the first one stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)

@@ -127,7 +127,7 @@ class Reach:
         if (s, prices) not in self.known:
             pricing, (alpha, mu) = self.pricing.at(s), prices
             extra_s, link_s, held_bytes = pricing.table(s, slice(None))
-            # Of each layer the choice of the least price. Sums of these bound what any choices pay.
+            # Each layer pays for its cheapest choice at least, so sums of these bound what any choices pay.
             there = np.isfinite(extra_s)
             seconds = alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * (alpha > 0) * link_s
             least = np.where(there, seconds + mu * held_bytes, np.inf).min(1)

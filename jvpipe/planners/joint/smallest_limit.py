@@ -135,7 +135,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         rounds = rounds + 1
         if highest == np.inf:
             return None
-        # Of the paths that may hold as little, the one of the least sum is settled.
+        # Among the paths that may hold as little, the one of the least sum is settled.
         _, places = least_sum([np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes])
         assert places is not None, "there are as many cuts as stages need"
         below = float(best.peak_bytes) if best else np.inf

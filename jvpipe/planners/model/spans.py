@@ -37,8 +37,8 @@ class Spans:
         there = (rows < len(starts)) & (columns < len(ends))
         flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
         total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
-        # A prefix sum over both ends: `total` has all pairs with a < i and b < j. Those with b < i
-        # lie before the segment and go off again.
+        # A prefix sum over both ends: `total` has all pairs with a < i and b < j. A pair with
+        # b < i lies before the segment, and is taken off again.
         before = np.concatenate([[0.0], np.cumsum(w)])
         passed = before[np.searchsorted(b, starts)]
         return total - passed[:, None]
