@@ -48,6 +48,7 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
+        # Steps that differ by rounding alone are equal, so that the planner asked first stays first.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 

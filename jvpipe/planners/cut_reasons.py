@@ -28,7 +28,8 @@ def device_reasons(problem: Problem) -> list[str]:
     """
     reasons = []
     for place, group in enumerate(problem.groups):
-        limit, times = problem.limit_of(place), group.mean_slowness
+        limit = problem.limit_of(place)
+        times = group.mean_slowness
         facts = [] if limit is None else [format_bytes(limit)]
         facts += [f"layers take {times:.2f} times as long"] if group.slowness else []
         reasons.append(
@@ -47,6 +48,7 @@ def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: in
     if k - j == 1:
         return head + f"stage {s} needs a layer"
     slowest_s = max(c.seconds for c in stages)
+    # The layer moves to another run of layers, where it cannot go on without an input.
     choices = [c if n != j or c >= 0 else 0 for n, c in enumerate(decision.choices)]
     before = stage_cost(problem, s - 1, i, j + 1, choices)
     limit = problem.limit_of(problem.places[s - 1])
@@ -59,7 +61,8 @@ def _reason(problem: Problem, decision: Decision, stages: list[StageCost], s: in
             f"stage {s - 1} would take {1e3 * before.seconds:.2f} ms with it, more than the slowest stage's "
             f"{1e3 * slowest_s:.2f} ms"
         )
-    here, ours = stages[s].seconds, stages[s - 1].seconds
+    here = stages[s].seconds
+    ours = stages[s - 1].seconds
     if before.seconds > max(here, ours):
         return (
             head

@@ -35,8 +35,10 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
     )
     ours = evaluate(problem, decision)
     usual = evaluate(plain, under_rule(plain))
-    step_s, usual_s = simulated_step_s(problem, ours.stages), simulated_step_s(plain, usual.stages)
-    idle, usual_idle = bubble_fraction(problem, ours.stages), bubble_fraction(plain, usual.stages)
+    step_s = simulated_step_s(problem, ours.stages)
+    usual_s = simulated_step_s(plain, usual.stages)
+    idle = bubble_fraction(problem, ours.stages)
+    usual_idle = bubble_fraction(plain, usual.stages)
     line = (
         f"simulated, a step takes {1e3 * step_s:.2f} ms, {step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "

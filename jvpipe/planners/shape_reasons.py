@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
 
@@ -64,7 +64,7 @@ def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> li
     shape = shape_of(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
         if len(devices) > 1:
-            fewer = (*shape.places[:p], devices[:-1], *shape.places[p + 1 :])
+            fewer = with_entry(shape.places, p, devices[:-1])
             without = shapes.problem(replace(shape, places=fewer))
             evaluation = evaluate(without, kept_or_again(without, decision.bounds))
             step_s = simulated_step_s(without, evaluation.stages)

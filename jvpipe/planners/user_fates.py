@@ -50,28 +50,19 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     stages = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
-        matches = [
-            [name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names
-        ]
+        matches = _matching(names, pattern)
+        # A pattern may name a value that is computed inside of a layer: then the layer's candidates are meant.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
-                close = (
-                    ", ".join(
-                        nearest(pattern, [name for stage_names in names for name in stage_names])
-                    )
-                    or "none"
-                )
                 raise ValueError(
-                    f"unknown tensor '{pattern}' in fates: no name matches, the nearest are {close}"
+                    f"unknown tensor '{pattern}' in fates: no name matches, {_close(pattern, names)}"
                 )
-            taken = ", ".join(name for names in matches for name in names)
+            taken = ", ".join(name for stage_names in matches for name in stage_names)
             _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
-        for fates, matched in zip(stages, matches, strict=True):
-            fates.update(dict.fromkeys(matched, Fate(fate)))
-    return replace(
-        plan, stages=tuple(replace(s, fates=f) for s, f in zip(plan.stages, stages, strict=True))
-    )
+        _give(stages, matches, Fate(fate))
+    both = zip(plan.stages, stages, strict=True)
+    return replace(plan, stages=tuple(replace(stage, fates=fates) for stage, fates in both))
 
 
 def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
@@ -92,19 +83,32 @@ def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str])
     names = [_trained(graph, stage) for stage in plan.stages]
     fates = [dict(stage.state_fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
-        matches = [
-            [name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names
-        ]
+        matches = _matching(names, pattern)
         if not any(matches):
-            every = [name for stage_names in names for name in stage_names]
             raise ValueError(
-                f"unknown parameter '{pattern}' in state_fates: no path matches, the nearest are "
-                f"{', '.join(nearest(pattern, every)) or 'none'}"
+                f"unknown parameter '{pattern}' in state_fates: no path matches, "
+                f"{_close(pattern, names)}"
             )
-        for stage_fates, matched in zip(fates, matches, strict=True):
-            stage_fates.update(dict.fromkeys(matched, Fate(fate)))
+        _give(fates, matches, Fate(fate))
     both = zip(plan.stages, fates, strict=True)
     return replace(plan, stages=tuple(replace(stage, state_fates=f) for stage, f in both))
+
+
+def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
+    """Picks the names of each stage that a pattern matches."""
+    return [[name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names]
+
+
+def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
+    """Says which of the stages' names are nearest to a pattern that matches none."""
+    every = [name for stage_names in names for name in stage_names]
+    return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
+
+
+def _give(stages: Sequence[dict[str, Fate]], names: Sequence[Sequence[str]], fate: Fate) -> None:
+    """Gives some names of each stage a fate."""
+    for fates, matches in zip(stages, names, strict=True):
+        fates.update(dict.fromkeys(matches, fate))
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
@@ -155,7 +159,8 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     layers = [graph.layers[i] for i in stage.layers]
     names = [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
     for tensor in graph.tensors:
-        read, makes = not inside.isdisjoint(tensor.readers), tensor.producer in inside
+        read = not inside.isdisjoint(tensor.readers)
+        makes = tensor.producer in inside
         if makes if FATES[fate].again else read:
             names.append(tensor.array.name)
     return names

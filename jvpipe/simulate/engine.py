@@ -15,7 +15,6 @@ A million tasks take a few seconds: `python -m experiments.planners.simulator`.
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from functools import cached_property
 from itertools import pairwise
 
@@ -52,8 +51,12 @@ class Work:
         in_order: Collection[int],
         name: Callable[[int], str] = str,
     ) -> None:
-        self._in_order = frozenset(in_order)
-        turns = self._occupy(occupies)
+        ordered = frozenset(in_order)
+        turns = {resources: _turns(resources, ordered) for resources in set(occupies)}
+        self.occupies = occupies
+        self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
+        self._queues = [turns[resources][1] for resources in occupies]
+        self.fixed = not any(self._queues)
         last: dict[int, int] = {}  # by resource that serves in order: its last task
         self._before: list[Sequence[int]] = []
         for i, (resources, before) in enumerate(zip(occupies, waits, strict=True)):
@@ -69,25 +72,6 @@ class Work:
         if len(self._order) < len(occupies):
             raise self._stuck(name)
 
-    def queueing(self, occupies: Sequence[tuple[int, ...]]) -> "Work":
-        """Returns the same tasks with other resources that serve by readiness.
-
-        Args:
-            occupies: per task, its resources; those that serve in order as they were.
-        """
-        work = copy(self)
-        work._occupy(occupies)
-        return work
-
-    def _occupy(self, occupies: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], _Turns]:
-        """Notes what tasks occupy; returns how each group of resources serves."""
-        turns = {resources: _turns(resources, self._in_order) for resources in set(occupies)}
-        self.occupies = occupies
-        self.resources = 1 + max((r for resources in turns for r in resources), default=-1)
-        self._queues = [turns[resources][1] for resources in occupies]
-        self.fixed = not any(self._queues)
-        return turns
-
     def starts_s(self, seconds: Sequence[float]) -> list[float]:
         """Computes when each task starts; a task that takes no time does not queue.
 
@@ -98,7 +82,8 @@ class Work:
 
     def _fixed(self, seconds: Sequence[float]) -> list[float]:
         """Computes the starts where nobody queues: each task starts when all that it waits for has ended."""
-        starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
+        starts = [0.0] * len(seconds)
+        ends = [0.0] * len(seconds)
         before = self._before
         for i in self._order:
             start = 0.0

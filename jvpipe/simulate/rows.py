@@ -171,7 +171,8 @@ def _curves(
     changes: list[list[tuple[float, int]]] = [[] for _ in base]
     touched_s: dict[int, float] = {}  # by buffer: when the last row so far has ended
     for i, (row, (born, dead)) in enumerate(zip(lowered.rows, lowered.changes(), strict=True)):
-        start_s, end_s = float(starts_s[i]), float(ends_s[i])
+        start_s = float(starts_s[i])
+        end_s = float(ends_s[i])
         for b in (*row.reads, *row.writes):
             touched_s[b] = max(end_s, touched_s.get(b, 0.0))
         for b in born:
@@ -251,7 +252,8 @@ def _stage_curves(
     host: list[tuple[float, int]] = []
     times = zip(work.tasks, starts_s.tolist(), ends_s.tolist(), strict=True)
     for (s, kind, _), start_s, end_s in times:
-        load, device = stages[s], changes[work.places[s]]
+        load = stages[s]
+        device = changes[work.places[s]]
         match kind:
             case Kind.F:
                 device.append((start_s, load.kept_bytes + load.swapped_bytes))

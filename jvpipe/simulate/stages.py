@@ -38,8 +38,9 @@ Both lie between a step whose copies take no time and that step plus all its cop
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
@@ -47,19 +48,10 @@ from jvpipe.ir.task import Task, TaskLists, cannot_progress
 from jvpipe.simulate.engine import Work
 
 PARTS = (
-    Kind.F,
-    Kind.R,
-    Kind.B,
-    Kind.OUT,
-    Kind.IN,
-    Kind.SEND,
-    Kind.RETURN,
-    Kind.I,
-    Kind.W,
-    Kind.REDUCE,
-    Kind.U,
+    *(Kind.F, Kind.B, Kind.R, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN),
+    *(Kind.I, Kind.W, Kind.REDUCE, Kind.U),
 )
-
+"""What a stage does, in the order of the seconds of `StageLoad`."""
 WAYS = ("out", "in")
 """The directions of a machine's network."""
 
@@ -69,6 +61,7 @@ class StageLoad:
     """The seconds and bytes of one stage per micro-batch; `static_bytes` are taken all the time.
 
     Halves of a backward take `input_s` and `weight_s`, and hold `handed_bytes` between them.
+    The seconds come first, in the order of `PARTS`.
     """
 
     forward_s: float
@@ -78,31 +71,22 @@ class StageLoad:
     in_s: float = 0.0
     send_s: float = 0.0
     return_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    reduce_s: float = 0.0
+    update_s: float = 0.0
     static_bytes: int = 0
     kept_bytes: int = 0
     swapped_bytes: int = 0
-    input_s: float = 0.0
-    weight_s: float = 0.0
     handed_bytes: int = 0
-    reduce_s: float = 0.0
-    update_s: float = 0.0
 
     @property
     def parts_s(self) -> tuple[float, ...]:
         """Seconds in the order of `PARTS`."""
-        return (
-            self.forward_s,
-            self.recompute_s,
-            self.backward_s,
-            self.out_s,
-            self.in_s,
-            self.send_s,
-            self.return_s,
-            self.input_s,
-            self.weight_s,
-            self.reduce_s,
-            self.update_s,
-        )
+        return _parts_s(self)
+
+
+_parts_s = attrgetter(*[field.name for field in fields(StageLoad)][: len(PARTS)])
 
 
 @dataclass(frozen=True)
@@ -369,7 +353,8 @@ class _Around(NamedTuple):
         stage = len(PARTS) * M  # from a task to the same of the next stage
         parts = tuple(range(s * stage, (s + 1) * stage, M))
         code = dict(zip(PARTS, parts, strict=True))
-        is_first, is_last = s == 0, s == len(places) - 1
+        is_first = s == 0
+        is_last = s == len(places) - 1
         returns = on.sends and not is_first and places[s] != places[s - 1]
         sends = on.sends and not is_last and places[s] != places[s + 1]
         source = answer = half_answer = None
@@ -405,7 +390,7 @@ def _device(
     for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         s, kind, m = task
         parts, source, answer, half_answer, sends, returns = around[s]
-        F, R, _, OUT, IN, SEND, RETURN, I, W, REDUCE, U = parts  # noqa: E741
+        F, _, R, OUT, IN, SEND, RETURN, I, W, REDUCE, U = parts  # noqa: E741
         match kind:
             case Kind.F:
                 needs = () if source is None else (source + m,)

@@ -46,7 +46,8 @@ class Curve:
         sums = np.zeros(len(times), int)  # all changes of an instant count as one
         np.add.at(sums, group, [n for _, n in changes])
         if times[0] > 0:  # a curve begins at 0
-            times, sums = np.append(0.0, times), np.append(0, sums)
+            times = np.append(0.0, times)
+            sums = np.append(0, sums)
         return Curve(place, space, times, base_bytes + sums.cumsum())
 
     @property

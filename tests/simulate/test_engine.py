@@ -83,15 +83,3 @@ def test_nobody_starts_early_and_no_resource_does_two_things(data: st.DataObject
             assert all(starts[j] >= ends[i] or starts[i] >= ends[j] for j in mine if j != i)
         if r < 2:
             assert [starts[i] for i in mine] == sorted(starts[i] for i in mine)
-
-
-def test_the_same_tasks_with_other_queues_are_as_made_anew() -> None:
-    waits, seconds = [[], [0], [0], [1, 2]], [2.0, 3.0, 1.0, 1.0]
-    alone = Work(waits, [(0,), (), (), (0,)], in_order=[0])
-    shared = alone.queueing([(0,), (1,), (1,), (0,)])
-    assert alone.starts_s(seconds) == [0, 2, 2, 5]
-    assert (
-        shared.starts_s(seconds)
-        == Work(waits, [(0,), (1,), (1,), (0,)], in_order=[0]).starts_s(seconds)
-        == [0, 2, 5, 6]
-    )

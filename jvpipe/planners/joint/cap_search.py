@@ -8,6 +8,8 @@ Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of
 
 where t has a part of what happens once a step, the sums of replicas and updates: `Objective.with_once`.
 
+These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with enumeration by it.
+
 All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
 on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
 the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
@@ -22,7 +24,7 @@ import numpy as np
 
 from jvpipe.planners.joint.segment_table import Cell, Path, Table, cells
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum, sums_through
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.problem import Problem, with_entry
 
 Caps = tuple[float, ...]
 
@@ -62,7 +64,8 @@ class Objective:
 
         M (t + A / M) is what a stage is busy: its micro-batches, its all-reduce and its updates A.
         """
-        m, stages = self.problem.microbatches, self.table.stages
+        m = self.problem.microbatches
+        stages = self.table.stages
         return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
 
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
@@ -137,12 +140,15 @@ class _Boxes:
     least_sum_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.table, self.waits = self.objective.table, self.objective.waits
+        self.table = self.objective.table
+        self.waits = self.objective.waits
         self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
 
     def search(self) -> SearchResult:
         """The best paths."""
         table, tick, bound_s = self.table, count(), 0.0
+        # A box of low and high caps stands for the paths whose maxima lie between them. Its bound is the least
+        # sum under the high caps, and waits at the low ones: nothing in it takes less.
         heappush(self.heap, (0.0, next(tick), self.low, (np.inf,) * len(self.low)))
         while self.heap and self.heap[0][0] < self.best_s * (1 - table.effort.tolerance):
             if table.exhausted and self.paths:
@@ -152,6 +158,8 @@ class _Boxes:
             total_s, path = self._shortest(high)
             if path is None:
                 continue
+            # Cells of the path are lower bounds still: they are refined, and the box comes back with
+            # a bound that is no less. A cell is settled after a few times, so that this ends.
             if opened := table.open_cells(path):
                 table.refine(opened)
                 heappush(
@@ -161,6 +169,8 @@ class _Boxes:
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
+            # The path has the least sum of all in its box, so that none with larger maxima is better:
+            # what is left are caps below one of its maxima.
             self._meet(path)
             for below, above in _rest(low, high, self.objective.maxima(path)):
                 heappush(self.heap, (total_s + self.waits * sum(below), next(tick), below, above))
@@ -192,7 +202,8 @@ class _Boxes:
         if not self.objective.problem.schedule.synchronous:
             return
         seconds = [self.table.lower_s(stage) for stage in self.table.stages]
-        sums, phases = self.objective.sums(seconds), self.objective.phases(seconds)
+        sums = self.objective.sums(seconds)
+        phases = self.objective.phases(seconds)
         low = [least_max(phase) for phase in phases]
         self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_sum(sums)[0])))
         caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
@@ -222,11 +233,11 @@ def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
     """What is left of a box whose least sum is that of a path with these maxima: boxes below them, each halved."""
     boxes = []
     for phase, maximum in enumerate(maxima):
-        above = (*high[:phase], float(np.nextafter(maximum, 0)), *high[phase + 1 :])
+        above = with_entry(high, phase, float(np.nextafter(maximum, 0)))
         if above[phase] >= low[phase]:
             middle = (low[phase] + above[phase]) / 2
-            boxes.append((low, (*above[:phase], middle, *above[phase + 1 :])))
+            boxes.append((low, with_entry(above, phase, middle)))
             if middle < above[phase]:
-                boxes.append(((*low[:phase], middle, *low[phase + 1 :]), above))
-        low = (*low[:phase], maximum, *low[phase + 1 :])
+                boxes.append((with_entry(low, phase, middle), above))
+        low = with_entry(low, phase, maximum)
     return boxes

@@ -52,7 +52,8 @@ class Choices:
     def of(costs: Costs, swaps: bool = True) -> "Choices":
         """The choices of layers at these costs; without `swaps`, those that swap nothing."""
         layers = costs.layers
-        n, options = len(layers), max(len(layer.options) for layer in layers)
+        n = len(layers)
+        options = max(len(layer.options) for layer in layers)
         # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
         allowed = np.zeros((n, options + 2), dtype=bool, order="F")
         kept, swapped, working, extra, handed = (
@@ -74,6 +75,7 @@ class Choices:
         forward = np.array([layer.forward_s for layer in layers])
         again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
         temporary = np.array([float(layer.temporary_bytes) for layer in layers])
+        # At least: what a layer needs inside a run, and what it needs as the last one of it.
         working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
         return Choices(
             allowed,
@@ -128,6 +130,7 @@ class Choices:
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
             # [a, b]: column b is never worse than a
+            # Where choices are the same in everything, the first one stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)

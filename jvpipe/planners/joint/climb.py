@@ -24,9 +24,9 @@ from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN
 from jvpipe.planners.joint.order_cuts import moved_bounds, shifted_bounds
 from jvpipe.planners.model.forecast import least_steps_s, simulated_step_s
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_limit_bytes, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
 """The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
@@ -77,6 +77,8 @@ class Climb:
         if not starts:
             return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
+        # Plans near the best are climbed from first. Tasks that are left then go to its neighbours, and to
+        # the plans that are far behind last.
         near = [one for one in starts if self.rank(one)[0] <= near_s]
         best = self._climbed_around(min(map(self.climbed, near), key=self.rank))
         best = min([best, *map(self.climbed, starts[len(near) :])], key=self.rank)
@@ -110,6 +112,7 @@ class Climb:
             before = best
             moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
             best = self._best_of(best, moved)
+            # Wider neighbourhoods only where the narrow ones have nothing better: most rounds end before.
             if best is before:
                 best = self._best_of(best, self._others(best))
             if best is before and self.problem.schedule.chunks > 1 and self.places > 1:
@@ -129,7 +132,7 @@ class Climb:
         for at, choice in enumerate(best.choices):
             begins_run = RECOMPUTE_CHAIN in best.choices[at : at + 2]
             if choice != 0 and not begins_run and self.tasks > 0:
-                other = replace(best, choices=(*best.choices[:at], 0, *best.choices[at + 1 :]))
+                other = replace(best, choices=with_entry(best.choices, at, 0))
                 best = other if self.rank(other)[0] <= step_s else best
         return best
 
@@ -147,8 +150,9 @@ class Climb:
 
     def _unranked(self, decision: Decision) -> Rank:
         """The rank, but 0 for the seconds of what fits."""
-        problem, stages = self.problem, self._stages(decision)
-        peak = needed_limit_bytes(problem, device_bytes(problem, stages))
+        problem = self.problem
+        stages = self._stages(decision)
+        peak = max(needed_bytes(problem, device_bytes(problem, stages)))
         host = sum(x.host_bytes for x in stages)
         memory, swapped = problem.memory_limit_bytes, problem.host_limit_bytes
         fits = (memory is None or peak <= memory) and (swapped is None or host <= swapped)
@@ -170,6 +174,7 @@ class Climb:
         if not some or self.tasks <= 0:
             return best
         least_s = self._clocked_s(some)
+        # In the order of a lower bound: once that is above the best, so is all that follows.
         for at in least_s.argsort(kind="stable"):
             if self.tasks <= 0 or least_s[at] > self.rank(best)[0] * (1 + 1e-9):
                 break
@@ -183,8 +188,10 @@ class Climb:
     def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
         """Clocks plans as if transfers waited for no others: they take no less than that."""
         self.tasks -= len(some) * self._each // PLAN.clocked_for_one
-        loads_s = np.array([[x.loads_s for x in self._stages(one)] for one in some])
-        return least_steps_s(self.problem, loads_s.transpose(1, 2, 0))
+        plans = [self._stages(one) for one in some]
+        parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
+        link_s = np.array([[stage.link_s for stage in plan] for plan in plans])
+        return least_steps_s(self.problem, parts_s.transpose(1, 2, 0), link_s.T)
 
     def _by_seconds(self, decision: Decision) -> list[int]:
         """All bounds, first those beside the slowest stages."""
@@ -222,7 +229,7 @@ class Climb:
         for at, layer in enumerate(self.problem.costs.layers):
             if RECOMPUTE_CHAIN not in choices[at : at + 2]:  # a run would lose its beginning
                 for other in range(len(layer.options)):
-                    yield Decision(decision.bounds, (*choices[:at], other, *choices[at + 1 :]))
+                    yield Decision(decision.bounds, with_entry(choices, at, other))
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:

@@ -48,7 +48,8 @@ class Reach:
         segments = self.pricing.segments
         asked = []
         for s, (i, j) in enumerate(pairwise(bounds)):
-            static, compute_s = segments.of(s).static_bytes(s), segments.compute_of(s)
+            static = segments.of(s).static_bytes(s)
+            compute_s = segments.compute_of(s)
             room = self._room_bytes(s) - float(static[j] - static[i])
             work_s = float(compute_s[j] - compute_s[i])
             asked.append(self.pricing.at(s).relaxed((s, i, j), room, work_s, 0.0))
@@ -59,11 +60,14 @@ class Reach:
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
         """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""
+        # A larger cap reaches further, so the least one is found by halving. No cap is below the
+        # longest layer, or below what the slowest stage takes of an even division.
         segments = self.pricing.segments
         low = max(float(np.diff(segments.least_compute_s).max(initial=0.0)), segments.share_s)
         if self.left(low)[-1] == segments.n:
             return low
         high = 2 * low
+        # Where the limit alone keeps the end out of reach no cap would do.
         while high < 1e9 * low and self.left(high)[-1] < segments.n:
             low, high = high, 2 * high
         while high - low > tolerance * high:
@@ -73,8 +77,12 @@ class Reach:
 
     def windows(self, cap_s: float) -> list[Cuts]:
         """Each bound's cuts under a cap; at least one each, also if the end cannot be reached."""
-        cuts, stages = self.pricing.segments.cuts, self.pricing.segments.problem.stages
-        left, right = self.left(cap_s), self.right(cap_s)
+        cuts = self.pricing.segments.cuts
+        stages = self.pricing.segments.problem.stages
+        # A bound beyond `left` makes one of the stages before it too slow or too full, one before
+        # `right` one of the stages after it.
+        left = self.left(cap_s)
+        right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
             first = max(int(np.searchsorted(cuts, right[s])), s)
@@ -84,7 +92,9 @@ class Reach:
 
     def left(self, cap_s: float) -> list[int]:
         """The last cut that so many stages reach from the first layer."""
-        cuts, reached = self.pricing.segments.cuts, [0]
+        # Going as far as possible is best for each stage: a segment that begins later pays no more.
+        cuts = self.pricing.segments.cuts
+        reached = [0]
         for s in range(self.pricing.segments.problem.stages):
             ends = (
                 np.searchsorted(paid, paid[reached[-1]] + limit, "right") - 1
@@ -95,7 +105,8 @@ class Reach:
 
     def right(self, cap_s: float) -> list[int]:
         """The first cut from which the stages from s on reach the end."""
-        cuts, reached = self.pricing.segments.cuts, [self.pricing.segments.n]
+        cuts = self.pricing.segments.cuts
+        reached = [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
             begins = (
                 np.searchsorted(paid, paid[reached[-1]] - limit)
@@ -116,6 +127,7 @@ class Reach:
         if (s, prices) not in self.known:
             pricing, (alpha, mu) = self.pricing.at(s), prices
             extra_s, link_s, held_bytes = pricing.table(s, slice(None))
+            # Each layer pays for its cheapest choice at least, so sums of these bound what any choices pay.
             there = np.isfinite(extra_s)
             seconds = alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * (alpha > 0) * link_s
             least = np.where(there, seconds + mu * held_bytes, np.inf).min(1)
@@ -146,7 +158,8 @@ def bounded(
         cells: between them, at most.
         narrow: keeps so many of some cuts.
     """
-    thinned, count = list(windows), max(map(len, windows))
+    thinned = list(windows)
+    count = max(map(len, windows))
     while area(thinned) > cells and count > 2:
         count = count * 4 // 5
         thinned = [narrow(cuts, count) for cuts in windows]

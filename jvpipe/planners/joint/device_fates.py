@@ -11,7 +11,7 @@ from itertools import pairwise
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Decision, Problem
@@ -80,6 +80,7 @@ class DeviceFates:
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
+        # What is static needs room whatever is chosen, and keeping everything shows how much that is.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
@@ -113,9 +114,10 @@ class DeviceFates:
             prices=self.prices.get(d),
         )
         self.prices[d] = search.prices
+        # A search of few states may lose all that fit: the emptiest choices that are found are tried then.
         if fates := search.least_seconds(FATE.states).choices:
             return fates
-        taken, fates = MinBytesSearch(self.pricing, lot).fewest(exact=False)
+        taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
         return fates if taken <= room and swapped <= best else None
@@ -125,7 +127,7 @@ class DeviceFates:
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
-            self.known[lot] = MinBytesSearch(self.pricing, lot).fewest(exact=True)[1]
+            self.known[lot] = fewest_bytes(self.pricing, lot, exact=True)[1]
         fates = self.known[lot]
         assert fates is not None, "some fates take the fewest bytes"
         return fates
@@ -144,7 +146,8 @@ def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
     """Makes a decision of what is chosen for each device, by its number and its stages; None if one has nothing."""
-    places, chosen = problem.places, [0] * bounds[-1]
+    places = problem.places
+    chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]
     for d in range(problem.devices):
         cells = [cell for cell in every if places[cell[0]] == d]

@@ -39,7 +39,8 @@ def orders(problem: Problem) -> list[Problem]:
     >>> [one.where for one in orders(problem)]
     [((0,), (1,), (2,)), ((0,), (2,), (1,)), ((1,), (0,), (2,))]
     """
-    devices, groups = range(len(problem.groups)), problem.groups
+    devices = range(len(problem.groups))
+    groups = problem.groups
     if not devices or problem.replicated:
         return [problem]
     if _all_orders(problem):
@@ -51,6 +52,7 @@ def orders(problem: Problem) -> list[Problem]:
             for key in keys
             for back in (False, True)
         ]
+    # Orders of the same kinds in the same places are the same problem: the first one stands for them.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
@@ -126,7 +128,8 @@ def least_of(
     Raises:
         Infeasible: there is no answer to any; the one that names the least limit.
     """
-    answers, refused = list[T](), list[Infeasible]()
+    answers = list[T]()
+    refused = list[Infeasible]()
     for problem in problems:
         try:
             answers.append(ask(problem))

@@ -25,7 +25,7 @@ micro-batches of each are in flight (`Lot`). A state is a column of numbers:
 Outside a run RUN and what is OPEN are infinite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,8 +83,11 @@ class Growth:
         self.extra_s = pricing.extra_s(lot.cells[0][0])
         sizes = [j - i for _, i, j in lot.cells]
         ends = np.cumsum(sizes)
-        self.n, self.lasts = int(ends[-1]), set((ends - 1).tolist())
+        self.n = int(ends[-1])
+        self.lasts = set((ends - 1).tolist())
+        self.by_bytes = by_bytes
         self.ends = np.append(np.repeat(ends, sizes), self.n)  # of the stage of each layer
+        # Rows that are the same for all states would only make comparisons longer.
         self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
         self.given = np.concatenate(
@@ -109,7 +112,8 @@ class Growth:
     def _look_ahead(self) -> None:
         """Bounds what the layers to come hold and need, from each one on, at each moment."""
         table = self.table
-        allowed, left = table.allowed[self.at], table.left_bytes[self.at]
+        allowed = table.allowed[self.at]
+        left = table.left_bytes[self.at]
         working = table.working_bytes[self.at]
 
         def least_of(sizes: np.ndarray) -> np.ndarray:
@@ -158,7 +162,9 @@ class Growth:
             states: of the layers before.
             at: the place of the layer among those of the lot.
         """
-        table, layer, columns = self.table, self.at[at], self.columns[at]
+        table = self.table
+        layer = self.at[at]
+        columns = self.columns[at]
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + table.swapped_bytes[layer, columns]
@@ -169,6 +175,7 @@ class Growth:
         ends_stage = at in self.lasts  # and with it the last run
         grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
         self._grow_beyond(states, grown, run, at)
+        # A run that goes on where none is has infinite bytes at work, however it may end.
         held_bytes = states[self.fixed_rows :][:, :, None] + self.held[:, None, at, columns]
         is_possible = np.isfinite(beyond_held(grown))
         grown[self.fixed_rows :] = np.where(is_possible, held_bytes, np.inf)
@@ -176,6 +183,8 @@ class Growth:
             grown[MOST] = states[MOST][:, None]
             if ends_stage:
                 self._end_stage(grown)
+        if self.by_bytes:
+            grown[[EXTRA, SWAPPED]] = 0.0
         return grown.reshape(len(states), -1)
 
     def _grow_beyond(self, states: States, grown: np.ndarray, run: np.ndarray, at: int) -> None:
@@ -190,7 +199,9 @@ class Growth:
             run: the bytes of a run while the layer works, for each state and choice.
             at: the place of the layer among those of the lot.
         """
-        table, layer, columns = self.table, self.at[at], self.columns[at]
+        table = self.table
+        layer = self.at[at]
+        columns = self.columns[at]
         temporary = table.temporary_bytes[layer]
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
         working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
@@ -202,6 +213,8 @@ class Growth:
             more = left - table.handed_bytes[layer, columns]
             grown[LEFT] = states[LEFT][:, None] + more
             ways += [(HALVES, HALVES_OPEN, more, 0.0), (ENDS, ENDS_OPEN, 0.0, grown[LEFT])]
+        # closed: if the run ends here. opened: if it goes on, so that a choice that continues a run
+        # grows out of `opened`, every other one out of `closed`.
         for closed, opened, less, beside in ways:
             before = np.repeat(states[closed][:, None], len(columns), axis=1)
             before[:, RECOMPUTE_CHAIN] = states[opened]
@@ -212,6 +225,8 @@ class Growth:
     def _end_stage(self, states: np.ndarray) -> None:
         """Notes what the stage needs beyond that ends with these states, and begins the next one."""
         needed = states[BEYOND]
+        # What halves need is counted over the bytes before the first halves or after them: over
+        # whichever is more, so the need beyond is the smaller of the two.
         if self.lot.halves:
             needed = np.maximum(needed, np.minimum(states[HALVES], states[ENDS]))
             states[[HALVES, ENDS]], states[[HALVES_OPEN, ENDS_OPEN]] = -np.inf, np.inf
@@ -221,6 +236,7 @@ class Growth:
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds what states take, held and beyond, whatever the layers to come choose; of all layers, counts it."""
+        # The most is needed by a layer of this stage so far, by one to come, or in a stage before.
         beyond = beyond_held(states) + self.spare_to_come[:, done, None]
         beyond = np.maximum(beyond, self.most_to_come[:, done, None])
         if self.fixed_rows > MOST:
@@ -250,6 +266,54 @@ class Growth:
         return tuple(reversed(choices))
 
 
+@dataclass(frozen=True)
+class Followed:
+    """The choices of all layers that are left at the end; what was left out on the way takes `dropped` or more."""
+
+    states: States
+    steps: Sequence[Step]
+    dropped: float
+
+
+def follow(
+    growth: Growth,
+    below: float,
+    width: int,
+    bounds: Callable[[States, int], Float[np.ndarray, "M"]],
+    fittest: Callable[[States, np.ndarray, np.ndarray, int], np.ndarray],
+) -> Followed:
+    """Follows choices layer by layer; of many only some go on.
+
+    Out go those that cannot end below a number, and those that others dominate: neither can be the best. Where more
+    than twice the width are left, the fittest go on, and the search may miss the best; `dropped` says by how much.
+
+    Args:
+        growth: the layers.
+        below: what an answer has to be below.
+        width: how many states there may be; it is exact as long as there are no more than twice as many.
+        bounds: of what states of so many layers lead to at least.
+        fittest: the places of those that are to go on, of states with their bounds and the places still alive.
+    """
+    states = growth.begin()
+    steps = list[Step]()
+    dropped = np.inf
+    for at in range(growth.n):
+        states = growth.grown(states, at)
+        bound = bounds(states, at + 1)
+        alive = np.flatnonzero(bound < below)
+        if len(alive) > 2 * width:
+            chosen = np.intersect1d(alive, fittest(states, bound, alive, at + 1))
+            left = np.setdiff1d(alive, chosen, assume_unique=True)
+            dropped = min(dropped, float(bound[left].min(initial=np.inf)))
+            alive = chosen
+        alive = alive[front(states[:, alive])]
+        states = states[:, alive]
+        if not len(alive):
+            break
+        steps.append(growth.step(alive, at))
+    return Followed(states, steps, dropped)
+
+
 def beyond_held(states: np.ndarray) -> np.ndarray:
     """Counts what states need at least beyond what they hold, whether their runs end or go on."""
     return np.minimum(states[BEYOND], states[OPEN])
@@ -270,6 +334,8 @@ def front(states: States) -> Int[np.ndarray, "_"]:
     order = np.lexsort(states[::-1])
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
+        # Those kept so far dominate all that they can: what one that is out dominates, its own
+        # dominator does too. Inside a chunk earlier states are looked at alone, for the same reason.
         chunk = order[begin : begin + CHUNK_STATES]
         if len(best):
             chunk = chunk[~_below(states[:, chunk], states[:, best]).any(1)]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvpipe.planners.joint.choice_arrays import Choices, PerChoice, PerLayer
-from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_up_to, sums
+from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
+from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_of, sums
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
@@ -119,7 +119,7 @@ class Pricing:
         extra_s, _, held_bytes = self.table(block.s, layers)
         held_bytes = np.where(np.isfinite(extra_s), held_bytes, np.inf)
         taken = self._over(held_bytes, self.choices.working_bytes[layers], block)
-        working = spread_max(self.choices.least_working_bytes, block)
+        working = most_of(self.choices.least_working_bytes, block.starts, block.ends)
         return block.fixed_bytes + np.maximum(taken, working)
 
     def bound_s(self, block: Block, alpha: float, mu: float) -> Grid:
@@ -147,19 +147,13 @@ class Pricing:
 
         A layer without a choice adds nothing: what it needs at least is over the limit anyhow.
         """
-        first, there = block.starts[0], np.isfinite(cost.min(1))
+        first = block.starts[0]
+        there = np.isfinite(cost.min(1))
         per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
-        total, more = sums(per_layer), np.concatenate([[0.0], final - per_layer])
+        total = sums(per_layer)
+        more = np.concatenate([[0.0], final - per_layer])
         ends = np.maximum(block.ends - first, 0)
         return between(total, block.starts - first, ends) + more[ends]
-
-
-def spread_max(per_layer: PerLayer, block: Block) -> Grid:
-    """Finds the largest of each segment's layers; 0 where a segment is empty."""
-    starts, ends = block.starts, block.ends
-    layers = np.arange(int(starts[0]), max(int(ends[-1]), int(starts[0]) + 1))
-    inside = np.where(layers >= starts[:, None], per_layer[layers], 0.0)
-    return np.where(block.inside, most_up_to(inside, starts, ends), 0.0)
 
 
 class DualBounds:
@@ -185,12 +179,16 @@ class DualBounds:
         """Finds the best prices."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
+        # Where the link takes longer even if compute alone is priced, alpha is sought too: at the best one
+        # both take as long.
         if (compute_over_link < 0).any():
-            low, high = np.zeros_like(alpha), np.ones_like(alpha)
+            low = np.zeros_like(alpha)
+            high = np.ones_like(alpha)
             for _ in range(self.ALPHA_STEPS):
                 alpha = np.where(compute_over_link < 0, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
-                low, high = np.where(sign > 0, alpha, low), np.where(sign > 0, high, alpha)
+                low = np.where(sign > 0, alpha, low)
+                high = np.where(sign > 0, high, alpha)
         return [(float(a), float(m)) for a, m in self.prices]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
@@ -202,6 +200,8 @@ class DualBounds:
         ]
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
             (low, low_dual, low_over, _), (high, high_dual, high_over, _) = points
+            # The dual is concave in mu and its slope is by how much bytes exceed the room: bisection by the sign
+            # of the slope, in powers, for prices range over many of them.
             mu = np.sqrt(low * high)
             if (
                 step >= self.BISECTION_STEPS
@@ -219,7 +219,8 @@ class DualBounds:
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
-        a, m = alpha[self.of][:, None], mu[self.of][:, None]
+        a = alpha[self.of][:, None]
+        m = mu[self.of][:, None]
         cost = np.where(
             self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf
         )
@@ -227,12 +228,11 @@ class DualBounds:
         held_bytes, extra_s, link_s = (
             np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s)
         )
-        compute_s, link_s, over = (
-            self.compute_s + extra_s,
-            self.traffic_s + link_s,
-            held_bytes - self.room,
-        )
+        compute_s = self.compute_s + extra_s
+        link_s = self.traffic_s + link_s
+        over = held_bytes - self.room
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
+        # Any prices give a bound, so the best of all that were tried is kept.
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]

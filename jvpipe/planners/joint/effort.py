@@ -234,6 +234,10 @@ class ShapeEffort:
     few_tasks: int = 32
 
 
-CUTS, FATE, LIMIT = CutEffort(), FateEffort(), LimitEffort()
-ORDER, RULE, PLAN = OrderEffort(), RuleEffort(), PlanEffort()
+CUTS = CutEffort()
+FATE = FateEffort()
+LIMIT = LimitEffort()
+ORDER = OrderEffort()
+RULE = RuleEffort()
+PLAN = PlanEffort()
 SHAPE = ShapeEffort()

@@ -17,7 +17,7 @@ from jvpipe.planners.joint.smallest_limit import min_bytes_plan, min_bytes_plans
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.keep_all import KeepAll
-from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
+from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem, with_entry
 from jvpipe.planners.model.stage_bytes import StageBytes
 from jvpipe.planners.model.stage_cost import check, stage_bytes
 
@@ -67,6 +67,7 @@ def floor(
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
+    # Each round but the last ends at an emptier plan, and no plan is looked at twice: it ends.
     while search.lowest is not before:
         before = search.lowest
         search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
@@ -132,8 +133,7 @@ def _untimed(problem: Problem) -> Problem:
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     """The plans that hold the least by the planners' count: of all plans, and of those that keep everything."""
     if not keeps:
-        least = min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None))
-        yield Decision(least.bounds, least.choices)
+        yield min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None)).decision
     kept = KeepAll(problem)
     _, places = least_path([kept.peak_bytes(s) for s in range(problem.stages)], np.maximum)
     assert places is not None, "there are as many places as stages need"
@@ -150,7 +150,7 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
         least = least or plan.peak_bytes
         if plan.peak_bytes > LIMIT.near * max(least, lowest_bytes()):
             return
-        yield Decision(plan.bounds, plan.choices)
+        yield plan.decision
 
 
 def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
@@ -159,20 +159,17 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
     None are looked at that are counted for much more.
     """
     s, (bounds, choices) = plan.stage, (plan.decision.bounds, plan.decision.choices)
-    i, j = bounds[s], bounds[s + 1]
+    i = bounds[s]
+    j = bounds[s + 1]
     nearer = [(s, i + 1)] * (s > 0) + [(s + 1, j - 1)] * (s + 1 < problem.stages)
-    yield from _valid(
-        problem, [((*bounds[:at], bound, *bounds[at + 1 :]), choices) for at, bound in nearer]
-    )
+    yield from _valid(problem, [(with_entry(bounds, at, bound), choices) for at, bound in nearer])
     if keeps:
         return
 
     def counted(decision: Decision) -> StageBytes[int]:
         return stage_bytes(problem, s, i, j, decision.choices)
 
-    others = [
-        (*choices[:at], way, *choices[at + 1 :]) for at in range(i, j) for way in _ways(problem, at)
-    ]
+    others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
     stages = counted(plan.decision)
     limit = stages.static + LIMIT.near * (stages.peak - stages.static)
     counts = {
@@ -184,7 +181,8 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
 
 def _ways(problem: Problem, layer: int) -> list[int]:
     """The choices that a layer has."""
-    swaps, options = problem.host_limit_bytes is None, problem.costs.layers[layer].options
+    swaps = problem.host_limit_bytes is None
+    options = problem.costs.layers[layer].options
     allowed = (c for c, x in enumerate(options) if swaps or not (x.swapped_bytes or x.swaps_input))
     return [RECOMPUTE_CHAIN, RECOMPUTE, *allowed]
 

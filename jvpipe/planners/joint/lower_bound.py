@@ -1,4 +1,8 @@
-"""What no plan is below: simulated seconds per step, from what each stage and the links before it take at least."""
+"""What no plan is below: simulated seconds per step, from what each stage and the links before it take at least.
+
+The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small problems
+(tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones (test_planner.py there).
+"""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -39,32 +43,32 @@ def lower_bound(problem: Problem) -> float:
     # Fates are chosen as if transfers were hidden; what these take at least is counted after.
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
     schedule = problem.schedule
-    stream = (
-        Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
-        if schedule.synchronous
-        else schedule
-    )
+    stream = schedule
+    if schedule.synchronous:
+        stream = Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
+    # The search for a stream's slowest stage: its table bounds all cells that may be on a plan.
     solution = solve(replace(alone, schedule=stream), pricing_of(alone))
     if not solution.feasible:
         return np.inf
-    table, segments, m = solution.table, Segments(problem), problem.microbatches
+    table = solution.table
+    segments = Segments(problem)
+    m = problem.microbatches
     stages = [
         (table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends))
         for x in table.stages
     ]
-    work_s, longest_s = (
-        float(segments.least_compute_s[-1]),
-        float(np.diff(segments.least_compute_s).max()),
-    )
+    work_s = float(segments.least_compute_s[-1])
+    longest_s = float(np.diff(segments.least_compute_s).max())
     if not problem.schedule.synchronous:
         return min(max(_of_stream(problem, stages), solution.result.bound_s), m * solution.cap_s)
     if problem.phases == 2:  # of all plans, and of those whose slowest stage is above the cap
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
         return max(every_s, min(_of_two_phases(problem, stages), work_s + (m - 1) * solution.cap_s))
     # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
-    every_s = (
-        m * segments.share_s if problem.groups else work_s / (1 - (1 - 1 / m) ** problem.stages)
-    )
+    # Equality for all stages at once solves this: t_s = (1 - 1 / M) t_(s-1), a geometric series.
+    every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
+    if problem.groups:
+        every_s = m * segments.share_s
     return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
 
 
@@ -104,18 +108,14 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
 
 def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
     """M micro-batches of a stage, and the work and the transfers before it, or what it does once a step."""
-    m, crossed_s, every = (
-        problem.microbatches,
-        np.zeros(1),
-        [],
-    )  # the least that transfers up to a cut take
+    m = problem.microbatches
+    every = list[Matrix]()
+    crossed_s = np.zeros(1)  # the least that transfers up to a cut take
     for t, x in stages:
         there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
-        every.append(
-            np.maximum(
-                m * t + np.maximum(x.once_s, segments.least_compute_s[x.starts][:, None] + there_s),
-                m * x.traffic_s,
-            )
-        )
+        # The first micro-batch passes the layers before, forwards and backwards, and their links.
+        before_s = segments.least_compute_s[x.starts][:, None] + there_s
+        busy_s = m * t + np.maximum(x.once_s, before_s)
+        every.append(np.maximum(busy_s, m * x.traffic_s))
         crossed_s = there_s.min(0)
     return least_max(every)

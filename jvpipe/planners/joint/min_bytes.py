@@ -1,65 +1,46 @@
 """The fewest bytes that a device's layers can hold and work with: dominance over what they take (`dominance.py`)."""
 
-from dataclasses import dataclass
-from operator import attrgetter
-
 import numpy as np
 
-from jvpipe.planners.joint.dominance import EXTRA, SWAPPED, Growth, Lot, Step, front
+from jvpipe.planners.joint.dominance import Growth, Lot, States, follow
 from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
 
-
-@dataclass(frozen=True)
-class MinBytes:
-    """The fewest bytes that were found, and choices that take them; what was not looked at takes `dropped` or more."""
-
-    bytes: float
-    choices: tuple[int, ...] = ()
-    dropped: float = np.inf
+Fewest = tuple[float, tuple[int, ...]]
+"""Bytes, and the choices that take them; none if nothing was found."""
 
 
-class MinBytesSearch:
-    """The layers of a lot, whatever their seconds."""
+def fewest_bytes(pricing: Pricing, lot: Lot, *, exact: bool, below: float = np.inf) -> Fewest:
+    """Finds the fewest bytes beside those that no choice changes, and choices that take them.
 
-    def __init__(self, pricing: Pricing, lot: Lot) -> None:
-        self.pricing, self.lot = pricing.at(lot.cells[0][0]), lot
+    Few states are looked at; where that left out what may be better, and it is to be exact, many.
 
-    def fewest(self, exact: bool, below: float = np.inf) -> tuple[float, tuple[int, ...]]:
-        """Finds the fewest bytes beside those that no choice changes, and choices that take them.
+    Args:
+        pricing: the choices of all layers.
+        lot: the layers of a device.
+        exact: whether many are to be looked at.
+        below: what is not below that is not found.
+    """
+    growth = Growth(pricing, lot, by_bytes=True)
+    best, dropped = _fewest(growth, FATE.few_states, below)
+    if exact and dropped < best[0]:
+        many, _ = _fewest(growth, FATE.many_states, best[0])
+        best = min(best, many, key=lambda one: one[0])
+    return best
 
-        Few states are looked at; where that left out what may be better, and it is to be exact, many.
 
-        Args:
-            exact: whether many are to be looked at.
-            below: what is not below that is not found.
-        """
-        growth = Growth(self.pricing, self.lot, by_bytes=True)
-        best = few = self._fewest(growth, FATE.few_states, below)
-        if exact and few.dropped < min(few.bytes, below):
-            many = self._fewest(growth, FATE.many_states, min(few.bytes, below))
-            best = min(few, many, key=attrgetter("bytes"))
-        return (best.bytes, best.choices) if best.bytes < below else (below, ())
+def _fewest(growth: Growth, width: int, below: float) -> tuple[Fewest, float]:
+    """Looks at so many states beside each other; returns also the bytes that no state left out is below."""
 
-    def _fewest(self, growth: Growth, width: int, below: float) -> MinBytes:
-        """With so many states beside each other, of those that may lead below a number."""
-        states, steps, dropped = growth.begin(), list[Step](), np.inf
-        if growth.least_bytes(states, 0)[0] >= below:
-            return MinBytes(np.inf)
-        for at in range(growth.n):
-            states = growth.grown(states, at)
-            states[[EXTRA, SWAPPED]] = 0.0
-            bound = growth.least_bytes(states, at + 1)
-            alive = np.flatnonzero(bound < below)
-            if len(alive) > 2 * width:
-                order = np.argpartition(bound[alive], width)
-                dropped = min(dropped, float(bound[alive[order[width:]]].min()))
-                alive = np.sort(alive[order[:width]])
-            alive = alive[front(states[:, alive])]
-            if not len(alive):
-                return MinBytes(np.inf, (), dropped)
-            states = states[:, alive]
-            steps.append(growth.step(alive, at))
-        taken = growth.least_bytes(states, growth.n)
-        best = int(taken.argmin())
-        return MinBytes(float(taken[best]), growth.path(steps, best), dropped)
+    def emptiest(_states: States, bound: np.ndarray, alive: np.ndarray, _done: int) -> np.ndarray:
+        return alive[np.argpartition(bound[alive], width)[:width]]
+
+    nothing = below, ()
+    if growth.least_bytes(growth.begin(), 0)[0] >= below:
+        return nothing, np.inf
+    last = follow(growth, below, width, growth.least_bytes, emptiest)
+    if not last.states.shape[1]:
+        return nothing, last.dropped
+    taken = growth.least_bytes(last.states, growth.n)
+    best = int(taken.argmin())
+    return (float(taken[best]), growth.path(last.steps, best)), last.dropped

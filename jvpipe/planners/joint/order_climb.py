@@ -58,8 +58,9 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
         tries: moves that are made at most.
         seed: of what is drawn.
     """
-    draw, course = Random(seed), Course(loads, order)
-    bound_s = loads.bound_s() * (1 + SAME)
+    draw = Random(seed)
+    course = Course(loads, order)
+    bound_s = loads.bound_s() * (1 + SAME)  # an order that meets it is the best there is
     best, best_s = course.copy(), course.step_s
     gainless = 0  # moves since the last gain
     rest_until = dict[int, int]()  # the turn up to which a step that has moved rests
@@ -68,21 +69,26 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - SAME)
+        # A step that rests may move all the same if that leads below the best known (aspiration).
         free = (
             move
             for move in _Neighbours(course, draw).moves()
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
+        # Without a move the next turn draws another longest path, or steps have rested for long enough.
         if not moves:
             gainless += ORDER.blocked
             continue
         gainless += 1
+        # The best move is made though it makes the order longer: so a climb leaves a valley.
         for move in moves:
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
         if course.step_s < short_s:
-            best, best_s, gainless = course.copy(), course.step_s, 0
+            best = course.copy()
+            best_s = course.step_s
+            gainless = 0
     course.lists, course.half = best
     return course.order
 
@@ -98,6 +104,7 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
     """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
+    # Each move fits and makes sense by itself. Two at once can make steps wait in a circle.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
         if move.more:
@@ -133,6 +140,8 @@ class _Neighbours:
         self.draw.shuffle(blocks)
         for block in blocks:
             steps = course.lists[block.device]
+            # A block that starts at once has nothing to win at its front, one that ends the order nothing
+            # at its end.
             if course.starts[steps[block.first]] > 0.0:
                 yield from self._ahead(block)
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
@@ -143,7 +152,8 @@ class _Neighbours:
         d, first, last = block
         steps = self.course.lists[d]
         for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
-            step, passed = steps[at], steps[first:at]
+            step = steps[at]
+            passed = steps[first:at]
             if all(self._may_pass(step, other) for other in passed):
                 yield from self._move(d, first, [step, *passed], step)
 
@@ -151,9 +161,11 @@ class _Neighbours:
         """Yields moves of tasks, or of second halves, behind the last one of a block."""
         d, first, last = block
         course = self.course
-        steps, cells = course.lists[d], course.cells
+        steps = course.lists[d]
+        cells = course.cells
         for at in range(last, max(first, last - ORDER.farthest) - 1, -1):
-            step, passed = steps[at], steps[at + 1 : last + 1]
+            step = steps[at]
+            passed = steps[at + 1 : last + 1]
             if passed and all(self._may_pass(other, step) for other in passed):
                 yield from self._move(d, at, [*passed, step], step)
             cell = step - cells
@@ -176,8 +188,10 @@ class _Neighbours:
             passed: the steps behind it that its second half passes.
         """
         course = self.course
-        step, weight = course.cells + cell, 2 * course.cells + cell
+        step = course.cells + cell
+        weight = 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
+            # The move is judged with the seconds and bytes of halves, then the course is as it was.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
@@ -192,7 +206,8 @@ class _Neighbours:
             cell: of the backward.
         """
         course = self.course
-        steps, weight = course.lists[d], 2 * course.cells + cell
+        steps = course.lists[d]
+        weight = 2 * course.cells + cell
         passed = steps[at + 1 : course.place[weight]]
         is_near = len(passed) <= ORDER.farthest
         if is_near and not any(self._bound(weight, other) for other in passed):
@@ -203,7 +218,8 @@ class _Neighbours:
 
     def _may_pass(self, step: int, other: int) -> bool:
         """Returns whether a step may run before another one, and has its input before that ends."""
-        there_s, end_s = self.course.there[step], self.course.ends[other]
+        there_s = self.course.there[step]
+        end_s = self.course.ends[other]
         return there_s < end_s and not self._bound(step, other)
 
     def _bound(self, step: int, other: int) -> bool:
@@ -236,13 +252,19 @@ class _Neighbours:
             more: steps by which the list becomes longer.
         """
         course = self.course
-        held_bytes, room = course.held[d][first - 1] if first else 0.0, course.loads.room_bytes[d]
+        held_bytes = course.held[d][first - 1] if first else 0.0
+        room = course.loads.room_bytes[d]
+        # Behind the steps that move the device holds what it held before, so only these are looked at.
         for step in steps:
             held_bytes += course.bytes[step]
             if held_bytes > room:
                 return
-        here, end = course.lists[d], first + len(steps) - more
-        seconds, source, to, answers = course.seconds, course.source, course.to, course.answers
+        here = course.lists[d]
+        end = first + len(steps) - more
+        seconds = course.seconds
+        source = course.source
+        to = course.to
+        answers = course.answers
         now = course.ends[here[first - 1]] if first else 0.0
         ends = dict[int, float]()
         for step in steps:
@@ -252,7 +274,8 @@ class _Neighbours:
                 begin = ends[source[step]] - course.early_s[step]
             now = max(now, begin) + seconds[step]
             ends[step] = now
-        path_s, tails = 0.0, dict[int, float]()
+        path_s = 0.0
+        tails = dict[int, float]()
         later_s = course.updates_s[d]
         if end < len(here):
             later_s = seconds[here[end]] + course.tails[here[end]]

@@ -64,8 +64,11 @@ class Course:
     def __init__(self, loads: Loads, order: Order) -> None:
         M = loads.microbatches
         cells = len(loads.places) * M
-        self.loads, self.M, self.cells = loads, M, cells
+        self.loads = loads
+        self.M = M
+        self.cells = cells
         self.to, self.source = _ways(M, cells)
+        # A backward has one number whether it is whole or not, so that splitting it renumbers nothing.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
         self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
         self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
@@ -100,7 +103,8 @@ class Course:
 
     def cut(self, cell: int, *, half: bool) -> None:
         """Runs a backward in halves, or whole."""
-        s, step = cell // self.M, self.cells + cell
+        s = cell // self.M
+        step = self.cells + cell
         handed = self.loads.handed_bytes[s] if half else 0.0
         self.half[cell] = half
         self.seconds[step] = self.loads.seconds[Kind.I if half else Kind.B][s]
@@ -120,24 +124,34 @@ class Course:
         Each device goes on until it reaches a step whose input was not sent yet; whoever sends that
         has the device go on. So every step is looked at once, and once more for each such stop.
         """
-        cells, lists, device = self.cells, self.lists, self.device
-        seconds, to, send_s, early_s = self.seconds, self.to, self.send_s, self.early_s
+        cells = self.cells
+        lists = self.lists
+        device = self.device
+        seconds = self.seconds
+        to = self.to
+        send_s = self.send_s
+        early_s = self.early_s
         # When each step may begin for its input; the last part stands for what would follow second halves.
         there = [NOT_YET] * (4 * cells)
         there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
-        starts, ends = [0.0] * (3 * cells), [0.0] * (3 * cells)
+        starts = [0.0] * (3 * cells)
+        ends = [0.0] * (3 * cells)
         ran = list[int]()
-        free_s, done = [0.0] * len(lists), [0] * len(lists)
+        free_s = [0.0] * len(lists)
+        done = [0] * len(lists)
         ready = list(range(len(lists)))  # devices that can go on
         waits = dict[int, int]()  # the device that has stopped at a step
         links = dict[tuple[int, int], float]()  # when the last transfer of a link ends
         while ready:
             d = ready.pop()
-            now, steps = free_s[d], lists[d]
+            now = free_s[d]
+            steps = lists[d]
             for at in range(done[d], len(steps)):
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
+                    # Whoever sends this step's input wakes the device. If nobody does, steps wait
+                    # for each other, and not all of them have run at the end.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -153,27 +167,40 @@ class Course:
                     continue
                 arrives = now
                 if takes_s := send_s[step]:
+                    # Transfers between two devices keep the order of the sender's list. The list
+                    # is walked in that order, so the link's last transfer is the one before.
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
+                # The target computes again for so long before it reads what arrives.
                 there[target] = max(0.0, arrives - early_s[target])
                 if target in waits:
                     ready.append(waits.pop(target))
             free_s[d] = now
-        self.there, self.starts, self.ends, self.ran = there, starts, ends, ran
+        self.there = there
+        self.starts = starts
+        self.ends = ends
+        self.ran = ran
         all_ran = len(ran) == sum(map(len, lists))
         self.step_s = max(map(add, free_s, self.updates_s)) if all_ran else float("inf")
 
     def follow(self) -> None:
         """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
-        tails, answers = [0.0] * (3 * self.cells), [0.0] * (3 * self.cells)
-        seconds, to, send_s, device = self.seconds, self.to, self.send_s, self.device
+        tails = [0.0] * (3 * self.cells)
+        answers = [0.0] * (3 * self.cells)
+        seconds = self.seconds
+        to = self.to
+        send_s = self.send_s
+        device = self.device
         later_s = list(self.updates_s)  # from the start of the last step seen on a device
         links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
+        # Whatever follows a step has run after it, so in reverse all that its tail is made of is known.
         for step in reversed(self.ran):
-            d, target = device[step], to[step]
+            d = device[step]
+            target = to[step]
             if target >= 0:
                 answer = seconds[target] - self.early_s[target] + tails[target]
+                # The transfer goes on to its target, and holds up the next one on its link.
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
@@ -187,15 +214,21 @@ class Course:
 
     def path(self, draw: Random) -> list[Block]:
         """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
-        starts, ends, near_s = self.starts, self.ends, SAME * self.step_s
+        starts = self.starts
+        ends = self.ends
+        near_s = SAME * self.step_s
         devices = zip(self.lists, self.updates_s, strict=True)
         last_steps = [
             (ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in devices if steps
         ]
         _, step = max(last_steps)
-        blocks, last = list[Block](), self.place[step]
+        blocks = list[Block]()
+        last = self.place[step]
+        # From step to step backwards: to the one before on the device, or to the one that sent the
+        # input, whichever ends as this one starts. A step that waited for neither began at time 0.
         while True:
-            d, at = self.device[step], self.place[step]
+            d = self.device[step]
+            at = self.place[step]
             before = self.lists[d][at - 1]
             follows = at > 0 and ends[before] >= starts[step] - near_s
             waits = self.source[step] >= 0 and self.there[step] >= starts[step] - near_s
@@ -214,12 +247,15 @@ class Course:
         It is the source of its input, or a step whose transfer is before that one on the same link
         and ends as it begins.
         """
-        source, arrives = self.source[step], self.there[step] + self.early_s[step]
-        d, e = self.device[source], self.device[step]
+        source = self.source[step]
+        arrives = self.there[step] + self.early_s[step]
+        d = self.device[source]
+        e = self.device[step]
         for at in range(self.place[source], -1, -1):
             other = self.lists[d][at]
             if not self.send_s[other] or self.device[self.to[other]] != e:
                 continue
+            # Back by one transfer: the link was busy from here on, or this step's end began it.
             arrives -= self.send_s[other]
             if self.ends[other] >= arrives - near_s:
                 return other
@@ -232,7 +268,8 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
     Returns:
         Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before it reads its input.
     """
-    M, stages = loads.microbatches, len(loads.places)
+    M = loads.microbatches
+    stages = len(loads.places)
     seconds = [loads.seconds[kind] for kind in (Kind.F, Kind.B, Kind.W)]
     ends_bytes = [-size for size in loads.kept_bytes]
     late_bytes = [-size for size in loads.handed_bytes]
@@ -253,7 +290,8 @@ def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
     A forward is waited for by that of the next stage, the last one by its own backward, a backward
     by that of the stage before. A second half waits for its first one, which sends nothing to it.
     """
-    nowhere, last_stage = [-1] * M, range(cells - M, cells)
+    nowhere = [-1] * M
+    last_stage = range(cells - M, cells)
     to = [
         *range(M, cells),
         *(cells + cell for cell in last_stage),

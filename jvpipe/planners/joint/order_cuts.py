@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -31,6 +31,7 @@ def moved_bounds(
     for s in range(1, len(bounds) - run) if first is None else [first]:
         for by in (step * sign for step in range(1, count + 1) for sign in (-1, 1)):
             moved = [place + by for place in at[s : s + run]]
+            # Bounds stay in order: no stage loses its last layer.
             if s + run < len(at) and at[s - 1] < moved[0] and moved[-1] < at[s + run]:
                 inner = (int(cuts[place]) for place in moved)
                 neighbours.append((*bounds[:s], *inner, *bounds[s + run :]))
@@ -57,6 +58,18 @@ def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[
     return sorted(every, key=partial(busiest_s, problem))
 
 
+def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
+    """Lists all cuts, those whose busiest device works least first.
+
+    Args:
+        problem: whose stages and devices count.
+        cuts: where a stage may begin or end.
+    """
+    first, *inner, last = cuts.tolist()
+    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
+    return sorted(every, key=partial(busiest_s, problem))
+
+
 def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
     """Counts what the device works that works longest.
 
@@ -64,7 +77,8 @@ def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
         problem: whose stages and devices count.
         bounds: of the stages.
     """
-    works_s, every_s = [0.0] * problem.devices, layer_s(problem)
+    works_s = [0.0] * problem.devices
+    every_s = layer_s(problem)
     for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
         slower = problem.slowness(s)
         works_s[place] += float(

@@ -7,19 +7,19 @@ looked at; if many, those found by moving a bound as long as the fullest devices
 they do so each time.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import partial
 from math import comb
 
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import LIMIT
-from jvpipe.planners.joint.order_cuts import moved_bounds
+from jvpipe.planners.joint.order_cuts import all_cuts, moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.segments import Cuts
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate, needed_bytes
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.schedule import Schedule
 
@@ -44,52 +44,61 @@ def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[O
         schedule = one_by_one(placed)
         stages = schedule.stages_on(problem.devices)
         alone = replace(problem, stages=stages, schedule=schedule, memory_limit_bytes=None)
-        decision = _Emptiest(alone).decision()
+        decision = _emptiest(alone)
         yield OrderFloor(schedule, decision, evaluate(alone, decision).limit_bytes)
 
 
-class _Emptiest:
-    """The search for the emptiest plan of a problem whose micro-batches go one by one."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
-
-    def decision(self) -> Decision:
-        """The plan that was found to hold the least."""
-        least = min_bytes_plan(self.fates.pricing)
-        if self.problem.schedule.chunks == 1:
-            return Decision(least.bounds, least.choices)
-        cuts, inner = self.fates.pricing.segments.cuts, self.problem.stages - 1
-        if comb(len(cuts) - 2, inner) <= LIMIT.cuts:
-            ends = int(cuts[0]), int(cuts[-1])
-            every = (
-                (ends[0], *map(int, some), ends[1]) for some in combinations(cuts[1:-1], inner)
-            )
-            return min(map(self._of_cuts, every), key=self._fullness)
-        starts = dict.fromkeys((least.bounds, even(self.problem).bounds))
-        return min((self._emptied(bounds, cuts) for bounds in starts), key=self._fullness)
-
-    def _emptied(self, bounds: Sequence[int], cuts: Cuts) -> Decision:
-        """Moves bounds to the next cuts until no device holds less, or enough has been looked at."""
-        best, left = self._of_cuts(bounds), LIMIT.moved_cuts
-        before = None
-        while best is not before and left > 0:
-            before = best
-            for moved in moved_bounds(before.bounds, cuts)[:left]:
-                left -= 1
-                best = min(best, self._of_cuts(moved), key=self._fullness)
-        return best
-
-    def _fullness(self, decision: Decision) -> list[int]:
-        """The limits that devices need, the largest first."""
-        problem = self.problem
-        device_bytes, groups = evaluate(problem, decision).device_bytes, problem.groups
-        less = [group.less_bytes for group in groups] or [0] * len(device_bytes)
-        return sorted(
-            (size + more for size, more in zip(device_bytes, less, strict=True)), reverse=True
+def _emptiest(problem: Problem) -> Decision:
+    """Returns the plan that was found to hold the least, of a problem whose micro-batches go one by one."""
+    fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
+    least = min_bytes_plan(fates.pricing).decision
+    if problem.schedule.chunks == 1:
+        return least
+    # Stages of one device share what they need beyond what they hold, so the emptiest cuts of stages
+    # each on a device of its own are only a beginning.
+    cuts = fates.pricing.segments.cuts
+    if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
+        plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
+    else:
+        starts = dict.fromkeys((least.bounds, even(problem).bounds))
+        plans = (
+            plan
+            for bounds in starts
+            for plan in emptied(problem, fates, bounds, tries=LIMIT.moved_cuts)
         )
+    return min(plans, key=partial(_fullness, problem))
 
-    def _of_cuts(self, bounds: Sequence[int]) -> Decision:
-        """Makes the plan of these cuts whose devices hold the least, each for itself."""
-        return self.fates.emptiest(self.problem, bounds)
+
+def emptied(
+    problem: Problem,
+    fates: DeviceFates,
+    bounds: Sequence[int],
+    places: int = 1,
+    tries: int = sys.maxsize,
+) -> Iterator[Decision]:
+    """Yields emptier and emptier plans, whatever their seconds: bounds move while the fullest devices hold less.
+
+    Args:
+        problem: whose order counts.
+        fates: of its placement.
+        bounds: to begin with.
+        places: by which a bound moves at most.
+        tries: bounds that are looked at.
+    """
+    cuts = fates.pricing.segments.cuts
+    best = fates.emptiest(problem, bounds)
+    yield best
+    while tries > 0:
+        moved = moved_bounds(best.bounds, cuts, count=places)[:tries]
+        tries -= len(moved)
+        plans = [best, *(fates.emptiest(problem, some) for some in moved)]
+        emptier = min(plans, key=partial(_fullness, problem))
+        if emptier is best:
+            return
+        best = emptier
+        yield best
+
+
+def _fullness(problem: Problem, decision: Decision) -> list[int]:
+    """Lists the limits that devices need, the largest first."""
+    return sorted(needed_bytes(problem, evaluate(problem, decision).device_bytes), reverse=True)

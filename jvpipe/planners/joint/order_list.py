@@ -66,7 +66,9 @@ class Listing:
             eager: whether a forward that is ready comes before a backward.
             in_flight: micro-batches that each stage may have in flight; none: as many as there is room for.
         """
-        self.loads, self.patience, self.eager = loads, patience, eager
+        self.loads = loads
+        self.patience = patience
+        self.eager = eager
         self.most = in_flight or [loads.microbatches] * len(loads.places)
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
         units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
@@ -77,6 +79,8 @@ class Listing:
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
+        # The queue holds when a device may have something to do; it may hold a device several times. A turn
+        # while the device still works is skipped, as its end is in the queue too.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -98,6 +102,7 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
+        # Nothing is ready: a second half may fill the gap, if it ends in time or the device has patience.
         if device.late:
             seconds = self.loads.seconds[Kind.W][device.late[0][0]]
             if following == NEVER or now + (1 - self.patience) * seconds <= following:
@@ -140,28 +145,35 @@ class Listing:
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
         """Whether a forward leaves room for those before it: of these, what is forward everywhere ends by itself."""
-        kept, nexts, ended = self.loads.kept_bytes, self.forward.next, self.backward.next
+        kept = self.loads.kept_bytes
+        nexts = self.forward.next
+        ended = self.backward.next
         is_full = nexts[s] - ended[s] >= self.most[s]
         if is_full or device.held_bytes + kept[s] > device.cap_bytes:
             return False
         first = min(nexts[stage] for stage in device.stages)  # of those that are not whole
         if m == first:
             return True
+        # What is in flight behind the first micro-batch stays. The first one may come to hold a unit on
+        # its way through the other stages, and frees it by itself.
         later = kept[s] + device.unit_bytes
         for stage in device.stages:
             later += max(0, nexts[stage] - max(first + 1, ended[stage])) * kept[stage]
         return later <= device.cap_bytes
 
     def _run(self, now: float, d: int, kind: Kind, s: int, m: int) -> None:
-        loads, device = self.loads, self.devices[d]
-        kept, handed = loads.kept_bytes[s], loads.handed_bytes[s]
+        loads = self.loads
+        device = self.devices[d]
+        kept = loads.kept_bytes[s]
+        handed = loads.handed_bytes[s]
         device.steps.append((kind, s, m))
         device.free_s = end = now + loads.seconds[kind][s]
         heapq.heappush(self.queue, (end, d))
         if kind is Kind.W:
             device.held_bytes -= handed
             return
-        forward, last = kind is Kind.F, len(loads.places) - 1
+        forward = kind is Kind.F
+        last = len(loads.places) - 1
         (self.forward if forward else self.backward).next[s] += 1
         device.held_bytes += kept if forward else -kept
         if kind is Kind.I:
@@ -170,7 +182,8 @@ class Listing:
         to = s if forward and s == last else s + 1 if forward else s - 1
         if to < 0:
             return
-        e, takes = loads.places[to], (loads.send_s if forward else loads.return_s)[s]
+        e = loads.places[to]
+        takes = (loads.send_s if forward else loads.return_s)[s]
         arrives = end
         if e != d and takes:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes

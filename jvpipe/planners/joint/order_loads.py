@@ -1,5 +1,8 @@
 """What an order of tasks is chosen for: seconds and bytes per stage.
 
+Its counts are short forms, for orders are judged by the thousand. Tests hold its bytes to `device_bytes`
+(tests/planners/joint/test_order_loads.py), and its bound to the clock of orders (test_order_course.py there).
+
 Legend: a step is a tuple (kind, stage, micro-batch) as `Task` has them, but plain; an order has a list of steps per
 device.
 """
@@ -14,6 +17,7 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import stage_cost
 
+STEP_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 Step = tuple[Kind, int, int]
 Order = list[list[Step]]
 
@@ -56,7 +60,8 @@ class Loads:
             stage_cost(problem, s, i, j, decision.choices)
             for s, (i, j) in enumerate(pairwise(decision.bounds))
         ]
-        places, room_bytes = problem.places, list[float]()
+        places = problem.places
+        room_bytes = list[float]()
         for d in range(problem.devices):
             limit = problem.limit_of(d)
             here = [stage.held for stage, place in zip(stages, places, strict=True) if place == d]
@@ -73,12 +78,7 @@ class Loads:
         return Loads(
             places=places,
             microbatches=problem.microbatches,
-            seconds={
-                Kind.F: tuple(x.forward_s for x in stages),
-                Kind.B: tuple(x.recompute_s + x.backward_s for x in stages),
-                Kind.I: tuple(x.recompute_s + x.halves_s[0] for x in stages),
-                Kind.W: tuple(x.halves_s[1] for x in stages),
-            },
+            seconds={kind: tuple(stage.task_s(kind) for stage in stages) for kind in STEP_KINDS},
             send_s=(*ways_s, 0.0),
             return_s=(0.0, *ways_s),
             kept_bytes=tuple(float(x.held.kept + x.held.swapped) for x in stages),
@@ -134,15 +134,20 @@ class Loads:
 
     def rooms_bytes(self, order: Order) -> list[float]:
         """What each device has for micro-batches in flight under an order."""
-        rooms, k = list(self.room_bytes), self._most_in_flight(order) if self.early else []
+        rooms = list(self.room_bytes)
+        k = self._most_in_flight(order) if self.early else []
+        # The room was counted for the lists in the problem. With fewer micro-batches between maker and reader,
+        # fewer early values lie on the reader, and there is more room.
         for s, maker, size in self.early:
-            before, now = self.in_flight[maker] - self.in_flight[s], k[maker] - k[s]
+            before = self.in_flight[maker] - self.in_flight[s]
+            now = k[maker] - k[s]
             rooms[self.places[s]] += (before - now) * size
         return rooms
 
     def _most_in_flight(self, order: Order) -> list[int]:
         """Counts the most micro-batches that each stage has in flight under an order."""
-        peaks, now = [0] * len(self.places), [0] * len(self.places)
+        peaks = [0] * len(self.places)
+        now = [0] * len(self.places)
         for steps in order:
             for kind, s, _ in steps:
                 now[s] += KINDS[kind].in_flight
@@ -155,10 +160,12 @@ class Loads:
         first_s = dict[int, float]()  # when a device's first micro-batch can be there
         works_s = [0.0] * self.devices  # of each micro-batch
         for s, place in enumerate(self.places):
-            forward_s, backward_s = self.seconds[Kind.F][s], self.seconds[Kind.B][s]
+            forward_s = self.seconds[Kind.F][s]
+            backward_s = self.seconds[Kind.B][s]
             if self.splits[s]:
                 halves_s = self.seconds[Kind.I][s] + self.seconds[Kind.W][s]
                 backward_s = min(backward_s, halves_s)
+            # A device is idle until its first micro-batch is there, and then works for all of them at best.
             first_s.setdefault(place, arrived_s)
             works_s[place] += forward_s + backward_s
             arrived_s += forward_s + self.send_s[s]

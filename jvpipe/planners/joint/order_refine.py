@@ -58,6 +58,7 @@ def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
     Args:
         candidates: to begin with.
     """
+    # The same plan and the same seconds under two names are climbed from once.
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
     some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
@@ -103,7 +104,7 @@ def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
     problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and problem.memory_limit_bytes is not None
-    ways = [] if many else [one.fates]
+    ways = [] if many or one.fates is None else [one.fates]
     decision = Climb(problem, ways, RULE.moved_tasks, places=1).climbed(one.decision)
     if decision != one.decision:
         moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
@@ -128,6 +129,8 @@ def _climbed(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _fitting_climb(one: Candidate, moves: int) -> Candidate:
     """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
+    # The room depends on the order: another order may have more early values in flight. A result that is
+    # over by some bytes is sought again with so much less room.
     for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:

@@ -66,7 +66,9 @@ class Rounds:
     """
 
     def __init__(self, loads: Loads, rooms_bytes: Sequence[float], rule: Rule) -> None:
-        self._loads, self._rooms, self._rule = loads, rooms_bytes, rule
+        self._loads = loads
+        self._rooms = rooms_bytes
+        self._rule = rule
         self._count = loads.devices
         self._devices = [_Device() for _ in range(self._count)]
         self._ends_s = {
@@ -97,17 +99,24 @@ class Rounds:
 
         Each takes fewer than the device before, which feeds it.
         """
-        loads, more, ready_s = self._loads, [0] * self._count, 0.0
+        loads = self._loads
+        more = [0] * self._count
+        ready_s = 0.0
         for s in reversed(range(self._count)):
-            device, last = self._devices[s], s + 1 == self._count
+            device = self._devices[s]
+            last = s + 1 == self._count
             arrives_s = ready_s + (0.0 if last else loads.return_s[s + 1]) - loads.early_s[s]
-            taking_s, kept = loads.seconds[Kind.F][s], loads.kept_bytes[s]
+            taking_s = loads.seconds[Kind.F][s]
+            kept = loads.kept_bytes[s]
             end_s, held_bytes = device.end_s, device.held_bytes
+            # From the last device to the first: the backward of the device after it says how long this one
+            # would be idle, and so how many forwards there is time for.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 if (end_s if self._rule.late else end_s + taking_s) >= arrives_s:
                     break
                 end_s, held_bytes, more[s] = end_s + taking_s, held_bytes + kept, more[s] + 1
             ready_s = max(end_s, arrives_s) + loads.seconds[self._first_half(s)][s]
+        # A device cannot be as far ahead as the one that feeds it.
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:
                 more[s] = max(0, min(more[s], more[s - 1] - 1))
@@ -144,10 +153,13 @@ class Rounds:
         """
         first = 0
         for s in range(self._count - 1) if self._rule.hurries else ():
-            device, following = self._devices[s], self._devices[s + 1]
-            seconds, done = self._loads.seconds, device.done[Kind.F]
+            device = self._devices[s]
+            following = self._devices[s + 1]
+            seconds = self._loads.seconds
+            done = device.done[Kind.F]
             if done == self._loads.microbatches or done < following.done[Kind.F] + 2:
                 continue
+            # When this device could begin its backward, if the next one takes its forward and backward now.
             wanted_s = following.end_s + seconds[Kind.F][s + 1] + self._loads.return_s[s + 1]
             wanted_s += seconds[self._first_half(s + 1)][s + 1] - self._loads.early_s[s]
             over = device.held_bytes + self._loads.kept_bytes[s] - self._rooms[s]
@@ -176,10 +188,13 @@ class Rounds:
 
     def _fill(self, s: int, kind: Kind) -> None:
         """Takes second halves while a device waits for what its next task reads."""
-        device, half_s = self._devices[s], self._loads.seconds[Kind.W][s]
+        device = self._devices[s]
+        half_s = self._loads.seconds[Kind.W][s]
         arrives_s = self._arrives_s(s, kind)
         while device.late and device.end_s + half_s <= arrives_s:
             self._take(s, Kind.W)
+        # A second half that is longer than the gap holds up the task; that costs nothing as long as another
+        # device has been idle for longer.
         gap_s = arrives_s - device.end_s
         if device.late and gap_s > 0 and (self._rule.fills or gap_s > self._slack_s(s)):
             self._take(s, Kind.W)
@@ -200,8 +215,10 @@ class Rounds:
 
     def _take(self, s: int, kind: Kind) -> None:
         """Does a device's next task of a kind; without room between its halves a backward is whole."""
-        device, loads = self._devices[s], self._loads
-        m, between = device.done[kind], loads.handed_bytes[s] - loads.kept_bytes[s]
+        device = self._devices[s]
+        loads = self._loads
+        m = device.done[kind]
+        between = loads.handed_bytes[s] - loads.kept_bytes[s]
         is_roomy = device.held_bytes + between <= max(self._rooms[s], device.held_bytes)
         splits = loads.splits[s] and is_roomy
         start_s = max(device.end_s, self._arrives_s(s, kind))

@@ -25,18 +25,19 @@ from jvpipe.ir.plan import Plan
 from jvpipe.planners.joint.device_fates import DeviceFates, Moments
 from jvpipe.planners.joint.effort import ORDER, RULE
 from jvpipe.planners.joint.lower_bound import lower_bound
+from jvpipe.planners.joint.order_cuts import all_cuts
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
 from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.planner import crowded, jvpipe
-from jvpipe.planners.joint.rule_search import Candidate, all_cuts, first_cuts, fitting, ruled
+from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, ruled
 from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -121,19 +122,18 @@ def find_order(problem: Problem) -> OrderedPlan:
         rivals += _planned(problem, EAGER)
     # Where nothing was found, the plans that hold the least decide whether there is anything.
     floors = [] if begin or rivals else list(_floors(problem))
-    rivals += [(one.schedule, one.decision) for one in floors]
-    for schedule, decision in rivals:
-        begin += _from_rival(problem, placements, schedule, decision)
+    rivals += [_in_own_order(problem, one.schedule, one.decision) for one in floors]
+    for rival in rivals:
+        begin += _from_rival(placements, rival)
     candidates = sorted(begin, key=lambda one: one.step_s)
-    answers = list(map(_simulated, _worth_simulating(problem, candidates)))
-    answers += [_rival(problem, schedule, decision) for schedule, decision in rivals]
-    fitting_answers = [answer for answer in answers if answer is not None]
-    if not fitting_answers:
+    simulated = map(_simulated, [*_worth_simulating(problem, candidates), *rivals])
+    answers = [answer for answer in simulated if answer is not None]
+    if not answers:
         raise _nothing_fits(problem, floors)
     others: dict[str, float] = {}
     for one in candidates:
         others.setdefault(one.family, one.step_s)
-    return replace(_chosen(fitting_answers, problem.lent), whole=whole, others=others)
+    return replace(_chosen(answers, problem.lent), whole=whole, others=others)
 
 
 def _worth_simulating(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -169,6 +169,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
     best = min(answers, key=lambda one: one.worth_s)
+    # 1F1B is what a doubt falls back on, as it is what is known best.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
     doubtful = usual and best.worth_s > (1 - DOUBT * lent) * usual[0].worth_s
     return usual[0] if doubtful else best
@@ -181,7 +182,8 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     micro-batches: where they take longer than the whole by more than that, nothing is gained.
     """
     gaps = (problem.devices - 1) / problem.microbatches
-    layers, whole = list(problem.costs.layers), list[int]()
+    layers = list(problem.costs.layers)
+    whole = list[int]()
     for at, layer in enumerate(layers):
         halves = layer.split
         if halves and halves.input_s + halves.weight_s > (1 + gaps) * layer.backward_s:
@@ -196,7 +198,8 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candi
 
     If there are few cuts, it begins with all that may be faster than what was found before.
     """
-    cuts, every = Segments(problem).cuts, list[Candidate]()
+    cuts = Segments(problem).cuts
+    every = list[Candidate]()
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
@@ -227,6 +230,7 @@ def _of_cuts(
     """
     if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
         return
+    # A dictionary as an ordered set: the same plan may come from several rules.
     lists: dict[tuple[Decision, tuple[int, ...]], None] = {}  # plans, and micro-batches in flight
     for one in placed:
         decision = fates.fastest(one, bounds)
@@ -253,7 +257,8 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
     All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
     is whole where there is none.
     """
-    limit, chunks = min(problem.microbatches, 2 * problem.devices), problem.schedule.chunks
+    limit = min(problem.microbatches, 2 * problem.devices)
+    chunks = problem.schedule.chunks
     every = (
         ORDER.in_flight if len(problem.costs.layers) <= RULE.few_layers else ORDER.in_flight[::3]
     )
@@ -275,7 +280,7 @@ def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], 
 def _between(moment: Holding) -> Iterator[Holding]:
     """Yields a moment with one micro-batch of each stage between the halves of its backward."""
     for c, (k, _) in enumerate(moment):
-        yield (*moment[:c], (k - 1, 1), *moment[c + 1 :])
+        yield with_entry(moment, c, (k - 1, 1))
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
@@ -298,10 +303,12 @@ def _listed(
     problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
 ) -> Iterator[Candidate]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
-    loads, D = Loads.of(problem, decision), problem.devices
-    plain = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
+    loads = Loads.of(problem, decision)
+    D = problem.devices
+    plain = Candidate(problem, decision, loads, [], problem.schedule.name, fates)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
-    limited, name = problem.memory_limit_bytes is not None, problem.schedule.name
+    limited = problem.memory_limit_bytes is not None
+    name = problem.schedule.name
     capped = [[cap * D * one for one in unit] for cap in ORDER.caps]
     rooms = [room for room in capped if max(map(sub, room, loads.room_bytes)) < 0 and not in_flight]
     for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
@@ -338,40 +345,55 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
 
 
 def _simulated(one: Candidate) -> OrderedPlan | None:
-    """The candidate with the simulator's seconds; None if the device's bytes are over the limit after all."""
-    schedule = given_lists(lines_of(lists_of(one.order)))
-    problem = replace(one.problem, schedule=schedule)
+    """Returns the candidate with the simulator's seconds; None if the device's bytes are over a limit after all."""
+    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
     evaluation = evaluate(problem, one.decision)
-    limit = problem.memory_limit_bytes
-    if limit is not None and evaluation.limit_bytes > limit:
+    if not keeps_limits(problem, evaluation):
         return None
-    return _ordered(problem, one.decision, evaluation.stages, one.family, one.loads.bound_s())
+    step_s = simulated_step_s(problem, evaluation.stages)
+    idle = 0.0
+    if problem.lent:  # copies need workers too
+        copies_s = problem.microbatches * sum(stage.comm_s for stage in evaluation.stages)
+        idle = bubble_fraction(problem, evaluation.stages) - copies_s / (problem.devices * step_s)
+    return OrderedPlan(
+        one.decision,
+        problem.schedule,
+        one.family,
+        step_s,
+        one.loads.bound_s(),
+        idle=max(0.0, idle),
+        lent=problem.lent,
+    )
 
 
-def _planned(
-    problem: Problem, rule: Schedule, *, refine: bool = True
-) -> Iterator[tuple[Schedule, Decision]]:
+def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> Candidate:
+    """Makes the candidate of a plan in the order that a schedule's rule gives, whether it fits or not."""
+    under = _under(problem, schedule)
+    order = order_of(schedule.tasks(problem.devices, problem.microbatches))
+    return Candidate(under, decision, Loads.of(under, decision), order, schedule.name)
+
+
+def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[Candidate]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
-        yield rule, jvpipe(replace(problem, schedule=rule), refine)
+        decision = jvpipe(replace(problem, schedule=rule), refine)
+        yield _in_own_order(problem, rule, decision)
 
 
-def _own_rivals(problem: Problem) -> Iterator[tuple[Schedule, Decision]]:
+def _own_rivals(problem: Problem) -> Iterator[Candidate]:
     """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in flight, of two, four, ...
 
     With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
     """
-    usual, devices, in_flight = list(_planned(problem, ONE_F_ONE_B)), problem.devices, 1
+    usual = list(_planned(problem, ONE_F_ONE_B))
+    devices = problem.devices
+    in_flight = 1
     yield from usual
-    while in_flight < devices and all(any(decision.choices) for _, decision in usual):
-        fewer = list(
-            _planned(
-                problem,
-                OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)]),
-                refine=False,
-            )
-        )
+    # Doubled as long as it fits and 1F1B has to give up something; it ends at as many as there are devices.
+    while in_flight < devices and all(any(one.decision.choices) for one in usual):
+        rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
+        fewer = list(_planned(problem, rule, refine=False))
         yield from fewer
         in_flight = 2 * in_flight if fewer else devices
 
@@ -396,19 +418,15 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
 
 
-def _from_rival(
-    problem: Problem, placements: Sequence[Placement], schedule: Schedule, decision: Decision
-) -> Iterator[Candidate]:
+def _from_rival(placements: Sequence[Placement], rival: Candidate) -> Iterator[Candidate]:
     """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
-    swaps = any(
-        layer.options[c].swapped_bytes
-        for layer, c in zip(problem.costs.layers, decision.choices, strict=True)
-        if c >= 0
-    )
+    problem = rival.problem
+    decision = rival.decision
+    schedule = rival.problem.schedule
     for rules, fates in placements:
         if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee):
-            bounds, under = decision.bounds, _under(problem, schedule)
-            plain = fates.fastest(under, bounds) if swaps else decision
+            swaps = any(stage.held.swapped for stage in evaluate(problem, decision).stages)
+            plain = fates.fastest(problem, decision.bounds) if swaps else decision
             if plain is not None:
                 yield from _listed(_under(problem, rules[0]), plain, fates)
 
@@ -421,35 +439,3 @@ def _swapping(one: Candidate) -> Iterator[Candidate]:
         decision = fates.fastest(problem, one.decision.bounds)
         if decision is not None and decision != one.decision:
             yield replace(one, decision=decision)
-
-
-def _rival(problem: Problem, schedule: Schedule, decision: Decision) -> OrderedPlan | None:
-    """Returns a plan of 1F1B with its lists; None if it does not fit."""
-    other = _under(problem, schedule)
-    evaluation = evaluate(other, decision)
-    if not keeps_limits(other, evaluation):
-        return None
-    bound_s, lists = (
-        Loads.of(other, decision).bound_s(),
-        schedule.tasks(problem.devices, problem.microbatches),
-    )
-    return _ordered(
-        replace(other, schedule=given_lists(lines_of(lists))),
-        decision,
-        evaluation.stages,
-        schedule.name,
-        bound_s,
-    )
-
-
-def _ordered(
-    problem: Problem, decision: Decision, stages: Sequence[StageCost], family: str, bound_s: float
-) -> OrderedPlan:
-    step_s = simulated_step_s(problem, stages)
-    idle = 0.0
-    if problem.lent:  # copies need workers too
-        copies_s = problem.microbatches * sum(stage.comm_s for stage in stages)
-        idle = max(0.0, bubble_fraction(problem, stages) - copies_s / (problem.devices * step_s))
-    return OrderedPlan(
-        decision, problem.schedule, family, step_s, bound_s, idle=idle, lent=problem.lent
-    )

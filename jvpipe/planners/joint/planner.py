@@ -44,7 +44,8 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
     >>> jvpipe(problem)
     Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0))
     """
-    limit, best = problem.memory_limit_bytes, _kept_best(problem, refine, begin)
+    limit = problem.memory_limit_bytes
+    best = _kept_best(problem, refine, begin)
     if best is None or limit is None or evaluate(problem, best).limit_bytes > limit:
         best = _simulated_best(problem, begin, best) if refine else _surrogate_best(problem)
     check(problem, best)
@@ -61,6 +62,7 @@ def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Dec
     if limit is None or (many and evaluate(problem, even(problem)).limit_bytes > limit):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
+    # The simulated plan of no limit is asked for only where the surrogate's nearly fits.
     near = evaluate(problem, hasty).limit_bytes <= PLAN.near_limit * limit
     return jvpipe(problem.unlimited, refine, begin) if near else None
 
@@ -98,7 +100,8 @@ def _simulated_best(
         others: of which the search also begins.
         kept: the plan of no limit, if it is known.
     """
-    n, plain = len(problem.costs.layers), pricing_of(problem, swaps=False)
+    n = len(problem.costs.layers)
+    plain = pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
     pricings = [plain]
     if _swaps_may_help(problem, solutions[0]):
@@ -111,6 +114,7 @@ def _simulated_best(
     ]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
+    # The surrogate does not see that devices wait for round trips over slow links.
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
     limited = problem.memory_limit_bytes is not None

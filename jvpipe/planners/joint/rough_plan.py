@@ -40,7 +40,9 @@ class RoughPlan:
 
     def simulated(self) -> "RoughPlan":
         """The same with the simulated seconds of a step; beyond a few, micro-batches are as far apart as those are."""
-        stages, count = self.evaluation.stages, SHAPE.microbatches * self.problem.stages
+        stages = self.evaluation.stages
+        count = SHAPE.microbatches * self.problem.stages
+        # In the long run micro-batches are equally far apart: two short runs tell how far.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half_s, step_s = (
@@ -96,13 +98,16 @@ class RoughStages:
     def _stage(self, problem: Problem, s: int, i: int, j: int) -> tuple[int, StageCost]:
         """The choice for all layers of a stage, and what it takes."""
         group = problem.group(s)
+        # What distinguishes a stage from the same layers elsewhere.
         apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
         key = problem.microbatches, problem.stages, s, i, j, apart
         if key not in self._known:
-            choice, limit = 0, problem.limit_of(problem.places[s])
+            choice = 0
+            limit = problem.limit_of(problem.places[s])
             stage = stage_cost(problem, s, i, j, [0] * j)
             if limit is not None and stage.peak_bytes > limit:
-                choice, stage = RECOMPUTE, stage_cost(problem, s, i, j, [RECOMPUTE] * j)
+                choice = RECOMPUTE
+                stage = stage_cost(problem, s, i, j, [RECOMPUTE] * j)
             self._known[key] = choice, stage
         return self._known[key]
 
@@ -124,6 +129,7 @@ def _period_s(stages: Sequence[StageCost]) -> float:
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
+    # Groups of stages that begin with a, shortest first.
     for a, stage in enumerate(stages):
         before_s = through_s[a] + stage.comm_s
         for r in range(a + 1, len(stages)):

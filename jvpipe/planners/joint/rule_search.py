@@ -7,7 +7,6 @@ then        bounds of the best move while the simulator is faster; fates follow 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
 
 import numpy as np
 
@@ -17,13 +16,13 @@ from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_cuts import busiest_s, layer_s, moved_bounds
+from jvpipe.planners.joint.order_cuts import layer_s
+from jvpipe.planners.joint.order_floor import emptied
 from jvpipe.planners.joint.order_loads import Loads, Order, Step, order_of
 from jvpipe.planners.joint.planner import crowded, jvpipe
 from jvpipe.planners.model.even import balanced
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
-from jvpipe.planners.model.stage_cost import evaluate
 from jvpipe.planners.model.unfolded import on_devices
 
 
@@ -31,16 +30,16 @@ from jvpipe.planners.model.unfolded import on_devices
 class Candidate:
     """A plan with an order of tasks, where both come from, and the clock's seconds.
 
-    `fates` chooses those of other cuts under its placement.
+    `fates` chooses those of other cuts under its placement, where these are looked at.
     """
 
     problem: Problem
-    fates: DeviceFates
     decision: Decision
     loads: Loads
     order: Order
     family: str
-    step_s: float
+    fates: DeviceFates | None = None
+    step_s: float = 0.0
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
@@ -55,14 +54,20 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     """
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
-    ways, first = _ways(problem), first_cuts(problem, Segments(problem).cuts)
+    ways = _ways(problem)
+    first = first_cuts(problem, Segments(problem).cuts)
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     best = climb.top([one for bounds in first for one in climb.refitted(bounds)] + _asked(problem))
+    # Nothing fits at cuts that are fast: bounds move to where devices hold less, whatever that costs.
     if best is None:
-        emptier = (b for bounds in first for b in _emptier(problem, bounds, ways[-1]))
-        best = climb.top(one for bounds in emptier for one in climb.refitted(bounds))
+        emptier = (
+            plan
+            for bounds in first
+            for plan in emptied(problem, ways[-1], bounds, places=PLAN.places)
+        )
+        best = climb.top(one for plan in emptier for one in climb.refitted(plan.bounds))
     return best or on_devices(jvpipe)(problem)  # which says what would do
 
 
@@ -88,33 +93,6 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(begin))
 
 
-def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists all cuts, those whose busiest device works least first.
-
-    Args:
-        problem: whose stages and devices count.
-        cuts: where a stage may begin or end.
-    """
-    first, *inner, last = cuts.tolist()
-    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
-    return sorted(every, key=partial(busiest_s, problem))
-
-
-def _emptier(
-    problem: Problem, bounds: tuple[int, ...], fates: DeviceFates
-) -> Iterator[tuple[int, ...]]:
-    """Yields bounds under which the fullest device holds less and less, if layers leave as little as they can."""
-    cuts, before = Segments(problem).cuts, None
-
-    def held_bytes(bounds: tuple[int, ...]) -> int:
-        return evaluate(problem, fates.emptiest(problem, bounds)).limit_bytes
-
-    while before != bounds:
-        before = bounds
-        bounds = min([before, *moved_bounds(before, cuts, count=PLAN.places)], key=held_bytes)
-        yield bounds
-
-
 def _asked(problem: Problem) -> list[Decision]:
     """Lists the plan of a device for every stage, where everything may be kept."""
     if problem.memory_limit_bytes is not None:
@@ -132,7 +110,7 @@ def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[
         fates: for other cuts.
     """
     loads = Loads.of(problem, decision)
-    one = Candidate(problem, fates, decision, loads, [], problem.schedule.name, 0.0)
+    one = Candidate(problem, decision, loads, [], problem.schedule.name, fates)
     yield from fitting(one, order_of(problem.schedule.tasks(problem.devices, problem.microbatches)))
 
 
@@ -145,6 +123,7 @@ def fitting(one: Candidate, order: Order, family: str = "") -> Iterator[Candidat
         family: where the order comes from, if not from where that of the candidate did.
     """
     loads = one.loads
+    # A rule knows no stages; where one has no halves its backwards stay whole.
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):

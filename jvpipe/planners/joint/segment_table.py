@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float
 
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.dominance import Cell, Lot
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
-from jvpipe.planners.model.segments import Block, Cuts, between, most_up_to, sums
-from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes
+from jvpipe.planners.model.keep_all import KeptBytes
+from jvpipe.planners.model.segments import Block, Cuts
+from jvpipe.simulate.stages import PARTS
 
 Prices = tuple[float, float]
 """The prices of seconds and of bytes."""
@@ -36,11 +37,6 @@ class Effort:
     thorough: int = 2000
     tolerance: float = 1e-9
     layers: int = 1_000_000
-
-    @property
-    def many(self) -> bool:
-        """Whether more states are looked at where few did not do."""
-        return self.thorough > self.quick
 
 
 class StageTable:
@@ -65,37 +61,24 @@ class StageTable:
 
     def _keeping_bytes(self) -> Matrix:
         """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
-        block, choices, in_flight = (
-            self.block,
-            self.pricing.choices,
-            self.pricing.segments.in_flight[self.block.s],
-        )
+        block = self.block
+        choices = self.pricing.choices
+        segments = self.pricing.segments
         layers = slice(block.starts[0], block.ends[-1])
-        kept_s, others_s = (
-            choices.own_s[layers, :1],
-            np.c_[choices.own_s, choices.forward_s][layers],
-        )
+        kept_s = choices.own_s[layers, :1]
+        others_s = np.c_[choices.own_s, choices.forward_s][layers]
         if (choices.swapped_bytes[layers, 0] > 0).any() or (others_s < kept_s).any():
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
-        kept = between(sums(left), block.starts, block.ends) + block.shared_bytes
-        at_work = self.pricing.segments.at_work(
-            block.starts, block.ends, left, choices.working_bytes[:, 0]
-        )
-        static = block.fixed_bytes - on_device_bytes(in_flight, block.shared_bytes)
-        return StageBytes(
-            in_flight,
-            static,
-            kept,
-            np.zeros(()),
-            most_up_to(at_work, block.starts, block.ends) - kept,
-        ).peak
+        working = choices.working_bytes[:, 0]
+        kept = KeptBytes.of(segments, block, left, working)
+        return kept.peak(segments.in_flight[block.s], block.fixed_bytes)
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, "8 cells"]:
+    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
 
         All seconds beyond those of keeping everything count as recomputation while cotangents are awaited.
@@ -104,25 +87,24 @@ class StageTable:
             rows: of the cells.
             columns: of the same.
         """
-        block, at, seconds = self.block, (rows, columns), self.seconds[rows, columns]
+        block = self.block
+        at = (rows, columns)
+        seconds = self.seconds[rows, columns]
         updates = self.pricing.segments.problem.updates
         forward_s, compute_s, traffic_s = (
             x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
         )
         work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
-        half_s = np.zeros_like(forward_s)  # backwards are whole where cuts are sought by a table
-        return np.array(
-            [
-                forward_s,
-                work_s - compute_s,
-                compute_s - forward_s,
-                half_s,
-                half_s,
-                block.once_s[at] / updates,
-                block.comm_s[at],
-                traffic_s,
-            ]
-        )
+        # Backwards are whole where cuts are sought by a table.
+        by_part = {
+            Kind.F: forward_s,
+            Kind.B: compute_s - forward_s,
+            Kind.R: work_s - compute_s,
+            Kind.RETURN: block.comm_s[at] / 2,
+            Kind.U: block.once_s[at] / updates,
+        }
+        nothing = np.zeros_like(forward_s)
+        return np.array([by_part.get(part, nothing) for part in PARTS]), traffic_s
 
     def price(self, prices: Prices) -> None:
         """Raises the bounds to what these prices prove."""
@@ -147,7 +129,9 @@ class Table:
         effort: Effort,
         most_swapped_bytes: Sequence[float] = (),
     ) -> None:
-        self.pricing, self.effort, self.cuts = pricing, effort, list(cuts)
+        self.pricing = pricing
+        self.effort = effort
+        self.cuts = list(cuts)
         blocks = [pricing.segments.block(s, a, b) for s, (a, b) in enumerate(pairwise(cuts))]
         self.stages = [StageTable(pricing.at(block.s), block) for block in blocks]
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
@@ -159,6 +143,11 @@ class Table:
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
         return self.stages[cell[0]]
+
+    def _found(self, cell: Cell) -> tuple[StageTable, tuple[int, int]]:
+        """Finds the stage of a cell, and its row and column there."""
+        stage = self.stages[cell[0]]
+        return stage, stage.place(*cell[1:])
 
     @property
     def seconds(self) -> list[Matrix]:
@@ -201,11 +190,8 @@ class Table:
 
     def open_cells(self, path: Path) -> list[Cell]:
         """Lists the cells of a path that are not settled."""
-        return [
-            cell
-            for cell in cells(path)
-            if not self.stage(cell).settled[self.stage(cell).place(*cell[1:])]
-        ]
+        every = ((cell, *self._found(cell)) for cell in cells(path))
+        return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
         """Refines these cells: by prices, or if those have been found before, by choices of their layers."""
@@ -233,13 +219,17 @@ class Table:
 
     def _choose(self, cell: Cell) -> None:
         """Looks for a cell's best choices, and settles it with those that were found."""
-        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
+        stage, at = self._found(cell)
         bound_s = float(stage.bounds_s[at])
         self.layers += cell[2] - cell[1]
         search = FateSearch(stage.pricing, self.query(cell), self.prices[cell])
         fates = search.least_seconds(self.effort.quick)
         enough_s = bound_s * (1 + self.effort.tolerance)
-        if not fates.proven and enough_s < fates.seconds and self.effort.many:
+        if (
+            not fates.proven
+            and enough_s < fates.seconds
+            and self.effort.thorough > self.effort.quick
+        ):
             better = search.least_seconds(self.effort.thorough, fates.seconds)
             within_s = min(fates.seconds, better.bound_s)
             fates = better if better.choices else replace(fates, bound_s=within_s)
@@ -252,7 +242,8 @@ class Table:
 
     def query(self, cell: Cell) -> FateQuery:
         """Describes a cell as the choice of fates is asked for it."""
-        block, at = self.stage(cell).block, self.stage(cell).place(*cell[1:])
+        stage, at = self._found(cell)
+        block = stage.block
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
         return FateQuery(
             Lot.of_stage(self.pricing.segments.in_flight[cell[0]], cell),
@@ -264,9 +255,10 @@ class Table:
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
         """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
-        query, pricing = self.query(cell), self.stage(cell).pricing
+        query = self.query(cell)
+        pricing = self.stage(cell).pricing
         choices = pricing.choices
-        held_bytes, choices_of = MinBytesSearch(pricing, query.lot).fewest(exact=False)
+        held_bytes, choices_of = fewest_bytes(pricing, query.lot, exact=False)
         layers = np.arange(*cell[1:])
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
         if held_bytes > query.room_bytes or swapped > query.most_swapped_bytes:
@@ -277,18 +269,12 @@ class Table:
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
         """Gives a cell's seconds, those of its forward, and those of the link before it."""
-        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
+        stage, at = self._found(cell)
         return (
             float(stage.seconds[at]),
             float(stage.block.forward_s[at]),
             float(stage.block.comm_s[at]),
         )
-
-    def settle(self, cell: Cell) -> None:
-        """Looks at a cell until it is settled."""
-        stage, at = self.stage(cell), self.stage(cell).place(*cell[1:])
-        while not stage.settled[at]:
-            self.refine([cell])
 
     def fits(self, cell: Cell) -> bool:
         """Tells whether a settled cell has choices that fit."""

@@ -27,14 +27,18 @@ def least_step_s(shapes: Shapes) -> float:
     Args:
         shapes: those that there are.
     """
-    segments, fastest, least_s = LocalSegments(shapes), _fastest(shapes), np.inf
+    segments = LocalSegments(shapes)
+    fastest = _fastest(shapes)
+    least_s = np.inf
     reduced = sums(layer.reduced_bytes for layer in shapes.model.costs.layers)
     gradients = between(reduced, segments.cuts, segments.cuts)
     for size in shapes.sizes:
-        counts, m = np.array(segments.counts(size)), shapes.batch // size
+        counts = np.array(segments.counts(size))
+        m = shapes.batch // size
         every = [segments.compute_s(segments.share(size, r)) * fastest for r in counts.tolist()]
         through_s = np.min(every, axis=0).sum()
         shared_s = m * np.min(every * counts[:, None], axis=0).sum() / shapes.devices
+        # Two cheap bounds first: most sizes need no bisection.
         if max(through_s, shared_s) >= least_s:
             continue
         once_s = np.array([between(sums(x), segments.cuts, segments.cuts) for x in every])
@@ -77,6 +81,7 @@ def _least_cap_s(
     low_s = 0.0
     for _ in range(BISECTIONS):
         cap_s = (low_s + high_s) / 2
+        # Counts rise, so the first that fits is the fewest replicas; then a shortest path over the cuts.
         fits = stages_s <= cap_s
         need = np.where(fits.any(0), counts[fits.argmax(0)], np.inf)  # rho
         fewest = np.zeros(len(need))

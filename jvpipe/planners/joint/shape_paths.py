@@ -62,7 +62,8 @@ class Ground:
     @cached_property
     def shown_s(self) -> list[Float[np.ndarray, "n n m"]]:
         """A for each replica count, as far as it shows."""
-        segments, reducing = self.segments, self.segments.shapes.cluster.reducing
+        segments = self.segments
+        reducing = self.segments.shapes.cluster.reducing
         shares = [segments.share(self.size, r) for r in self.counts]
         hidden_s = sums(segments.layer_s(shares[-1])[1])[self.cuts][:, None]
         every = []
@@ -75,10 +76,8 @@ class Ground:
     @cached_property
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
         """Latency and seconds of a byte, both ways, behind a stage that begins at m, by both stages' counts."""
-        way, table = (
-            self.segments.shapes.cluster.way,
-            np.zeros((2, self.places, *[len(self.counts)] * 2)),
-        )
+        way = self.segments.shapes.cluster.way
+        table = np.zeros((2, self.places, *[len(self.counts)] * 2))
         for m in range(self.places):
             for k, r in enumerate(self.counts):
                 for after, readers in enumerate(self.counts):
@@ -101,7 +100,8 @@ class _Ways(NamedTuple):
     @staticmethod
     def none(rows: int, columns: int) -> "_Ways":
         """There are none yet."""
-        infinite, zero = np.full((rows, columns), np.inf), np.zeros((rows, columns))
+        infinite = np.full((rows, columns), np.inf)
+        zero = np.zeros((rows, columns))
         return _Ways(infinite, infinite.copy(), zero, zero.astype(int), zero.astype(int))
 
 
@@ -126,17 +126,18 @@ def paths(ground: Ground, stages: int, floor_s: float) -> Iterator[Path]:
 
 def _longer(ground: Ground, after: _Ways, e: int, floor_s: float) -> _Ways:
     """Finds the ways of e stages, from those of one less."""
-    best, replicas = _Ways.none(*after.sum_s.shape), ground.segments.pins.replicas
-    rows, rest = (
-        np.arange(len(ground.cuts))[:, None],
-        ground.segments.shapes.batch // ground.size - 1,
-    )
+    best = _Ways.none(*after.sum_s.shape)
+    replicas = ground.segments.pins.replicas
+    rows = np.arange(len(ground.cuts))[:, None]
+    rest = ground.segments.shapes.batch // ground.size - 1
     for k, r in enumerate(ground.counts):
         units = r // ground.unit
         if units >= ground.places or (replicas and r != replicas[-e]):
             continue
-        m, behind = slice(units, None), slice(ground.places - units)
-        readers, sizes = after.kth[:, behind], ground.crossing_bytes[rows, after.cut[:, behind]]
+        m = slice(units, None)
+        behind = slice(ground.places - units)
+        readers = after.kth[:, behind]
+        sizes = ground.crossing_bytes[rows, after.cut[:, behind]]
         latency_s, byte_s = (
             way[np.arange(units, ground.places), k, readers] for way in ground.ways_s
         )
@@ -149,6 +150,7 @@ def _longer(ground: Ground, after: _Ways, e: int, floor_s: float) -> _Ways:
         cut = key_s.argmin(1)
         ways = (np.take_along_axis(x, cut[:, None], 1)[:, 0] for x in (key_s, sum_s, slowest_s))
         new = (*ways, np.full_like(cut, k), cut)
+        # One way stays for each place and number of devices left: the best by its key, of all counts so far.
         better = new[0] < best.key_s[:, m]
         for old, found in zip(best, new, strict=True):
             np.copyto(old[:, m], found, where=better)
@@ -161,6 +163,7 @@ def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
     for level in reversed(levels[1:]):
         r = ground.counts[level.kth[i, m]]
         places.append(tuple(sorted(ground.devices(m, r))))
-        i, m = int(level.cut[i, m]), m - r // ground.unit
+        i = int(level.cut[i, m])
+        m = m - r // ground.unit
         bounds.append(int(ground.cuts[i]))
     return Shape(tuple(places), ground.size), tuple(bounds)

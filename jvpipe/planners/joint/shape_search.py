@@ -25,6 +25,7 @@ from jvpipe.planners.joint.shape_paths import Ground, paths
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
+from jvpipe.planners.model.problem import with_entry
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
@@ -118,6 +119,8 @@ class _Search:
     def look(self, size: int) -> None:
         """Simulates the best paths of a size, each of which may be the fastest of its kind."""
         floor_s, best = 0.0, list[RoughPlan]()
+        # The floor is what the slowest stage of the best plan takes: paths are not preferred for being below
+        # it. It rises from round to round until it is that of the best.
         for _ in range(SHAPE.rounds):
             found = list(self.paths(size, floor_s))
             best = self.ranked([*(plan.path for plan in best), *found])
@@ -143,12 +146,17 @@ class _Search:
             floor_s: seconds that the slowest stage may take anyway.
             hasty: few cuts, few stages, and devices many at a time.
         """
-        cuts, units, stages = self.segments.coarse, SHAPE.units, SHAPE.stages
+        cuts = self.segments.coarse
+        units = SHAPE.units
+        stages = SHAPE.stages
         if hasty:
             cuts = self.segments.few(cuts, SHAPE.glance_cuts)
             units, stages = SHAPE.glance_units, SHAPE.glance_stages
-        orders, pins, counts = self.shapes.orders, self.shapes.pins, self.segments.counts(size)
-        stages, replicas = pins.count or stages, pins.replicas
+        orders = self.shapes.orders
+        pins = self.shapes.pins
+        counts = self.segments.counts(size)
+        stages = pins.count or stages
+        replicas = pins.replicas
         unit = -(-self.shapes.devices // max(units, 2 * (pins.count or 0)))
         if replicas:
             unit, counts = gcd(*replicas), replicas
@@ -165,6 +173,7 @@ class _Search:
         if path not in self.seen:
             (shape, bounds), self.seen[path] = path, None
             if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+                # Noted as none first, so that a path that is not allowed is not asked about again.
                 problem = self.problem(shape)
                 plan = RoughPlan(shape, problem, *self._stages.evaluate(problem, bounds))
                 self.seen[path] = plan if keeps_limits(problem, plan.evaluation) else None
@@ -190,6 +199,7 @@ class _Search:
             if plan.path in self.climbed:
                 return
             self.climbed.add(plan.path)
+            # Estimates choose the few neighbours that are simulated.
             near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
             near += self.ranked(self.recut(plan.shape))
             self.simulate(near)
@@ -212,7 +222,7 @@ class _Search:
             at = cuts.index(bounds[s])
             for b in cuts[max(0, at - 2) : at + 3]:
                 if bounds[s - 1] < b < bounds[s + 1]:
-                    yield shape, (*bounds[:s], b, *bounds[s + 1 :])
+                    yield shape, with_entry(bounds, s, b)
         at = self.shapes.sizes.index(shape.size)
         for size in self.shapes.sizes[max(0, at - 1) : at + 2]:
             yield from self._placed(size, shape.replicas, bounds)
@@ -225,13 +235,15 @@ class _Search:
             yield replicas, bounds
             yield replicas, self._balanced(shape.size, replicas)
         for s, (a, b) in enumerate(pairwise(shape.replicas)):
-            before, after = shape.replicas[:s], shape.replicas[s + 2 :]
+            before = shape.replicas[:s]
+            after = shape.replicas[s + 2 :]
             yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
             if a != b:
                 replicas = (*before, b, a, *after)
                 yield replicas, self._balanced(shape.size, replicas)
         for s, count in enumerate(shape.replicas):
-            before, after = shape.replicas[:s], shape.replicas[s + 1 :]
+            before = shape.replicas[:s]
+            after = shape.replicas[s + 1 :]
             inside = (b for b in self.segments.coarse.tolist() if bounds[s] < b < bounds[s + 1])
             for b, part in product(inside, {1, count // 2, count - 1} - {0, count}):
                 yield (*before, part, count - part, *after), (*bounds[: s + 1], b, *bounds[s + 1 :])
@@ -267,7 +279,7 @@ def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
     """
     for a, more in enumerate(replicas):
         if sum(replicas) < devices:
-            yield (*replicas[:a], more + 1, *replicas[a + 1 :])
+            yield with_entry(replicas, a, more + 1)
         for b, less in enumerate(replicas):
             if a != b and less > 1:
                 yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))

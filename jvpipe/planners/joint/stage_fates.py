@@ -6,6 +6,7 @@ dominated. At last, if there are more than `width`, those of the highest bounds:
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -18,9 +19,8 @@ from jvpipe.planners.joint.dominance import (
     Growth,
     Lot,
     States,
-    Step,
     beyond_held,
-    front,
+    follow,
     to_come,
 )
 from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing, Relaxation
@@ -68,7 +68,8 @@ class FateSearch:
         query: FateQuery,
         prices: tuple[float, float] | None = None,
     ) -> None:
-        self.query, self.host = query, pricing.segments.problem.host
+        self.query = query
+        self.host = pricing.segments.problem.host
         self.growth = growth = Growth(pricing, query.lot)
         table, at = pricing.choices, growth.at
         there = table.allowed[at]
@@ -76,7 +77,9 @@ class FateSearch:
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
         self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
-        held_bytes, self.room = growth.held[self.moment], query.room_bytes - base[self.moment]
+        held_bytes = growth.held[self.moment]
+        self.room = query.room_bytes - base[self.moment]
+        # Bytes are at least what all layers hold and what the last one works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         asked = Relaxation(
@@ -87,11 +90,12 @@ class FateSearch:
         finite_s = np.where(there, extra_s, 0.0)
         cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
         paid = (cost + self.mu * held_bytes).min(1)
-        spared = (cost + self.mu * (held_bytes - table.left_bytes[at])).min(
-            1
-        ) - self.mu * growth.given
+        # While an earlier layer works, those to come have left nothing of that micro-batch.
+        kept_of_others = held_bytes - table.left_bytes[at]
+        spared = (cost + self.mu * kept_of_others).min(1) - self.mu * growth.given
         self.cost_to_come = to_come((cost + self.mu * (held_bytes + last)).min(1))
-        self.paid_to_come, self.spare_to_come = to_come(paid), growth.until_end(spared, paid)
+        self.paid_to_come = to_come(paid)
+        self.spare_to_come = growth.until_end(spared, paid)
         self.extra_to_come = to_come(extra_s.min(1))
         self.last_bytes = float(table.least_working_bytes[at[-1]])
         left = table.left_bytes[at]
@@ -131,41 +135,31 @@ class FateSearch:
 
         Among equals, the one that swaps least, then the one of the fewest bytes.
         """
-        states, steps = self.growth.begin(), list[Step]()
-        dropped_s = np.inf
-        for at in range(self.growth.n):
-            states = self.growth.grown(states, at)
-            bound = self._bounds(states, at + 1)
-            alive = bound < below_s * BELOW_FACTOR
-            if alive.sum() > 2 * width:
-                fittest = self._fittest(states, bound, at + 1, width)
-                left = alive.copy()
-                left[fittest] = False
-                dropped_s = min(dropped_s, float(bound[left].min(initial=np.inf)))
-                alive &= ~left
-            alive = np.flatnonzero(alive)
-            alive = alive[front(states[:, alive])]
-            states = states[:, alive]
-            if not len(alive):
-                return StageChoices((), np.inf, np.inf, dropped_s)
-            steps.append(self.growth.step(alive, at))
-        seconds, used = self._seconds(states), self.growth.least_bytes(states, self.growth.n)
+        last = follow(
+            self.growth, below_s * BELOW_FACTOR, width, self._bounds, partial(self._fittest, width)
+        )
+        states = last.states
+        if not states.shape[1]:
+            return StageChoices((), np.inf, np.inf, last.dropped)
+        seconds = self._seconds(states)
+        used = self.growth.least_bytes(states, self.growth.n)
         best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
         found_s = float(seconds[best])
-        return StageChoices(
-            self.growth.path(steps, best), found_s, float(used[best]), min(found_s, dropped_s)
-        )
+        choices = self.growth.path(last.steps, best)
+        return StageChoices(choices, found_s, float(used[best]), min(found_s, last.dropped))
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """What a state will take at least; infinite if it cannot fit."""
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
+        # Three bounds hold: compute and link each by itself, and both with bytes at their prices.
         compute_s = query.compute_s + states[EXTRA]
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held_bytes, beyond = self._held_bytes(states), self.mu * beyond_held(states)
+            held_bytes = self._held_bytes(states)
+            beyond = self.mu * beyond_held(states)
             to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
             if self.growth.fixed_rows > MOST:
                 largest = self.mu * states[MOST] + self.paid_to_come[done]
@@ -177,7 +171,9 @@ class FateSearch:
             fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf
         )
 
-    def _fittest(self, states: States, bound: np.ndarray, done: int, width: int) -> np.ndarray:
+    def _fittest(
+        self, width: int, states: States, bound: np.ndarray, _alive: np.ndarray, done: int
+    ) -> np.ndarray:
         """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
         extra_s, link_s, held_bytes, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
@@ -190,6 +186,7 @@ class FateSearch:
         dear_s = FATE.overrun_price * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
         expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
         near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
+        # One that is as empty as can be goes on, so that something fits in the end if anything does.
         emptiest = np.where(may, self._held_bytes(states) + beyond, np.inf).argmin()
         return np.concatenate([near, low, [emptiest]])
 

@@ -86,6 +86,7 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
     small = (
         x for x in CUTS.cap_slacks if area(reach.windows(least_s * (1 + x))) <= CUTS.window_cells
     )
+    # The widest windows that can be looked at; wider ones, thinned out, where nothing in them fits.
     for slack in (next(small, 0.0), 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
@@ -111,11 +112,13 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     if not every_path:
         return []
     every = np.array(list(every_path))
-    loads_s = [stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages)]
-    ranked = least_steps_s(problem, np.array(loads_s)).argsort(kind="stable")
+    loads_s = (stage.loads_s(every[:, s], every[:, s + 1]) for s, stage in enumerate(stages))
+    parts_s, busy_s = map(np.array, zip(*loads_s, strict=True))
+    ranked = least_steps_s(problem, parts_s, busy_s).argsort(kind="stable")
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])
+        # Each round settles a cell of the path or raises its bound, so that this ends.
         while opened := table.open_cells(path):
             table.refine(opened)
         if all(table.fits(cell) for cell in cells(path)):
@@ -135,7 +138,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
-    pricing, decision = solution.table.pricing, solution.decision()
+    pricing = solution.table.pricing
+    decision = solution.decision()
     k = [flying * problem.group(s).replicas for s, flying in enumerate(pricing.segments.in_flight)]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):

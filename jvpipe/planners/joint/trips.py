@@ -50,6 +50,7 @@ class Trips:
         low, high = 0.0, sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
+        # A larger cap allows all that a smaller one does.
         while high - low > CUTS.trip_tolerance * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.path(middle) is not None else (middle, high)
@@ -60,8 +61,12 @@ class Trips:
 
         Without a share it is the path of the least u: if that is too long, all are.
         """
-        over, total, came = np.zeros(1), np.zeros(1), list[np.ndarray]()
+        over = np.zeros(1)
+        total = np.zeros(1)
+        came = list[np.ndarray]()
         for s, (t, c) in enumerate(zip(self.seconds, self.comm_s, strict=True)):
+            # By how much the groups that end with this stage exceed the cap: the group of this stage alone, or
+            # the worst group before it, longer by the link and this stage.
             grown = t - cap_s + (np.maximum(0.0, over[:, None] + c) if s else 0.0)
             there = (grown <= 0) & (c <= 2 * cap_s) & np.isfinite(total)[:, None]
             if self.busy_s:
@@ -71,7 +76,8 @@ class Trips:
             target = grown if np.isinf(share) else summed + share * spare
             best = np.where(there, target, np.inf).argmin(0)
             at = best, np.arange(len(best))
-            over, total = grown[at], np.where(there[at], summed[at], np.inf)
+            over = grown[at]
+            total = np.where(there[at], summed[at], np.inf)
             came.append(best)
         if not np.isfinite(total[0]):
             return None

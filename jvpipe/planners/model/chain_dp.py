@@ -38,6 +38,7 @@ def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places
     assert best is not None, "there is at least one stage"
     if not np.isfinite(best[-1]):
         return float("inf"), None
+    # From the last place back, along the best start of each stage.
     path = [len(best) - 1]
     for origin in reversed(came):
         path.append(int(origin[path[-1]]))
@@ -67,7 +68,9 @@ def least_max(matrices: Iterable[Matrix]) -> float:
 
 def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
     """Returns for every place of every bound the least sum of a path through it."""
-    ahead, behind = [np.zeros(1)], [np.zeros(1)]
+    # The least sum up to each place, and from it on: a path through it takes both.
+    ahead = [np.zeros(1)]
+    behind = [np.zeros(1)]
     for matrix in matrices:
         ahead.append((ahead[-1][:, None] + matrix).min(0))
     for matrix in reversed(matrices):

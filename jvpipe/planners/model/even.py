@@ -24,18 +24,16 @@ def even(problem: Problem) -> Decision:
     >>> even(Problem(Costs((layer,) * 7), 3, find_schedule("1f1b"), 4)).bounds
     (0, 3, 5, 7)
     """
-    cuts, stages = Segments(problem).cuts, problem.stages
+    cuts = Segments(problem).cuts
+    stages = problem.stages
     targets = [*accumulate(even_counts(len(problem.costs.layers), stages))][:-1]
     places = [0]
     for s, cut in enumerate(targets):
-        first, last = (
-            places[-1] + 1,
-            len(cuts) - stages + s,
-        )  # a place must be left for each cut to come
+        first = places[-1] + 1
+        last = len(cuts) - stages + s  # a place must be left for each cut to come
         places.append(first + int(np.abs(cuts[first : last + 1] - cut).argmin()))
-    return Decision.keeping_all(
-        [*(int(cuts[place]) for place in places), len(problem.costs.layers)]
-    )
+    bounds = [int(cuts[place]) for place in places]
+    return Decision.keeping_all([*bounds, len(problem.costs.layers)])
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
@@ -70,6 +68,7 @@ def balanced(
         devices_s = np.bincount(places, stages_s, problem.devices)
         return float(devices_s.max().round(12)), float((devices_s**2).sum() + (stages_s**2).sum())
 
+    # Each move lowers the rank, of which there are as many as bounds: it ends.
     better = True
     while better:
         better = False
@@ -91,7 +90,8 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     Args:
         totals: of each stage's device, the seconds of the layers before each cut.
     """
-    stages, last = len(totals), totals.shape[1] - 1
+    stages = len(totals)
+    last = totals.shape[1] - 1
 
     def filled(longest_s: float) -> list[int]:
         bounds = [last]
@@ -100,7 +100,9 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
             bounds.append(min(max(begin, s), bounds[-1] - 1))
         return bounds[::-1]
 
-    low, high = 0.0, float(totals[:, -1].max())
+    low = 0.0
+    # More time never makes bounds impossible: the interval of times is halved.
+    high = float(totals[:, -1].max())
     while high - low > _EQUAL_S * high:
         middle = (low + high) / 2
         low, high = (low, middle) if filled(middle)[0] == 0 else (middle, high)

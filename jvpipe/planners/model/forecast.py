@@ -41,32 +41,27 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def least_steps_s(
-    problem: Problem, stages_s: Float[np.ndarray, "stages 8 runs"]
+    problem: Problem,
+    parts_s: Float[np.ndarray, "stages parts runs"],
+    link_s: Float[np.ndarray, "stages runs"],
 ) -> Float[np.ndarray, " runs"]:
     """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        stages_s: of each plan's stages the seconds of a forward, of what is computed again before a backward, of that
-            with what else it computes again, of the halves of one, of an update, of the link before it, and of its
-            own link; infinite where a stage cannot be.
+        parts_s: of each plan's stages the seconds of `StageCost.load`; infinite where a stage cannot be.
+        link_s: how long the stages' own links are busy per micro-batch.
     """
-    stages, _, runs = stages_s.shape
-    every = stages_s.transpose(1, 0, 2)
-    forward_s, early_s, backward_s, input_s, weight_s, update_s, comm_s, link_s = every
-    loads_s = np.zeros((stages, len(PARTS), runs))
-    loads_s[:, PARTS.index(Kind.F)] = forward_s
-    loads_s[:, PARTS.index(Kind.R)] = early_s
-    loads_s[:, PARTS.index(Kind.B)] = backward_s
-    loads_s[:, PARTS.index(Kind.I)] = input_s
-    loads_s[:, PARTS.index(Kind.W)] = weight_s
-    loads_s[:, PARTS.index(Kind.U)] = update_s
-    loads_s[:, PARTS.index(Kind.RETURN)] = comm_s / 2
-    loads_s[:-1, PARTS.index(Kind.SEND)] = comm_s[1:] / 2
+    stages, _, runs = parts_s.shape
+    loads_s = parts_s.copy()
+    # A stage sends in as many seconds as the one after it returns in.
+    loads_s[:-1, PARTS.index(Kind.SEND)] = parts_s[1:, PARTS.index(Kind.RETURN)]
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    no_more = Features(recompute=bool(early_s.any()), swaps=False, updates=bool(update_s.any()))
-    stream = _stream(problem.schedule, stages, problem.microbatches, no_more)
+    recompute, updates = (bool(parts_s[:, PARTS.index(part)].any()) for part in (Kind.R, Kind.U))
+    # Copies to the host and reductions have no tasks here, so that their seconds are not read.
+    features = Features(recompute=recompute, swaps=False, updates=updates)
+    stream = _stream(problem.schedule, stages, problem.microbatches, features)
     by_task_s = possible_s[stream.slots]
     least_s = _steps_s(problem, stream, stream.work.many_starts_s(by_task_s) + by_task_s)
     busy_s = problem.microbatches * link_s.max(axis=0)
@@ -86,27 +81,13 @@ def bubble_fraction(
     step_s = simulated_step_s(problem, stages)
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
     busy_s = sum(
-        problem.group(task.stage).replicas * _busy_s(stages[task.stage], task.kind)
+        problem.group(task.stage).replicas * stages[task.stage].task_s(task.kind)
         for tasks in lists
         for task in tasks
     )
     busy_s += sum(problem.updates * stage.replicas * stage.update_s for stage in stages)
     there = devices or sum(len(devices) for devices in set(problem.where))
     return 1.0 - busy_s / (there * step_s) if step_s else 0.0
-
-
-def _busy_s(stage: StageCost, kind: Kind) -> float:
-    match kind:
-        case Kind.F:
-            return stage.forward_s
-        case Kind.B:
-            return stage.recompute_s + stage.backward_s
-        case Kind.I:
-            return stage.recompute_s + stage.halves_s[0]
-        case Kind.W:
-            return stage.halves_s[1]
-        case _:
-            raise AssertionError(f"{kind} is in no list at the level of stages")
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:
@@ -183,7 +164,9 @@ def _steps_s(
     """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
+    # Stages take turns in being late; over a multiple of their number that evens out.
     before, timed = stream_window(stream.stages, problem.microbatches)
+    # The slowest stage's backwards tell how far apart steps are, once the stream is steady.
     first, last = (
         [stream.ids[Task(s, Kind.B, m)] for s in range(stream.stages)]
         for m in (before, before + timed)
@@ -192,25 +175,6 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """The stages' seconds and bytes; of what a stage receives and sends back, its neighbour sends one half."""
-    send_s = [*(c.comm_s / 2 for c in stages[1:]), 0.0]
-    return [
-        StageLoad(
-            forward_s=c.forward_s,
-            backward_s=c.waiting_s + c.backward_s,
-            recompute_s=c.early_s,
-            out_s=c.swap_s / 2,
-            in_s=c.swap_s / 2,
-            send_s=sent_s,
-            return_s=c.comm_s / 2,
-            input_s=c.waiting_s + c.halves_s[0],
-            weight_s=c.halves_s[1],
-            reduce_s=c.reduce_s,
-            update_s=c.update_s,
-            static_bytes=c.held.static + c.held.beyond,
-            kept_bytes=c.held.kept,
-            swapped_bytes=c.held.swapped,
-            handed_bytes=c.held.handed,
-        )
-        for c, sent_s in zip(stages, send_s, strict=True)
-    ]
+    """Returns the stages' seconds and bytes; a stage sends as long as the one after it returns."""
+    send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
+    return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

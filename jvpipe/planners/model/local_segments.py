@@ -66,11 +66,13 @@ class LocalSegments:
         if len(cuts) <= count:
             return cuts
         costs = self.shapes.local.at(self.shapes.sizes[len(self.shapes.sizes) // 2])
-        segments, inner = Segments(_of_stages(costs, 1, 1)), cuts[1:-1]
+        segments = Segments(_of_stages(costs, 1, 1))
+        inner = cuts[1:-1]
         works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
         work = sum(x[inner] / max(x[-1], 1e-30) for x in works) / 2
         shares = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
+        # The fewest bytes come last, and a dictionary keeps what comes last for each share.
         chosen = {shares[at]: int(inner[at]) for at in fewest_last}
         return np.array([cuts[0], *sorted(chosen.values()), cuts[-1]])
 
@@ -105,7 +107,8 @@ class LocalSegments:
             replicas: of the stage.
             behind: stages from it on.
         """
-        b, limit = self.share(size, replicas), self.shapes.model.memory_limit_bytes
+        b = self.share(size, replicas)
+        limit = self.shapes.model.memory_limit_bytes
         kept_s = self.between(self.compute_s(b))
         if limit is None:
             return kept_s
@@ -138,7 +141,8 @@ class LocalSegments:
 
     def _kept(self, b: int, replicas: int, microbatches: int, again: bool) -> KeepAll:
         """The segments of three stages, all of them alike, or of as many as there are layers."""
-        costs, stages = self.shapes.local.at(b), min(3, self.shapes.layers)
+        costs = self.shapes.local.at(b)
+        stages = min(3, self.shapes.layers)
         costs = computing_again(costs) if again else costs
         return KeepAll(_of_stages(costs, stages, microbatches, replicas), cuts=self.coarse)
 
@@ -161,7 +165,8 @@ class LocalSegments:
 
         For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
         """
-        limit, feeds = min(self.shapes.devices, size), self.pins.feeds
+        limit = min(self.shapes.devices, size)
+        feeds = self.pins.feeds
         least = {-(-size // r): r for r in range(limit, 0, -1) if feeds(r, size)}
         return tuple(sorted(least.values()))
 

@@ -109,7 +109,8 @@ class Pins:
         """Raises ValueError for replicas that a micro-batch cannot feed."""
         if self.size is not None and batch % self.size:
             raise ValueError(f"micro-batches of {self.size}: they must divide the batch of {batch}")
-        largest, there = max(self.replicas or (1,)), self.size or batch
+        largest = max(self.replicas or (1,))
+        there = self.size or batch
         if not self.feeds(largest, there):
             what = f"micro-batches of {self.size}" if self.size else f"a batch of {batch}"
             raise ValueError(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
@@ -90,7 +91,8 @@ class Problem:
     lent: float = 0.0
 
     def __post_init__(self) -> None:
-        layers, chunks = len(self.costs.layers), self.schedule.chunks
+        layers = len(self.costs.layers)
+        chunks = self.schedule.chunks
         if self.stages % chunks:
             raise ValueError(
                 f"{self.stages} stages: {self.schedule.name} has {chunks} per device, so that there must be a multiple "
@@ -189,6 +191,7 @@ class Problem:
         if not self.groups or s == 0:
             return self.peer
         sender, receiver = (self.schedule.device_of(x, self.devices) for x in (s - 1, s))
+        # In a vee the second half of the stages goes back along the devices.
         goes_back = sender == receiver + 1
         link = self.groups[sender if goes_back else receiver].receives
         return self.peer if link is None else link
@@ -220,6 +223,7 @@ class Problem:
             return [self.costs.layers] * self.devices
         cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
         every = []
+        # Devices that are alike share one tuple of layers: models are large, and kinds are few.
         for group in self.groups:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
@@ -261,6 +265,7 @@ class Problem:
         (24, 11, 2.0)
         """
         limit, groups = single_groups(slowness, limits, names, numbers)
+        # Devices that are all alike need no groups, and what looks at groups is slower.
         alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
         return replace(self, memory_limit_bytes=limit, groups=() if alike else groups)
 
@@ -281,12 +286,25 @@ def single_groups(
     """
     limit = max(limits, default=None)
     less = [limit - x for x in limits] if limit is not None else [0] * len(slowness)
-    called, at = names or [""] * len(slowness), numbers or range(len(slowness))
+    called = names or [""] * len(slowness)
+    at = numbers or range(len(slowness))
     groups = tuple(
         Group((number,), slow, less_bytes, name)
         for number, slow, less_bytes, name in zip(at, slowness, less, called, strict=True)
     )
     return limit, groups
+
+
+Entry = TypeVar("Entry")
+
+
+def with_entry(row: tuple[Entry, ...], at: int, entry: Entry) -> tuple[Entry, ...]:
+    """Makes a row with one entry replaced: a bound, a choice, the devices of a place.
+
+    >>> with_entry((0, 2, 4), 1, 3)
+    (0, 3, 4)
+    """
+    return (*row[:at], entry, *row[at + 1 :])
 
 
 @dataclass(frozen=True)
@@ -325,7 +343,8 @@ class Decision:
         return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
-        choice, options = self.choices[layer], costs.layers[layer].options
+        choice = self.choices[layer]
+        options = costs.layers[layer].options
         if choice >= 0:
             return options[choice].fates
         fates = dict.fromkeys(options[-1].fates, Fate.RECOMPUTE)

@@ -3,7 +3,8 @@
 Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a device
 of the stage takes for its share of a micro-batch; what crosses cuts is that of whole micro-batches.
 A `Block` holds one number for each i of `starts` (rows) and each j of `ends` (columns); where j <= i
-the numbers mean nothing. `stage_cost.py` defines what is counted.
+the numbers mean nothing. `stage_cost.py` defines what is counted, for one segment at a time; a property test holds
+these sums to it (tests/planners/model/test_segments.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from jvpipe.cost.costs import Costs, LayerCost, bounds_inside
+from jvpipe.cost.costs import Costs, Edge, LayerCost, bounds_inside
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.spans import Cuts, Grid, Hops, Spans, joined_spans
@@ -50,13 +51,6 @@ class Block:
         }
         return Block(self.s, self.starts[rows], self.ends[columns], **grids)
 
-    def row(self, at: int) -> "Block":
-        """Picks the segments of one start, given by its place."""
-        grids = {
-            name: x[at : at + 1] for name, x in vars(self).items() if name not in ("s", "ends")
-        }
-        return Block(self.s, ends=self.ends, **grids)
-
 
 class Segments:
     """A problem's segments, from sums over its layers.
@@ -65,7 +59,8 @@ class Segments:
     """
 
     def __init__(self, problem: Problem, costs: Costs | None = None) -> None:
-        self.problem, self.costs = problem, costs or problem.costs
+        self.problem = problem
+        self.costs = costs or problem.costs
         self._others: dict[int, Segments] = {}
         self.n = len(problem.costs.layers)
         self.in_flight = problem.in_flight
@@ -77,24 +72,23 @@ class Segments:
         self.compute_s = self.forward_s + sums(layer.backward_s for layer in layers)
         self.parameter_bytes = sums(layer.parameter_bytes for layer in layers)
         self.state_bytes = sums(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
-        edges, shared = self.costs.edges, self.costs.shared
-        self._values = Hops.of((e.producer, e.readers, e.bytes) for e in edges)
-        self._cotangents = Hops.of(
-            (e.producer, e.readers, e.bytes) for e in edges if e.differentiable
-        )
+        edges = self.costs.edges
+        shared = self.costs.shared
+        self._values = _hops(edges)
+        self._cotangents = _hops(e for e in edges if e.differentiable)
+        # What crosses cuts is of whole micro-batches, whatever the shares of replicas are.
         whole = problem.costs.edges
-        self._received = Hops.of((e.producer, e.readers, e.bytes) for e in whole).spans()
-        self._returned = Hops.of(
-            (e.producer, e.readers, e.bytes) for e in whole if e.differentiable
-        ).spans()
+        self._received = _hops(whole).spans()
+        self._returned = _hops(e for e in whole if e.differentiable).spans()
         sent = Hops.of(
             (e.producer, (max(e.readers),), (1 + e.differentiable) * e.bytes) for e in whole
         )
         self._sent = Spans(self._mirrored(sent.b), self._mirrored(sent.a), sent.bytes)
-        self._tensors = Hops.of(
-            (-1, x.layers, x.bytes) for x in shared if not x.per_version
-        ).spans()
-        self._copies = Hops.of((-1, x.layers, x.bytes) for x in shared if x.per_version).spans()
+        # A shared value comes from before the model: its first layer in a segment holds it.
+        tensors = [x for x in shared if not x.per_version]
+        copies = [x for x in shared if x.per_version]
+        self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
+        self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
         self._rows: dict[tuple[int, int], Block] = {}
         self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
             (): (self.forward_s, self.compute_s)
@@ -143,6 +137,8 @@ class Segments:
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
+        # A stage that takes r times as long does 1 / r of the work in the same time. If all end together,
+        # each takes the whole work over the sum of these rates.
         each_s = np.diff(self.compute_s)
         there = each_s > 0
         ratios = [
@@ -239,7 +235,8 @@ class Segments:
             starts: where segments begin.
             ends: where they end.
         """
-        tensors, copies = self._tensors.over(starts, ends), self._copies.over(starts, ends)
+        tensors = self._tensors.over(starts, ends)
+        copies = self._copies.over(starts, ends)
         shared = on_device_bytes(self.in_flight[s], tensors) + self.versions[s] * copies
         fixed = (
             between(self.static_bytes(s), starts, ends)
@@ -248,6 +245,7 @@ class Segments:
         )
         if not self.problem.groups:
             return fixed
+        # What the device has less than others is taken from all limits at once, as if it were held.
         if (replicas := self.problem.group(s).replicas) > 1:
             fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
         return fixed + self.problem.less_bytes(s)
@@ -265,7 +263,7 @@ class Segments:
             left: bytes that each layer leaves.
             working: bytes that each layer works with.
         """
-        every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+        every = _ends_up_to(starts, ends)
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
         return np.where(every > starts[:, None], built + working[every - 1], 0.0)
 
@@ -279,11 +277,15 @@ class Segments:
         """
         if self.of(s) is not self:
             return self.of(s).block(s, starts, ends)
-        received, returned = self._received.over(starts, ends), self._returned.over(starts, ends)
+        received = self._received.over(starts, ends)
+        returned = self._returned.over(starts, ends)
         transit = received + returned + self._backwards(self._sent, starts, ends)
-        peer, fixed_bytes = self.problem.link_into(s), self.fixed_bytes(s, starts, ends)
+        peer = self.problem.link_into(s)
+        own_link = self.problem.peer_uses_host
+        fixed_bytes = self.fixed_bytes(s, starts, ends)
         shared_bytes = self._tensors.over(starts, ends)
-        once_s, reducing_bytes = self._updates_s(s, starts, ends), np.zeros_like(transit)
+        once_s = self._updates_s(s, starts, ends)
+        reducing_bytes = np.zeros_like(transit)
         if (group := self.problem.group(s)).replicas > 1:
             once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
@@ -296,9 +298,7 @@ class Segments:
             forward_s=between(self.forward_of(s), starts, ends),
             compute_s=between(self.compute_of(s), starts, ends),
             comm_s=seconds(peer, received) + seconds(peer, returned),
-            traffic_s=seconds(peer, transit)
-            if self.problem.peer_uses_host
-            else np.zeros_like(transit),
+            traffic_s=seconds(peer, transit) if own_link else np.zeros_like(transit),
             fixed_bytes=fixed_bytes,
             shared_bytes=shared_bytes,
             once_s=once_s,
@@ -312,7 +312,7 @@ class Segments:
 
     def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
         """The gradients of the layer of each segment that has most."""
-        return _most(np.diff(self._reduced_bytes), starts, ends)
+        return most_of(np.diff(self._reduced_bytes), starts, ends)
 
     @cached_property
     def _update_s(self) -> OverJ:
@@ -329,19 +329,23 @@ class Segments:
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
         """The updates of a step, of which each replica takes its share."""
-        slowness, each_s = self.problem.slowness(s), self.problem.updates * self._update_s
+        slowness = self.problem.slowness(s)
+        each_s = self.problem.updates * self._update_s
         each_s = each_s * slowness if slowness else each_s
-        whole_s, replicas = between(sums(each_s), starts, ends), self.problem.group(s).replicas
+        whole_s = between(sums(each_s), starts, ends)
+        replicas = self.problem.group(s).replicas
         if replicas == 1:
             return whole_s
-        return np.maximum(whole_s / replicas, _most(each_s, starts, ends))
+        return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> Block:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
         if (s, i) not in self._rows:
             starts = np.arange(self.n) if self.n <= ROWS_AT_ONCE else np.array([i])
-            block = self.block(s, starts, np.arange(self.n + 1))
-            self._rows |= {(s, int(start)): block.row(at) for at, start in enumerate(starts)}
+            ends = np.arange(self.n + 1)
+            block = self.block(s, starts, ends)
+            for at, start in enumerate(starts.tolist()):
+                self._rows[s, start] = block.at(np.array([at]), ends)
         return self._rows[s, i]
 
     @cached_property
@@ -351,6 +355,11 @@ class Segments:
 
     def _backwards(self, spans: Spans, starts: Cuts, ends: Cuts) -> Grid:
         return spans.over(self.n - ends[::-1], self.n - starts[::-1])[::-1, ::-1].T
+
+
+def _hops(edges: Iterable[Edge]) -> Hops:
+    """Makes the hops of edges, from producers to readers and from reader to reader."""
+    return Hops.of((edge.producer, edge.readers, edge.bytes) for edge in edges)
 
 
 def surely_spared_bytes(
@@ -396,9 +405,21 @@ def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "
     return total[ends] - total[starts][:, None]
 
 
-def _most(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """The most that a layer of each segment has."""
-    every = np.arange(int(starts[0]) + 1, max(int(ends[-1]), int(starts[0]) + 1) + 1)
+def _ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
+    """Lists the cuts behind each layer from the first start up to the last end, one at least."""
+    first = int(starts[0]) + 1
+    return np.arange(first, max(int(ends[-1]), first) + 1)
+
+
+def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
+    """Finds the most that a layer of each segment has.
+
+    Args:
+        layers: numbers of each, none below 0.
+        starts: where segments begin.
+        ends: where they end.
+    """
+    every = _ends_up_to(starts, ends)
     of_layers = layers[every - 1]
     return most_up_to(np.where(every > starts[:, None], of_layers, 0.0), starts, ends)
 

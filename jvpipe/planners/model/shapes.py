@@ -129,9 +129,11 @@ class Shapes:
             two machines of two devices     0 1 | 2 3       append first   0 1 2 3
                                                             scatter first  0 2 1 3
         """
-        devices, per_machine = np.arange(self.devices), self.cluster.devices_per_machine
+        devices = np.arange(self.devices)
+        per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
+        # Other orders differ only where devices of a machine are nearer to each other than to others.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
             groups = [q for q in range(2, machines + 1) if machines % q == 0]
             for q in groups[-2:]:
@@ -143,6 +145,7 @@ class Shapes:
         """The problem of a shape: its devices in groups, with the links between them."""
         groups = []
         for p, devices in enumerate(shape.places):
+            # The largest share counts: replicas are in step with the one that has most to do.
             share = -(-shape.size // len(devices))
             alone = share == shape.size
             groups.append(

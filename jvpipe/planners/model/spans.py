@@ -21,19 +21,26 @@ class Spans:
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
         there = np.flatnonzero((w != 0) & (a < b))
         order = there[np.argsort(b[there], kind="stable")]
-        self.a, self.b, self.w = a[order], b[order], w[order].astype(np.float64)
+        self.a = a[order]
+        self.b = b[order]
+        self.w = w[order].astype(np.float64)
 
     def over(self, starts: Cuts, ends: Cuts) -> Grid:
         """Sums the weights that count for every segment."""
+        # Pairs that end before the first start or behind the last end count for no segment.
         near = slice(*np.searchsorted(self.b, (starts[0], ends[-1])))
-        a, b, w = self.a[near], self.b[near], self.w[near]
-        rows, columns = np.searchsorted(starts, a, "right"), np.searchsorted(ends, b, "right")
+        a = self.a[near]
+        b = self.b[near]
+        w = self.w[near]
+        rows = np.searchsorted(starts, a, "right")
+        columns = np.searchsorted(ends, b, "right")
         there = (rows < len(starts)) & (columns < len(ends))
         flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
         total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
-        passed = np.concatenate([[0.0], np.cumsum(w)])[
-            np.searchsorted(b, starts)
-        ]  # b < i: the segment begins later
+        # A prefix sum over both ends: `total` has all pairs with a < i and b < j. A pair with
+        # b < i lies before the segment, and is taken off again.
+        before = np.concatenate([[0.0], np.cumsum(w)])
+        passed = before[np.searchsorted(b, starts)]
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:

@@ -1,4 +1,4 @@
-"""The bytes of layers and stages: the one formula that every planner counts by, as `stage_cost.py` asks for it.
+"""The bytes of layers and stages: one formula for every planner, held by a test to a list of all that lies there.
 
 Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
 
@@ -111,7 +111,8 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
         run, kept = (0, kept) if choice == RECOMPUTE else (run + layer.input_bytes, 0)
         residuals = layer.options[0].kept_bytes
         if following == RECOMPUTE_CHAIN:
-            working, extra_s = residuals + layer.temporary_bytes, layer.forward_s
+            working = residuals + layer.temporary_bytes
+            extra_s = layer.forward_s
         yield LayerBytes(kept, 0, run + working, extra_s)
         run += residuals
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from jvpipe.cost.costs import Costs, LayerCost
 from jvpipe.cost.hardware import Link
+from jvpipe.ir.kinds import Kind
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.shared_state import spared_bytes
 from jvpipe.planners.model.stage_bytes import (
@@ -22,6 +23,7 @@ from jvpipe.planners.model.stage_bytes import (
     on_device_bytes,
 )
 from jvpipe.schedules.schedule import Holding
+from jvpipe.simulate.stages import StageLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,44 @@ class StageCost:
         """What its backwards compute again once they have their cotangents."""
         return self.recompute_s - self.early_s
 
-    @property
-    def loads_s(self) -> tuple[float, ...]:
-        """Its seconds as `least_steps_s` takes them: forward, early, backward, its halves, update, and both links."""
+    def load(self, send_s: float = 0.0) -> StageLoad:
+        """Describes the stage to the simulator: of a swap, as of what crosses a link, each way takes one half.
+
+        Args:
+            send_s: of what it sends on, which the stage after it knows.
+        """
         input_s, weight_s = self.halves_s
-        backward_s, input_s = self.waiting_s + self.backward_s, self.waiting_s + input_s
-        work_s = self.forward_s, self.early_s, backward_s, input_s, weight_s, self.update_s
-        return *work_s, self.comm_s, self.link_s
+        return StageLoad(
+            forward_s=self.forward_s,
+            backward_s=self.waiting_s + self.backward_s,
+            recompute_s=self.early_s,
+            out_s=self.swap_s / 2,
+            in_s=self.swap_s / 2,
+            send_s=send_s,
+            return_s=self.comm_s / 2,
+            input_s=self.waiting_s + input_s,
+            weight_s=weight_s,
+            reduce_s=self.reduce_s,
+            update_s=self.update_s,
+            static_bytes=self.held.static + self.held.beyond,
+            kept_bytes=self.held.kept,
+            swapped_bytes=self.held.swapped,
+            handed_bytes=self.held.handed,
+        )
+
+    def task_s(self, kind: Kind) -> float:
+        """Counts what the device works for a task of a list, with what it computes again before."""
+        match kind:
+            case Kind.F:
+                return self.forward_s
+            case Kind.B:
+                return self.recompute_s + self.backward_s
+            case Kind.I:
+                return self.recompute_s + self.halves_s[0]
+            case Kind.W:
+                return self.halves_s[1]
+            case _:
+                raise AssertionError(f"{kind} is in no list at the level of stages")
 
     @property
     def seconds(self) -> float:
@@ -92,7 +125,9 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     """
     layers = problem.layers_on(s)[i:j]
     held_bytes = stage_bytes(problem, s, i, j, choices)
-    costs, peer, group = problem.costs_of(s), problem.link_into(s), problem.group(s)
+    costs = problem.costs_of(s)
+    peer = problem.link_into(s)
+    group = problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
     halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
     swap_s = 2 * problem.host.seconds(held_bytes.swapped)
@@ -126,7 +161,8 @@ def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
     for edge in problem.costs.edges_at(i, j):
         back = edge.bytes if edge.differentiable else 0
         if edge.producer < i:
-            received, returned = received + edge.bytes, returned + back
+            received = received + edge.bytes
+            returned = returned + back
         elif max(edge.readers) >= j:
             sent += edge.bytes + back
     return received, returned, sent
@@ -143,6 +179,7 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
+    # Backwards run from the last layer on; a reduction waits for its layer and for the one before it.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -186,20 +223,19 @@ def stage_bytes(
         j: the layer after its last.
         choices: those of all layers of the model.
     """
-    costs, replicas = problem.costs_of(s), problem.group(s).replicas
+    costs = problem.costs_of(s)
+    replicas = problem.group(s).replicas
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters = sum(layer.parameter_bytes for layer in layers)
-    shared = [0] * (
-        j - i
-    )  # by the first layer that holds a value: it lies until that one's backward
-    for shared_value in costs.shared_at(i, j):
-        if shared_value.per_version:
-            parameters += shared_value.bytes
+    # A value that several layers read counts at the first of them: it lies until that one's backward.
+    shared = [0] * len(layers)
+    for value in costs.shared_at(i, j):
+        if value.per_version:
+            parameters += value.bytes
         else:
-            shared[min(layer for layer in shared_value.layers if layer >= i) - i] += (
-                shared_value.bytes
-            )
+            first = min(layer for layer in value.layers if layer >= i)
+            shared[first - i] += value.bytes
     # A backward goes from the last layer to the first. While a layer works, what later ones left is
     # gone, and if backwards run in halves, what they handed over is there instead.
     beyond = between = later = handed = 0
@@ -260,7 +296,7 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
 
 
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Counts the most that each device holds at once, all its stages together."""
+    """Counts the most that each device holds at once, all its stages together: see `joint_bytes`."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
         return tuple(stage.peak_bytes for stage in stages)
@@ -273,17 +309,16 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     )
 
 
-def needed_limit_bytes(problem: Problem, device_sizes: Sequence[int]) -> int:
-    """Counts the least limit, that of the roomiest device, under which devices may hold so many bytes each."""
-    if not problem.groups:
-        return max(device_sizes)
-    return max(
-        size + group.less_bytes for size, group in zip(device_sizes, problem.groups, strict=True)
-    )
+def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
+    """Lists the limits, each that of the roomiest device, under which each device may hold so many bytes."""
+    less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
+    return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
 
 def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
-    """Counts the most that the stages of one device hold at once.
+    """Counts the most that the stages of one device hold at once, as the simulator's curves show it.
+
+    A property test holds it to them (tests/planners/model/test_unfolded.py).
 
     Args:
         of_stages: what each of its stages holds.
@@ -344,8 +379,9 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     """Counts what a decision takes, from what its stages take."""
     device_sizes = device_bytes(problem, stages)
-    limit_bytes = needed_limit_bytes(problem, device_sizes)
-    step_s, bottleneck_s = surrogate(problem, stages), slowest_s(problem, stages)
+    limit_bytes = max(needed_bytes(problem, device_sizes))
+    step_s = surrogate(problem, stages)
+    bottleneck_s = slowest_s(problem, stages)
     return Evaluation(tuple(stages), step_s, bottleneck_s, device_sizes, limit_bytes)
 
 
@@ -354,6 +390,7 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
     What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
     """
+    # Stages on one device work in turns, so that their seconds add up.
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
         busy_s[place] += c.seconds + once_s(problem, c) / problem.microbatches
@@ -361,16 +398,18 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts the seconds of a step in closed form; the simulator counts exactly.
+    """Counts the seconds of a step in closed form, held to the simulator by a property test.
 
-    A test holds it to the simulator where both are the same: stages are alike, and send in no time.
+    It is exact where stages are alike and send in no time (tests/planners/model/test_stage_cost.py). Elsewhere it is
+    what cuts and fates are sought by, and the simulator decides.
 
     Args:
         problem: whose schedule, micro-batches and places count.
         stages: what they take.
     """
     m = problem.microbatches
-    slowest, chunks = slowest_s(problem, stages), problem.schedule.chunks
+    slowest = slowest_s(problem, stages)
+    chunks = problem.schedule.chunks
     if not problem.schedule.synchronous:
         return m * slowest
     transfers = sum(c.comm_s for c in stages)

@@ -30,6 +30,7 @@ class UnfoldedLists:
         lists: list[list[Task]] = [[] for _ in range(stages)]
         for tasks in self.schedule.tasks(stages // self.schedule.chunks, microbatches):
             for task in tasks:
+                # A first half becomes the whole backward, and a second half is left out.
                 if info := KINDS[task.kind].between:
                     lists[task.stage] += [task._replace(kind=Kind.B)] if info > 0 else []
                 else:
@@ -81,13 +82,16 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
             return decide(apart)
         best, refused = None, None
         low, high = 0, limit
+        # The whole limit first: where that does, nothing is searched. Then the interval of budgets is halved:
+        # too small if nothing fits it, too large if the stages of a device are over its limit together.
         for budget in [limit, *[0] * (BUDGETS - 1)]:
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
             try:
                 decision = decide(asked)
             except Infeasible as error:
-                low, refused = budget, refused or (asked, error)
+                low = budget
+                refused = refused or (asked, error)
                 continue
             if evaluate(problem, decision).limit_bytes <= limit:
                 best, low = decision, budget
@@ -116,7 +120,8 @@ def _infeasible(
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
     evaluation = evaluate(problem, decision)
-    device_sizes, enough = evaluation.device_bytes, max(evaluation.limit_bytes, limit + 1)
+    device_sizes = evaluation.device_bytes
+    enough = max(evaluation.limit_bytes, limit + 1)
     over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]
     d = over.index(max(over))
     return Infeasible(

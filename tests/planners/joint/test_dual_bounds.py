@@ -6,12 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 
 from jvpipe.planners.joint.dominance import Lot
-from jvpipe.planners.joint.dual_bounds import DualBounds, spread_max
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.dual_bounds import DualBounds
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.segments import most_of
 from jvpipe.planners.model.stage_cost import stage_cost
-from tests.planners.joint.enumeration import choices, tiny
+from tests.planners.joint.enumeration import choices
 from tests.planners.small import problems
 
 
@@ -29,9 +30,8 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
             at = (i, j - 1)
             costs = [stage_cost(problem, s, i, j, some) for some in choices(problem, i, j)]
             assert least_bytes[at] <= min(cost.peak_bytes for cost in costs)
-            held, _ = MinBytesSearch(pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))).fewest(
-                exact=True
-            )
+            lot = Lot.of_stage(problem.in_flight[s], (s, i, j))
+            held, _ = fewest_bytes(pricing, lot, exact=True)
             assert block.fixed_bytes[at] + held == min(cost.peak_bytes for cost in costs)
             fits = [cost.seconds for cost in costs if cost.peak_bytes <= limit]
             taken = (x[at] for x in (block.fixed_bytes, block.compute_s, block.traffic_s))
@@ -43,8 +43,7 @@ def test_bounds_are_never_above_what_any_choices_take(problem: Problem) -> None:
 
 
 def test_the_largest_of_each_segment() -> None:
-    pricing = pricing_of(tiny(0))
     cuts = np.arange(5)
-    grid = spread_max(np.array([3.0, 1.0, 4.0, 1.0]), pricing.segments.block(0, cuts, cuts))
-    assert grid[0].tolist() == [0, 3, 3, 4, 4]
-    assert grid[3].tolist() == [0, 0, 0, 0, 1]
+    grid = most_of(np.array([3.0, 1.0, 4.0, 1.0]), cuts, cuts)
+    assert grid[0, 1:].tolist() == [3, 3, 4, 4]
+    assert grid[3, 4:].tolist() == [1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvpipe.planners.joint.dominance import Lot
-from jvpipe.planners.joint.min_bytes import MinBytesSearch
+from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.stage_cost import stage_cost
 from tests.planners.joint.enumeration import every_cost, tiny
@@ -16,9 +16,8 @@ def test_no_choices_take_fewer_bytes(seed: int) -> None:
     pricing = pricing_of(problem)
     for s, i, j in ((0, 0, 4), (1, 1, 4), (0, 0, 2)):
         fixed = float(pricing.segments.fixed_bytes(s, np.array([i]), np.array([j]))[0, 0])
-        held, chosen = MinBytesSearch(
-            pricing, Lot.of_stage(problem.in_flight[s], (s, i, j))
-        ).fewest(exact=True)
+        lot = Lot.of_stage(problem.in_flight[s], (s, i, j))
+        held, chosen = fewest_bytes(pricing, lot, exact=True)
         least = min(cost.peak_bytes for cost in every_cost(problem, s, i, j))
         assert fixed + held == least
         assert stage_cost(problem, s, i, j, [*[0] * i, *chosen, *[0] * (4 - j)]).peak_bytes == least
@@ -26,6 +25,6 @@ def test_no_choices_take_fewer_bytes(seed: int) -> None:
 
 def test_nothing_below_what_is_possible_is_promised() -> None:
     problem = tiny(0)
-    search = MinBytesSearch(pricing_of(problem), Lot.of_stage(problem.in_flight[0], (0, 0, 3)))
-    held, _ = search.fewest(exact=True)
-    assert search.fewest(exact=True, below=held) == (held, ())
+    pricing, lot = pricing_of(problem), Lot.of_stage(problem.in_flight[0], (0, 0, 3))
+    held, _ = fewest_bytes(pricing, lot, exact=True)
+    assert fewest_bytes(pricing, lot, exact=True, below=held) == (held, ())

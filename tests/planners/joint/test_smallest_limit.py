@@ -10,7 +10,7 @@ from jvpipe.planners.joint.smallest_limit import (
     nothing_fits,
 )
 from jvpipe.planners.joint.surrogate import pricing_of
-from jvpipe.planners.model.problem import Decision, Problem
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate, stage_cost
 from tests.planners.joint.enumeration import choices, every_decision, tiny
 from tests.planners.small import limited, problems
@@ -22,11 +22,7 @@ def test_no_plan_has_an_emptier_fullest_stage(seed: int) -> None:
     pricing = pricing_of(problem)
     plan = min_bytes_plan(pricing)
     least = min(evaluate(problem, decision).peak_bytes for decision in every_decision(problem))
-    assert (
-        plan.peak_bytes
-        == least
-        == evaluate(problem, Decision(plan.bounds, plan.choices)).peak_bytes
-    )
+    assert plan.peak_bytes == least == evaluate(problem, plan.decision).peak_bytes
 
 
 def test_the_error_names_the_smallest_limit_and_a_plan_that_keeps_it() -> None:

@@ -168,9 +168,12 @@ def test_the_simulator_is_not_below_the_least_of_many_steps(name: str) -> None:
     for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3), again):
         for cut in (2,) if choices == again else (1, 2, 3):
             stages = evaluate(problem, Decision((0, cut, 4), choices)).stages
-            loads_s = np.array([stage.loads_s for stage in stages])[:, :, None].repeat(3, axis=2)
-            loads_s[1, 1, 1] = np.inf
-            least_s, impossible, again_s = least_steps_s(problem, loads_s)
+            parts_s = np.array([stage.load().parts_s for stage in stages])[:, :, None].repeat(
+                3, axis=2
+            )
+            link_s = np.array([[stage.link_s] * 3 for stage in stages])
+            parts_s[1, 1, 1] = np.inf
+            least_s, impossible, again_s = least_steps_s(problem, parts_s, link_s)
             assert least_s == again_s
             assert 0 < least_s <= simulated_step_s(problem, stages) * (1 + 1e-9)
             assert impossible == np.inf
