@@ -469,18 +469,37 @@ def absent_device(platform: str, topology: str, config: str) -> Device:
     return topologies.get_topology_desc("", platform, **options).devices[0]
 
 
+_NO_TILES = "find output tile sizes"
+"""A GPU's compiler without the GPU tries one tiling of a product, and refuses the program where it does not fit."""
+
+
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """The first line of a compiled program, and its bytes: arguments, results, both at once, temporaries, code.
+
+    With the GPU at hand the compiler would try more tilings, and then the library of products; where the first one does
+    not fit, the library is asked for at once.
 
     Args:
         text: of the program, in StableHLO.
         device: that it is compiled for, which may be an absent one.
     """
+    flags = exact(device.platform)
+    try:
+        return _compiled_sizes(text, device, flags)
+    except jax.errors.JaxRuntimeError as refusal:
+        if _NO_TILES not in str(refusal):
+            raise
+        return _compiled_sizes(text, device, flags | {"xla_gpu_enable_triton_gemm": False})
+
+
+def _compiled_sizes(
+    text: str, device: Device, flags: dict[str, str | bool]
+) -> tuple[str, tuple[int, ...]]:
     client, options = cast(Any, device).client, _jaxlib.CompileOptions()
     options.num_replicas = options.num_partitions = 1
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
-    options.env_option_overrides = list(exact(device.platform).items())
+    options.env_option_overrides = list(flags.items())
     here = _jaxlib.DeviceList((device,))
     with mlir.make_ir_context():
         module = cast(Any, mlir).ir.Module.parse(text)

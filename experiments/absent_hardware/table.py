@@ -24,8 +24,8 @@ CELLS = Path(__file__).with_name("cells.jsonl")
 WORKLOADS = {
     "bert:large": {},
     "gpt2:medium": {},
-    "llama:1b": {"batch_size": 4, "tokens": 1024},
-    "gemma:2b": {"batch_size": 4, "tokens": 512},
+    "llama:1b": {"batch_size": 8, "tokens": 1024},
+    "gemma:2b": {"batch_size": 8, "tokens": 512},
     "t5:780m": {},
     "transformer:big": {},
     "gnmt:8": {},
@@ -47,6 +47,8 @@ def forecast(model: str, hardware: str, stages: int) -> jvpipe.Forecast:
     options = dict(WORKLOADS.get(model, {}))
     batch_size = options.pop("batch_size", None)
     told = find_model(name, size, options).to_plan(batch_size)
+    # Fewer, and the first stage has all of them in flight before it has a gradient (README).
+    told["microbatches"] = 2 * stages
     return jvpipe.plan_for(**told, stages=stages, hardware=hardware, compile=True)
 
 

@@ -8,12 +8,14 @@ rule holds.
                the last kernel that reads it
     results    a value of which one elementwise kernel makes a result lies where the result will be; a
                product that is added to a sum is added up where the sum lies
+    twins      what two equations compute alike is computed once
 
 On a GPU:
 
     siblings   elementwise kernels over arrays of one shape that read the same array become one, at the
                place of the last of them, so all their results exist at once
     parts      products whose sums are cut need more while they run (`split_products.py`)
+    turned     a scattered sum that is transposed is copied for the products that read it
     pools      the backward of a maximum over windows finds the place of each maximum, as a whole
                number per dimension
 
@@ -29,12 +31,12 @@ On a TPU, with the bytes that arrays take in tiles:
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.products import product_of
 from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
@@ -46,6 +48,7 @@ from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
 """The equations whose results are added to a sum as they are made."""
+_ADDED = ("add", "add_any")
 _LANES = 128
 _SMALL = 4
 """A small buffer takes less than this part of the memory beside the cores."""
@@ -68,6 +71,8 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     0.5
     """
     jaxpr = merged_equations(closed).jaxpr
+    if device.platform != "cpu":
+        jaxpr = _without_twins(jaxpr)
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
     elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     size = nbytes
@@ -97,6 +102,33 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     return peak
 
 
+def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr in which no equation computes what one before it has computed; its results stay as they are."""
+    results = {*jaxprs.variables(jaxpr.outvars)}
+    first: dict[Hashable, JaxprEqn] = {}
+    same: dict[Atom, Atom] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        read = [same.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+        eqn = eqn.replace(invars=read)
+        key = _what_it_computes(eqn)
+        twin = first.setdefault(key, eqn) if key is not None else eqn
+        if twin is eqn or not results.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+        else:
+            same |= zip(eqn.outvars, twin.outvars, strict=True)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _what_it_computes(eqn: JaxprEqn) -> Hashable | None:
+    """Returns what is equal for equations with equal results; None where that is not known, and of barriers."""
+    if eqn.effects or _jax.inner_jaxprs(eqn) or eqn.primitive.name == "optimization_barrier":
+        return None
+    read = [a if isinstance(a, Var) else (str(a.val), str(a.aval)) for a in eqn.invars]
+    params = tuple((name, repr(value)) for name, value in sorted(eqn.params.items()))
+    return eqn.primitive, tuple(read), params
+
+
 @dataclass(frozen=True)
 class _Step:
     """A kernel, or siblings that became one.
@@ -115,13 +147,25 @@ class _Step:
 
 
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
+    turned = _turned_scatters(jaxpr, kernels) if device.platform == "cuda" else set[Var]()
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
-        reads, writes = (
-            frozenset(kernel.reads),
-            frozenset(kernels.written.intersection(eqn.outvars)),
-        )
-        yield _Step(reads, writes, _loop(eqn), _own_bytes(eqn, device))
+        outputs = kernels.written.intersection(eqn.outvars)
+        own_bytes = _own_bytes(eqn, device)
+        if eqn.primitive.name == "dot_general":
+            own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
+        yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
+
+
+def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """Returns the scattered sums that are transposed: they lie as what they are added to, so that is a copy."""
+    turned = {
+        kernels.root.get(v, v)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "transpose"
+        for v in jaxprs.variables(eqn.invars)
+    }
+    return {v for eqn in jaxpr.eqns if eqn.primitive.name in SCATTERS for v in eqn.outvars} & turned
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
@@ -152,6 +196,7 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
     summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
     readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    inputs = set(jaxpr.invars)
     inside: set[Var] = set()
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
@@ -159,8 +204,11 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         if not is_elementwise or results.isdisjoint(eqn.outvars):
             continue
         alike = {v for v in kernel.reads if nbytes(v) == nbytes(eqn.outvars[0])}
-        alone = {v for v in alike if readers[v] == 1}
-        inside |= alone & summed if not alike.isdisjoint(jaxpr.invars) else alone
+        alone = {v for v in kernel.reads if v in alike and readers[v] == 1} - {*jaxpr.invars}
+        inside |= alone & summed
+        # Of what is not a sum one alone lies there, and none where an input is added to: it is overwritten.
+        if not (eqn.primitive.name in _ADDED and inputs.intersection(jaxprs.variables(eqn.invars))):
+            inside |= set(list(alone - summed)[:1])
     return inside
 
 

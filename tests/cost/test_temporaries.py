@@ -56,6 +56,43 @@ def test_siblings_are_there_at_once() -> None:
     assert counted(lambda x, w: apart(x, x, w), 2) == 2 * BYTES
 
 
+def test_what_is_computed_twice_is_there_once() -> None:
+    def once(x: jax.Array, w: jax.Array) -> jax.Array:
+        wave = jnp.tanh(x)
+        return (wave * (wave @ w)) @ w
+
+    def twice(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (jnp.tanh(x) * (jnp.tanh(x) @ w)) @ w
+
+    assert counted(twice, 2) == counted(once, 2)
+
+
+def test_one_of_two_convolutions_lies_where_their_sum_will() -> None:
+    image = jax.ShapeDtypeStruct((1, N, N, 1), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 1, 1), jnp.float32)
+
+    def both(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+        images = (jax.lax.conv_general_dilated(z, w, (1, 1), "SAME") for z in (x, y))
+        first, second = (jnp.transpose(z, (0, 3, 1, 2)) for z in images)
+        return first + second
+
+    nhwc = [jnp.transpose(jnp.zeros(x.shape), (0, 3, 1, 2)) for x in (image, image)]
+    weights = jnp.zeros((1, 1, *kernel.shape[:2]))
+    assert temporary_bytes(flatten(both, *nhwc, weights), GPU) == BYTES
+
+
+def test_a_scattered_sum_that_is_turned_is_copied() -> None:
+    def scattered(x: jax.Array, w: jax.Array, turn: bool) -> jax.Array:
+        added = jnp.zeros((N, N)).at[jnp.arange(N)[::-1]].add(x)
+        return (added.T if turn else added) @ w
+
+    straight, turned = (
+        temporary_bytes(flatten(lambda x, w, turn=turn: scattered(x, w, turn), ARRAY, ARRAY), GPU)
+        for turn in (False, True)
+    )
+    assert turned - straight == BYTES
+
+
 def test_a_gradient_is_summed_where_the_sum_lies() -> None:
     assert counted(lambda x, w, total: total + x.T @ w, 3) == 0
 
