@@ -18,7 +18,7 @@ from jvpipe import _jax
 from jvpipe._jax import Device, Var
 from jvpipe.ir.layers import Signature
 from jvpipe.ir.values import ValueKind
-from jvpipe.programs.model import backward_program, forward_program
+from jvpipe.programs.model import backward_program, forward_program, programs_of
 from jvpipe.programs.optimizer import OptimizerCut
 from jvpipe.programs.pieces import Slot, SlotKind
 from jvpipe.programs.store import Program, ProgramStore
@@ -41,14 +41,14 @@ def same_bits(
         layer: its number there.
         halves: the model with that layer as two.
     """
-    body, rng = whole.bodies[layer], np.random.default_rng(0)
+    body = whole.bodies[layer]
+    rng = np.random.default_rng(0)
     atoms = [*body.inputs, *body.outputs]
     if any(jnp.issubdtype(_jax.aval(v).dtype, jax.dtypes.extended) for v in atoms):
         return False
-    values = {
-        v: _drawn(rng, v, is_parameter=ref.kind == ValueKind.PARAMETER)
-        for v, ref in zip(body.inputs, body.reads, strict=True)
-    }
+    values: _Arrays = {}
+    for v, ref in zip(body.inputs, body.reads, strict=True):
+        values[v] = _drawn(rng, v, is_parameter=ref.kind == ValueKind.PARAMETER)
     # What comes in from later layers, and what earlier micro-batches added up: a sum that begins with nothing hides
     # whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
@@ -56,8 +56,9 @@ def same_bits(
     one = _outcome(store, device, whole, [layer], values, sums)
     two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
     for of_one, of_two in zip(one, two, strict=True):
-        if not all(_alike(of_one[v], of_two[v]) for v in sums if v in of_one):
-            return False
+        for v in sums:
+            if v in of_one and not _alike(of_one[v], of_two[v]):
+                return False
     return True
 
 
@@ -75,7 +76,9 @@ def same_update(
     """
     one = _updated(store, device, whole, [layer])
     two = _updated(store, device, halves, [layer, layer + 1])
-    return one.keys() == two.keys() and all(_alike(one[slot], two[slot]) for slot in one)
+    if one.keys() != two.keys():
+        return False
+    return all(_alike(one[slot], two[slot]) for slot in one)
 
 
 def _updated(
@@ -87,7 +90,9 @@ def _updated(
     """
     values: dict[tuple[Slot, int | None], np.ndarray] = {}
     to_global: dict[Slot, list[np.ndarray]] = defaultdict(list)
-    for piece in (piece for piece in cut.update if piece.layer in layers):
+    for piece in cut.update:
+        if piece.layer not in layers:
+            continue
         arrays = []
         for slot, aval in zip(piece.reads, piece.program.in_avals, strict=True):
             passed = values.get((slot, piece.layer))  # from an earlier piece of the layer
@@ -101,7 +106,9 @@ def _updated(
     lasting = (SlotKind.PARAMETER, SlotKind.STATE)
     written = {slot: x for (slot, _), x in values.items() if slot.kind in lasting}
     # With two layers the vectors for the global program are packed in another order than with one.
-    return written | {slot: np.sort(np.concatenate(x)) for slot, x in to_global.items()}
+    for slot, vectors in to_global.items():
+        written[slot] = np.sort(np.concatenate(vectors))
+    return written
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
@@ -138,8 +145,9 @@ class _Pass:
         }
         arguments = [sources[kind][i] for kind, i in signature.sources]
         arguments += [cotangents[body.outputs[i]] for i in signature.cotangents]
-        sums = (*signature.partial, *signature.gradients)
-        return [*arguments, *(cotangents[body.inputs[i]] for i in sums)]
+        arguments += [cotangents[body.inputs[i]] for i in signature.partial]
+        arguments += [cotangents[body.inputs[i]] for i in signature.gradients]
+        return arguments
 
 
 def _outcome(
@@ -163,15 +171,18 @@ def _outcome(
     Returns:
         The values that they compute, and the gradients and cotangents of what they read.
     """
-    values, cotangents, passes = dict(inputs), dict(sums), []
+    values, passes = dict(inputs), []
     for layer in layers:
         body = traced.bodies[layer]
         forward, backward, signature = _programs(store, device, traced, layer)
         results = _run(forward, [values[v] for v in body.inputs], device)
-        outputs = zip(body.outputs, results, strict=False)
-        values |= {v: x for v, x in outputs if isinstance(v, Var)}
+        # Behind the outputs a forward yields residuals, and a mark.
+        for v, x in zip(body.outputs, results, strict=False):
+            if isinstance(v, Var):
+                values[v] = x
         passes.append(_Pass(body, signature, backward, results))
-    gradients: _Arrays = {}
+    # A layer's cotangents are what the one behind it has sent back: so the passes go from last to first.
+    cotangents, gradients = dict(sums), _Arrays()
     for one in reversed(passes):
         results = _run(one.backward, one.arguments(values, cotangents), device)
         read = (*one.signature.gradients, *one.signature.returned)
@@ -185,13 +196,11 @@ def _programs(
     store: ProgramStore, device: Device, traced: Traced, layer: int
 ) -> tuple[Any, Any, Signature]:
     """Returns a layer's forward and backward, compiled, and their signature."""
-    body, tensors = traced.bodies[layer], traced.graph.tensors
-    read = [ref.index for ref in body.reads if ref.kind == ValueKind.TENSOR]
-    later = [t for t in read if tensors[t].readers[-1] > layer]
-    programs = store.layer(body, list(body.candidates.values()), later)
-    both = (forward_program(programs, recompute=True), backward_program(programs))
-    forward, backward = store.compile([(program, device) for program in both])
-    return forward, backward, programs.signature
+    programs = programs_of(store, traced, layer)
+    forward = forward_program(programs, recompute=True)
+    backward = backward_program(programs)
+    executables = store.compile([(forward, device), (backward, device)])
+    return executables[0], executables[1], programs.signature
 
 
 def _run(executable: Any, arrays: Sequence[np.ndarray], device: Device) -> list[np.ndarray]:

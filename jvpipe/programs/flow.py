@@ -60,12 +60,14 @@ class Flow:
         for out in self.outputs:
             for var in jaxprs.variables([out.atom]):
                 readers[var] |= self._holders(out)
-        # An equation that runs everywhere is run by those who need its results, so its operands go to them.
         for eqn in reversed(self.eqns):
             asking = set().union(*(readers[v] for v in eqn.outvars))
-            home = self.placement.of(eqn.outvars[0]).home
+            home = self._home(eqn)
+            # An equation that runs everywhere is run by those who need its results, so its operands go to them.
+            running: set[Home] = {home} if asking and home != "everywhere" else asking
             for var in jaxprs.variables(eqn.invars):
-                readers[var] |= {home} if asking and home != "everywhere" else asking
+                readers[var] |= running
+        # What goes from layer to layer goes by way of the global program.
         for var, needing in readers.items():
             home = self.placement.of(var).home
             if isinstance(home, int) and needing - {home}:
@@ -80,16 +82,22 @@ class Flow:
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
             if isinstance(home, int) and "global" in needing:
-                vectors.setdefault(Slot(SlotKind.PARTIAL, phase, home, dtype), []).append(var)
+                to_global = Slot(SlotKind.PARTIAL, phase, home, dtype)
+                vectors.setdefault(to_global, []).append(var)
             if home != "everywhere" and needing - {home, "global"}:
-                vectors.setdefault(Slot(SlotKind.GLOBAL, phase, 0, dtype), []).append(var)
+                to_layers = Slot(SlotKind.GLOBAL, phase, 0, dtype)
+                vectors.setdefault(to_layers, []).append(var)
         return vectors
+
+    def _home(self, eqn: JaxprEqn) -> Home:
+        """Returns where an equation runs; all its results are made there."""
+        return self.placement.of(eqn.outvars[0]).home
 
     @cached_property
     def _eqns_of(self) -> dict[Home, list[JaxprEqn]]:
         eqns: dict[Home, list[JaxprEqn]] = {}
         for eqn in self.eqns:
-            eqns.setdefault(self.placement.of(eqn.outvars[0]).home, []).append(eqn)
+            eqns.setdefault(self._home(eqn), []).append(eqn)
         return eqns
 
     def _eqns_for(self, home: Home) -> list[JaxprEqn]:
@@ -98,9 +106,7 @@ class Flow:
         For layers that are alike they are in the same order, so that these share a program.
         """
         if home == "global":
-            of_layers = [eqns for at, eqns in self._eqns_of.items() if isinstance(at, int)]
-            theirs = {id(eqn) for eqns in of_layers for eqn in eqns}
-            return [eqn for eqn in self.eqns if id(eqn) not in theirs]
+            return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
         return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
@@ -109,7 +115,10 @@ class Flow:
     def _holders(self, out: Output) -> set[Home]:
         if out.home != "everywhere":
             return {out.home}
-        return {*self.layers, *(["global"] if out.slot in self.shared else [])}
+        holders: set[Home] = set(self.layers)
+        if out.slot in self.shared:
+            holders.add("global")
+        return holders
 
     def _sent_by(self, home: Home) -> dict[int, list[Slot]]:
         """Returns the vectors that a layer or the global program makes, by phase."""
@@ -133,19 +142,20 @@ class Flow:
             return
         needed: dict[int, list[Atom]] = {}
         for phase in sorted({*sent, last}):
-            needed[phase] = [v for slot in sent.get(phase, []) for v in self._vectors[slot]]
+            vectors = sent.get(phase, [])
+            needed[phase] = [v for slot in vectors for v in self._vectors[slot]]
         needed[last] += [out.atom for out in results]
         runs = self._runs(home, needed)
         kept = self._kept(home, runs)
+        layer = home if isinstance(home, int) else None
         for phase, run in runs.items():
-            computed = {v for eqn in run.eqns for v in eqn.outvars}
-            yielded = [(out.atom, out.slot) for out in results if phase == last]
-            yielded += [(v, slot) for v, slot in kept.items() if v in computed]
+            is_last = phase == last
+            yielded = [(out.atom, out.slot) for out in results] if is_last else []
+            yielded += [(v, slot) for v, slot in kept.items() if v in run.computed]
             slots = {v: kept.get(v) or self._slot(v, home) for v in run.reads}
-            part = Part(
-                run.eqns, self.constants, self._vectors, slots, sent.get(phase, []), yielded
-            )
-            yield part.piece(home if isinstance(home, int) else None, phase, last=phase == last)
+            vectors = sent.get(phase, [])
+            part = Part(run.eqns, self.constants, self._vectors, slots, vectors, yielded)
+            yield part.piece(layer, phase, last=is_last)
 
     def _runs(self, home: Home, needed: Mapping[int, Sequence[Atom]]) -> dict[int, "_Run"]:
         """Returns what runs in each phase: a layer's costly equations once, all others as often as needed.
@@ -168,10 +178,15 @@ class Flow:
         """Returns the results of costly equations that a layer reads in a later phase."""
         if not isinstance(home, int):
             return {}
-        costly = (eqn for run in runs.values() for eqn in run.eqns if not is_cheap(eqn))
-        computed = {v for eqn in costly for v in eqn.outvars}
-        read = dict.fromkeys(v for run in runs.values() for v in run.reads if v in computed)
-        return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(read)}
+        costly: set[Var] = set()
+        for run in runs.values():
+            for eqn in run.eqns:
+                if not is_cheap(eqn):
+                    costly.update(eqn.outvars)
+        # A run computes what it needs, unless an earlier one has: so a costly value that it reads is that one's.
+        reads = [v for run in runs.values() for v in run.reads]
+        kept = dict.fromkeys(v for v in reads if v in costly)
+        return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(kept)}
 
     def _slot(self, var: Var, reader: Home) -> Slot:
         """Returns the slot in which a reader finds a value: an input's own, or a vector."""
@@ -191,11 +206,16 @@ class _Run:
     eqns: list[JaxprEqn]
     reads: list[Var]
 
+    @cached_property
+    def computed(self) -> set[Var]:
+        """The values that it makes."""
+        return jaxprs.defined(self.eqns)
+
     @staticmethod
     def of(eqns: Sequence[JaxprEqn], atoms: Sequence[Atom], constants: Mapping[Var, Any]) -> "_Run":
         """Returns what makes some values; those of them that no equation makes are passed on."""
         needed = jaxprs.prune(eqns, atoms)
-        computed = {v for eqn in needed for v in eqn.outvars}
+        computed = jaxprs.defined(needed)
         passed = [v for v in jaxprs.variables(atoms) if v not in computed]
         read = dict.fromkeys([*jaxprs.free_variables(needed), *passed])
         return _Run(needed, [v for v in read if v not in constants])

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,12 @@ from jvpipe.programs.optimizer_trace import TracedOptimizer
 from jvpipe.trace import jaxprs
 
 _AS_IT_IS = frozenset(
-    ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "stop_gradient")
+    "broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split()  # noqa: SIM905
 )
 """Primitives that yield their operand, if it has the shape of the result and the type loses nothing."""
-_OF_ZEROS = _AS_IT_IS | frozenset(("add", "add_any", "sub", "neg", "concatenate", "expand_dims"))
-_OF_ZEROS |= frozenset(("rev", "slice", "squeeze", "transpose"))
+_OF_ZEROS = _AS_IT_IS | frozenset(
+    "add add_any sub neg concatenate expand_dims rev slice squeeze transpose".split()  # noqa: SIM905
+)
 """Primitives that make zeros of zeros."""
 
 
@@ -53,13 +55,14 @@ def without_frozen(
     if not newly_frozen:
         return replace(traced, frozen=frozenset(frozen))
     kept = [k for k in range(len(traced.state)) if k not in unread]
+    first_state = traced.init.jaxpr.outvars
     return TracedOptimizer(
-        update.leaving(newly_frozen, unread),
-        _yielding(traced.init, kept),
-        tuple(traced.state[k] for k in kept),
-        _masked(traced.state_tree, unread),
-        tuple(traced.parameter_of[k] for k in kept),
-        frozenset(frozen) | newly_frozen,
+        update=update.leaving(newly_frozen, unread),
+        init=jaxprs.yielding(traced.init, [first_state[k] for k in kept]),
+        state=tuple(traced.state[k] for k in kept),
+        state_tree=_masked(traced.state_tree, unread),
+        parameter_of=tuple(traced.parameter_of[k] for k in kept),
+        frozen=frozenset(frozen) | newly_frozen,
     )
 
 
@@ -84,16 +87,19 @@ class _Update:
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
         """Tells the inputs apart: they are gradients, perhaps a weight, parameters and state."""
-        inputs, count = traced.update.jaxpr.invars, len(readers)
         # From the front the gradients are counted, from the back the rest: a weight may stand between them.
+        #
+        #     gradients of 0 | of 1 | ... | (weight) | parameters | state
+        inputs = traced.update.jaxpr.invars
         bounds = pairwise(accumulate(readers, initial=0))
-        first = len(inputs) - len(traced.state) - count
+        after_parameters = len(inputs) - len(traced.state)
+        first = after_parameters - len(readers)
         return _Update(
-            traced.update,
-            tuple(tuple(inputs[a:b]) for a, b in bounds),
-            tuple(inputs[first : first + count]),
-            tuple(inputs[first + count :]),
-            traced.parameter_of,
+            closed=traced.update,
+            gradients=tuple(tuple(inputs[a:b]) for a, b in bounds),
+            parameters=tuple(inputs[first:after_parameters]),
+            state=tuple(inputs[after_parameters:]),
+            parameter_of=traced.parameter_of,
         )
 
     @cached_property
@@ -163,16 +169,16 @@ class _Update:
             frozen: parameters.
             unread: leaves of the state.
         """
-        jaxpr, count = self.closed.jaxpr, len(self.parameters)
-        results = list(jaxpr.outvars)
+        results = list(self.closed.jaxpr.outvars)
         for i in frozen:
             results[i] = self.parameters[i]
-        outvars = [out for k, out in enumerate(results) if k - count not in unread]
+        # Results are the parameters, then the state.
+        count = len(self.parameters)
+        left = [out for k, out in enumerate(results) if k - count not in unread]
+        narrowed = jaxprs.yielding(self.closed, left)
         dropped = {self.state[k] for k in unread}
-        invars = [v for v in jaxpr.invars if v not in dropped]
-        eqns = jaxprs.prune(jaxpr.eqns, outvars)
-        narrowed = jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
-        return ClosedJaxpr(narrowed, self.closed.consts)
+        invars = [v for v in narrowed.jaxpr.invars if v not in dropped]
+        return ClosedJaxpr(narrowed.jaxpr.replace(invars=invars), narrowed.consts)
 
 
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
@@ -181,8 +187,10 @@ def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
     One pass over the equations, in order: it knows of each value whether it is an input, or zero, or neither.
     """
     same: dict[Atom, Var] = {v: v for v in inputs}
-    constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    zeros: set[Atom] = {v for v, x in constants if np.size(x) and not np.any(x)}
+    zeros: set[Atom] = set()
+    for v, x in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if np.size(x) and not np.any(x):
+            zeros.add(v)
 
     def is_zero(atom: Atom) -> bool:
         return not np.any(atom.val) if isinstance(atom, Literal) else atom in zeros
@@ -232,13 +240,17 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     """
     if wide == narrow:
         return True
-    if all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
+    if _are(jnp.floating, wide, narrow):
         a, b = jnp.finfo(wide), jnp.finfo(narrow)
         return a.nmant >= b.nmant and a.nexp >= b.nexp
-    if all(jnp.issubdtype(dtype, jnp.integer) for dtype in (wide, narrow)):
+    if _are(jnp.integer, wide, narrow):
         a, b = jnp.iinfo(wide), jnp.iinfo(narrow)
         return a.min <= b.min and b.max <= a.max
     return False
+
+
+def _are(kind: Any, *types: np.dtype) -> bool:
+    return all(jnp.issubdtype(dtype, kind) for dtype in types)
 
 
 def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
@@ -258,13 +270,6 @@ def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
 
 def _type(var: Var) -> np.dtype:
     return _jax.aval(var).dtype
-
-
-def _yielding(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
-    """Returns a program that yields only some of its results."""
-    results = [closed.jaxpr.outvars[k] for k in kept]
-    eqns = jaxprs.prune(closed.jaxpr.eqns, results)
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=results), closed.consts)
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:

@@ -38,11 +38,15 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
         values = dict(zip(reads, arrays, strict=True))
         for program, (taken, yielded) in zip(programs, parts, strict=True):
             if program.key not in traced:
-                traced[program.key] = in_order(jax.make_jaxpr(program.fn)(*program.inputs))
+                closed = jax.make_jaxpr(program.fn)(*program.inputs)
+                traced[program.key] = in_order(closed)
             out = _jax.apart(traced[program.key], [values[i] for i in taken])
             values |= zip(yielded, out, strict=False)  # a mark comes last
-        return (*(values[i] for i in writes), jax.numpy.int32(0))
+        results = [values[i] for i in writes]
+        return (*results, jax.numpy.int32(0))
 
-    key = "group", *(program.key for program in programs), tuple(wires)
+    keys = (program.key for program in programs)
+    taken_by_all = tuple(inputs[i] for i in reads)
+    # What a part may overwrite the group may overwrite, if it comes from outside.
     overwritten = tuple(i for i in reads if i in donated)
-    return Program(key, fn, tuple(inputs[i] for i in reads), overwritten)
+    return Program(("group", *keys, tuple(wires)), fn, taken_by_all, overwritten)

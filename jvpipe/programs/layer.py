@@ -82,30 +82,32 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
         kept: the names of the candidates that the forward saves.
         partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
     """
-    reads = enumerate(zip(body.reads, body.differentiable, strict=True))
-    tensors = [(i, ref) for i, (ref, d) in reads if d and ref.kind == ValueKind.TENSOR]
-    summed = [i for i, ref in tensors if ref.index in partial]
+    summed = [
+        i
+        for i in body.moving
+        if body.reads[i].kind == ValueKind.TENSOR and body.reads[i].index in partial
+    ]
     # The forward is traced with everything that its derivative closes over; what of this are residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
-    leaves = closed.jaxpr.outvars[n_out:]
+    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
-    shapes = [(sources[v], _jax.aval(v)) for v in leaves]
+    shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
     backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.debug_calls(closed))
     # The forward yields only those residuals that the backward turned out to read; they are numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
-    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars[:n_out], *used])
-    jaxpr = jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars))
+    forward = jaxprs.yielding(closed, [*outputs, *used])
     # A residual that is not a candidate has no name of its own.
-    names = _candidate_names(jaxpr.eqns)
+    names = _candidate_names(forward.jaxpr.eqns)
+    arrays = [array_of(v, names.get(v, f"residual{i}")) for i, v in enumerate(used)]
     signature = replace(
         signature,
-        residuals=tuple(array_of(v, names.get(v, f"residual{i}")) for i, v in enumerate(used)),
+        residuals=tuple(arrays),
         sources=tuple(renumber.get(s, s) for s in signature.sources),
     )
-    return LayerPrograms(ClosedJaxpr(jaxpr, closed.consts), backward, signature)
+    return LayerPrograms(forward, backward, signature)
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
@@ -121,12 +123,7 @@ def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
 
 def inference(body: Body) -> ClosedJaxpr:
     """Returns the layer without residuals, for evaluation."""
-    return flatten(lambda *xs: _run(body, xs), *map(_shape, body.inputs))
-
-
-def _shape(atom: _jax.Atom) -> jax.ShapeDtypeStruct:
-    aval = _jax.aval(atom)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return flatten(lambda *xs: _run(body, xs), *map(jaxprs.shape_of, body.inputs))
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
@@ -151,8 +148,10 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     last = calls.get(len(body.eqns))
     if last:
         fixed |= last(fixed)
-    results = zip(body.outputs, jaxprs.read_by(body.outputs, env), strict=True)
-    return [x if isinstance(v, _jax.Literal) else _valued(x, fixed[v]) for v, x in results]
+    results = []
+    for v in body.outputs:
+        results.append(v.val if isinstance(v, _jax.Literal) else _valued(env[v], fixed[v]))
+    return results
 
 
 # The value of its second argument, with the derivative of its first one, which is equal to it except for roundings.
@@ -188,27 +187,24 @@ def _trace_forward(
     policy = jax.checkpoint_policies.save_only_these_names(*kept)
 
     def forward(*xs: Any) -> list[Any]:
+        def run(*ys: Any) -> tuple[list[Any], list[Any]]:
+            return _run(body, ys), [ys[i] for i in summed]
+
         def pick(*variable: Any) -> tuple[list[Any], list[Any]]:
-            moving = iter(variable)
-            pairs = zip(xs, body.differentiable, strict=True)
-            merged = [next(moving) if d else x for x, d in pairs]
-            run = jax.checkpoint(
-                lambda *ys: (_run(body, ys), [ys[i] for i in summed]),
-                policy=policy,
-                prevent_cse=False,
-            )
-            out, passed = run(*merged)
+            merged = list(xs)
+            for i, x in zip(body.moving, variable, strict=True):
+                merged[i] = x
+            out, passed = jax.checkpoint(run, policy=policy, prevent_cse=False)(*merged)
             active = [x for x, a in zip(out, body.active, strict=True) if a]
             return [*active, *passed], out
 
-        variable = [x for x, d in zip(xs, body.differentiable, strict=True) if d]
         # `pull` is a pytree whose leaves are what it closes over: these become outputs of the forward.
-        _, pull, out = jax.vjp(pick, *variable, has_aux=True)
+        _, pull, out = jax.vjp(pick, *(xs[i] for i in body.moving), has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
         return [*out, *leaves]
 
-    closed = flatten(forward, *map(_shape, body.inputs))
+    closed = flatten(forward, *map(jaxprs.shape_of, body.inputs))
     return closed, trees[-1]
 
 
@@ -218,14 +214,20 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
+    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as that.
     sources: dict[_jax.Atom, Source] = {}
-    for i, v in reversed(list(enumerate(outputs))):  # of equal outputs the first one counts
+    for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
             sources[v] = ("output", i)
-    sources |= {v: ("input", i) for i, v in enumerate(closed.jaxpr.invars)}
+    for i, v in enumerate(closed.jaxpr.invars):
+        sources[v] = ("input", i)
     residuals = dict.fromkeys(v for v in leaves if v not in sources)
-    sources |= {v: ("residual", i) for i, v in enumerate(residuals)}
+    for i, v in enumerate(residuals):
+        sources[v] = ("residual", i)
     return sources
+
+
+_LOSS = Ref(ValueKind.LOSS, 0)
 
 
 @dataclass(frozen=True)
@@ -246,15 +248,13 @@ class _Differentiated:
 
     @staticmethod
     def of(body: Body) -> "_Differentiated":
-        variable = [i for i, d in enumerate(body.differentiable) if d]
         kinds = [ref.kind for ref in body.reads]
         active = [i for i, a in enumerate(body.active) if a]
-        loss = Ref(ValueKind.LOSS, 0)
         return _Differentiated(
-            [i for i in variable if kinds[i] == ValueKind.PARAMETER],
-            [i for i in variable if kinds[i] == ValueKind.TENSOR],
-            active,
-            [i for i in active if body.received[i] and body.writes[i] != loss],
+            gradients=[i for i in body.moving if kinds[i] == ValueKind.PARAMETER],
+            returned=[i for i in body.moving if kinds[i] == ValueKind.TENSOR],
+            active=active,
+            taken=[i for i in active if body.received[i] and body.writes[i] != _LOSS],
         )
 
 
@@ -277,7 +277,6 @@ def _trace_backward(
         summed: inputs whose cotangents come in as partial sums.
         printed: what derivative rules have printed in the forward already; they print it only once.
     """
-    variable = [i for i, d in enumerate(body.differentiable) if d]
     parts = _Differentiated.of(body)
     gradients, returned = parts.gradients, parts.returned
     partial = [i for i in summed if body.returned[i]]
@@ -294,20 +293,22 @@ def _trace_backward(
         later |= zip(partial, sums, strict=True)
         # In the order in which the forward listed what gradients come from: active outputs, then summed inputs.
         pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
-        moved = dict(zip(variable, pulled, strict=True))
+        moved = dict(zip(body.moving, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
     flat = flatten(
         backward,
-        [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes.values()],
-        [_shape(body.outputs[i]) for i in parts.taken],
-        [_shape(body.inputs[i]) for i in partial],
-        [_shape(body.inputs[i]) for i in gradients],
+        list(shapes.values()),
+        [jaxprs.shape_of(body.outputs[i]) for i in parts.taken],
+        [jaxprs.shape_of(body.inputs[i]) for i in partial],
+        [jaxprs.shape_of(body.inputs[i]) for i in gradients],
     )
     # First what decides how the compiler rounds, then what only leaves results out.
-    closed = settle_halves(upright(jaxprs.silent(flat, printed)), len(gradients))
-    closed = _pruned(closed, [body.returned[i] for i in (*gradients, *returned)])
+    quiet = jaxprs.silent(flat, printed)
+    closed = settle_halves(upright(quiet), len(gradients))
+    results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
+    closed = jaxprs.yielding(closed, [x for i, x in results if body.returned[i]])
     closed, sources = _without_unread(closed, body, list(shapes), gradients)
     signature = Signature(
         residuals=(),
@@ -335,10 +336,12 @@ def _without_unread(
         The backward, and the sources that are left.
     """
     inputs = closed.jaxpr.invars
-    read = {*jaxprs.free_variables(closed.jaxpr.eqns), *jaxprs.variables(closed.jaxpr.outvars)}
+    read = jaxprs.all_reads(closed.jaxpr.eqns, closed.jaxpr.outvars)
     dropped = set(inputs[: len(sources)]) - read
     sums = inputs[len(inputs) - len(gradients) :]
-    dropped |= {v for v, i in zip(sums, gradients, strict=True) if not body.returned[i]}
+    for v, i in zip(sums, gradients, strict=True):
+        if not body.returned[i]:
+            dropped.add(v)
     assert dropped.isdisjoint(read), "a gradient that nobody reads goes nowhere"
     left = [source for source, v in zip(sources, inputs, strict=False) if v not in dropped]
     jaxpr = closed.jaxpr.replace(invars=[v for v in inputs if v not in dropped])
@@ -347,19 +350,11 @@ def _without_unread(
 
 def _cotangent(body: Body, i: int) -> jax.Array:
     """Returns the cotangent of an output that comes from no later layer: of the loss its share, of others zeros."""
-    if body.writes[i] == Ref(ValueKind.LOSS, 0):
+    if body.writes[i] == _LOSS:
         return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
     return _zeros(body.outputs[i])
 
 
 def _zeros(atom: _jax.Atom) -> jax.Array:
-    return jnp.zeros(_jax.aval(atom).shape, _jax.aval(atom).dtype)
-
-
-def _pruned(closed: ClosedJaxpr, kept: Sequence[bool]) -> ClosedJaxpr:
-    """Returns a program that yields only some of its results."""
-    if all(kept):
-        return closed
-    results = [x for x, k in zip(closed.jaxpr.outvars, kept, strict=True) if k]
-    eqns = jaxprs.prune(closed.jaxpr.eqns, results)
-    return ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=results), closed.consts)
+    aval = _jax.aval(atom)
+    return jnp.zeros(aval.shape, aval.dtype)

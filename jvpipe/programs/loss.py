@@ -1,5 +1,6 @@
 """The small programs around the layers: the sum of the losses, and fresh accumulators."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +13,7 @@ import numpy as np
 from jvpipe.ir.examples import Examples, Over, Spread
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.reductions import AuxReduction
-from jvpipe.programs.store import Program
+from jvpipe.programs.store import Program, added_up, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,23 @@ class Parts:
             case Over.NONE | Over.FIRST:
                 return values[0]
             case Over.SUM:
-                return _total(values)
+                return added_up(values)
             case Over.MEAN:
-                # Slices differ in size if the replicas do not divide the micro-batch: each counts by its examples.
-                examples = sum(s.size for s in self.slices)
-                shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
-                return _total([value * share for share, value in zip(shares, values, strict=True)])
+                return self._mean(values)
             case Over.ALONG:
                 return jnp.concatenate(values, self.spread.axis)
             case Over.MAX:
-                return _largest(values)
+                return functools.reduce(jnp.maximum, values)
             case Over.LAST:
                 return values[-1]
             case _:
                 raise AssertionError(f"{self.spread} cannot be joined")
+
+    def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
+        # Slices differ in size if the replicas do not divide the micro-batch: each counts by its examples.
+        examples = sum(s.size for s in self.slices)
+        shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
+        return added_up([x * share for x, share in zip(values, shares, strict=True)])
 
 
 def loss_program(
@@ -64,26 +68,25 @@ def loss_program(
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = _columns(values, microbatches, parts)
         losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
-        loss = _total(losses[0])
+        loss = added_up(losses[0])
         # The weight has its own sum, and only the quotient of both is the loss, however the items were spread.
         if graph.weighted:
-            weight = _total(losses[1])
+            weight = added_up(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
         else:
             out = [loss / np.asarray(microbatches, loss.dtype)]
         for group, members in enumerate(graph.aux_groups):
             leaves = [aux[i] for i in members]
             if len(leaves) == 2:  # a `Weighted`: its total, and its weight
-                total, weight = map(_total, leaves)
+                total, weight = map(added_up, leaves)
                 out.append(total / weight.astype(total.dtype))
             else:
                 out.append(_reduced(leaves[0], graph.aux_reduction(group)))
         return out
 
-    shapes = tuple(inputs)
-    types = tuple((s.shape, str(s.dtype)) for s in shapes)
     reductions = graph.weighted, graph.aux_groups, graph.aux_chosen
-    return Program(("loss", *reductions, types, microbatches, tuple(parts)), reduce, shapes)
+    key = "loss", *reductions, types_of(inputs), microbatches, tuple(parts)
+    return Program(key, reduce, tuple(inputs))
 
 
 def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array:
@@ -92,30 +95,15 @@ def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array
         case None:
             return jnp.stack(values)
         case AuxReduction.MEAN:
-            return _total(values) / np.asarray(len(values), values[0].dtype)
+            return added_up(values) / np.asarray(len(values), values[0].dtype)
         case AuxReduction.SUM:
-            return _total(values)
+            return added_up(values)
         case AuxReduction.MAX:
-            return _largest(values)
+            return functools.reduce(jnp.maximum, values)
         case AuxReduction.LAST:
             return values[-1]
         case _:
             assert_never(how)
-
-
-def _largest(values: Sequence[jax.Array]) -> jax.Array:
-    result = values[0]
-    for value in values[1:]:
-        result = jnp.maximum(result, value)
-    return result
-
-
-# In a loop, not by `jnp.sum`: the order of summation is that of the micro-batches, whatever the compiler does.
-def _total(values: Sequence[jax.Array]) -> jax.Array:
-    result = values[0]
-    for value in values[1:]:
-        result = result + value
-    return result
 
 
 def _columns(
@@ -124,17 +112,22 @@ def _columns(
     """Returns what each loss and leaf of aux was in each micro-batch."""
     if not parts:
         return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
+    # Column after column; in a column micro-batch after micro-batch; of each of these slice after slice.
     left, columns = iter(values), list[Sequence[jax.Array]]()
     for part in parts:
         if part is None:
             columns.append(list(islice(left, microbatches)))
-        else:
-            slices = [list(islice(left, len(part.slices))) for _ in range(microbatches)]
-            columns.append([part.whole(of_one) for of_one in slices])
+            continue
+        column = []
+        for _ in range(microbatches):
+            of_slices = list(islice(left, len(part.slices)))
+            column.append(part.whole(of_slices))
+        columns.append(column)
     return columns
 
 
 def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Returns what makes fresh accumulators."""
-    key = ("zeros", tuple((s.shape, str(s.dtype)) for s in shapes))
-    return Program(key, lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], ())
+    return Program(
+        ("zeros", types_of(shapes)), lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], ()
+    )

@@ -44,8 +44,10 @@ def programs_of(
         share: how many of its candidates its forward keeps, or what the fates of a plan keep.
     """
     layer, body = traced.graph.layers[number], traced.bodies[number]
-    names = [c.name for c in layer.candidates]
-    kept = sorted(share.kept[number]) if isinstance(share, Fates) else kept_names(names, share)
+    if isinstance(share, Fates):
+        kept = sorted(share.kept[number])
+    else:
+        kept = kept_names([c.name for c in layer.candidates], share)
     return store.layer(body, kept, partial_inputs(traced.graph, layer))
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import jax
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, JaxprEqn, TreeDef, Var
+from jvpipe._jax import Atom, ClosedJaxpr, JaxprEqn, TreeDef, Var
 from jvpipe.ir.layers import Array, Parameter
 from jvpipe.ir.optimizer import Optimizer
 from jvpipe.ir.sharding import Sharding
 from jvpipe.programs.flow import Flow
 from jvpipe.programs.optimizer_trace import (
     TracedOptimizer,
-    evaluate_update,
     paths_of,
     scope_of,
     transformation,
@@ -146,10 +145,11 @@ def cut_optimizer(
         options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
         traced = trace_stacked(optimizer, params, readers, microbatches, **options)
     update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
-    names = _names(params, stacks)
-    homes = _homes(update, init, traced, list(map(Input, owners, names)))
+    of_leaf = list(map(Input, owners, _names(params, stacks)))
+    homes = _homes(update, init, traced, of_leaf)
+    layers = _updated(traced, owners)
     try:
-        flow, homes = _settled(update, homes, _updated(traced, owners))
+        flow, homes = _settled(update, homes, layers)
     except ValueError as error:
         if not stacks:
             raise
@@ -158,11 +158,11 @@ def cut_optimizer(
     first = replace(init.flow(homes, flow.layers), shared=flow.shared)
     _check(first, homes)
     return OptimizerCut(
-        first.pieces(),
-        flow.pieces(),
-        _state_leaves(update, traced, homes),
-        traced.state_tree,
-        _cross_layer(flow),
+        init=first.pieces(),
+        update=flow.pieces(),
+        state=_state_leaves(update, traced, homes),
+        state_tree=traced.state_tree,
+        cross_layer=_cross_layer(flow),
     )
 
 
@@ -215,9 +215,8 @@ def laid_state(
         if leaf.parameter is None:
             return leaf
         parameter = parameters[leaf.parameter].array
-        if (
-            parameter.shape != leaf.array.shape
-        ):  # such as a factored moment, which stays whole on each
+        # State of another shape, such as a factored moment, stays whole on each device.
+        if parameter.shape != leaf.array.shape:
             return leaf
         return replace(leaf, array=sharding.laid(leaf.array, parameter.spec))
 
@@ -261,47 +260,57 @@ class _Program:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
 
-        def run(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
             with jax.named_scope(scope_of(eqn)):
-                return splits[id(eqn)](values) if id(eqn) in splits else _jax.bind(eqn, values)
+                split = splits.get(id(eqn))
+                return _jax.bind(eqn, values) if split is None else split(values)
 
-        closed = flatten(lambda *xs: evaluate_update(self.closed, xs, run), *self.closed.in_avals)
+        def run(*values: Any) -> list[Any]:
+            return jaxprs.evaluate(self.closed, values, apply)
+
+        closed = flatten(run, *self.closed.in_avals)
         return replace(self, closed=closed).placed(homes)
 
     def flow(self, homes: Mapping[Slot, Input], layers: Sequence[int]) -> Flow:
         """Returns the placed equations with the names of what goes in and out, for some layers."""
         program, placement = self.placed(homes)
-        jaxpr, consts = program.closed.jaxpr, program.closed.consts
-        constants = dict(zip(jaxpr.constvars, consts, strict=True))
-        inputs = dict(zip(jaxpr.invars, self.inputs, strict=True))
-        return Flow(jaxpr.eqns, constants, inputs, program.outputs(homes), placement, layers)
+        jaxpr = program.closed.jaxpr
+        return Flow(
+            eqns=jaxpr.eqns,
+            constants=dict(zip(jaxpr.constvars, program.closed.consts, strict=True)),
+            inputs=dict(zip(jaxpr.invars, self.inputs, strict=True)),
+            outputs=program.outputs(homes),
+            placement=placement,
+            layers=layers,
+        )
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
     """Returns the names of the parameters; a slice has that of its stack if the optimizer sees this."""
     if not stacks:
         return [path_name(path) for path in paths_of(params)]
+    joined = stacks.join(params, lambda *slices: slices[0])
     names: list[str] = []
-    paths = paths_of(stacks.join(params, lambda *slices: slices[0]))
-    for path, n in zip(paths, stacks.lengths, strict=True):
-        names += [path_name(path)] * (1 if n is None else n)
+    for path, length in zip(paths_of(joined), stacks.lengths, strict=True):
+        slices = 1 if length is None else length
+        names += [path_name(path)] * slices
     return names
 
 
 def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
     """Returns the layers of an update: they own parameters that it changes, or that state belongs to."""
     changed = set(range(len(owners))) - traced.frozen
-    return sorted({owners[i] for i in (*changed, *traced.parameter_of) if i is not None})
+    with_state = {i for i in traced.parameter_of if i is not None}
+    return sorted({owners[i] for i in changed | with_state})
 
 
 def _programs(
     traced: TracedOptimizer, readers: Sequence[int], *, weighted: bool, grad_norm: bool
 ) -> tuple[_Program, _Program]:
     """Names what a traced optimizer's update and its init take and yield."""
-    numbered = enumerate(readers)
-    gradients = [
-        Slot(SlotKind.GRADIENT, leaf, reader) for leaf, n in numbered for reader in range(n)
-    ]
+    gradients: list[Slot] = []
+    for leaf, count in enumerate(readers):
+        gradients += [Slot(SlotKind.GRADIENT, leaf, reader) for reader in range(count)]
     weight = [Slot(SlotKind.WEIGHT)] if weighted else []
     parameters = tuple(Slot(SlotKind.PARAMETER, leaf) for leaf in range(len(readers)))
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
@@ -329,11 +338,13 @@ def _settled(
     homes = dict(homes)
     flow = update.flow(homes, layers)
     claims = _claims(flow)
+    # To place everything anew with what is claimed may free more state to be claimed.
     while claims:
         homes |= claims
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     _check(flow, homes)
+    # What is shared is updated in the global program too, which may have to read more state for that.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes
@@ -347,10 +358,15 @@ def _claims(flow: Flow) -> dict[Slot, Input]:
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
     # Without the results in question: they count as needed everywhere, which is what is to be found out.
-    goes_to = destinations(flow.eqns, [out for out in flow.outputs if out.slot not in maker])
+    others = [out for out in flow.outputs if out.slot not in maker]
+    goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
-    readers = {slot: goes_to.get(variables[slot], home) for slot, home in maker.items()}
-    return {slot: Input(home) for slot, home in maker.items() if readers[slot] == home}
+    claims: dict[Slot, Input] = {}
+    for slot, home in maker.items():
+        reader = goes_to.get(variables[slot], home)
+        if reader == home:
+            claims[slot] = Input(home)
+    return claims
 
 
 def _check(flow: Flow, homes: Mapping[Slot, Input]) -> None:
@@ -372,16 +388,16 @@ def _cross_layer(flow: Flow) -> tuple[str, ...]:
     """Returns the transformations that read one layer's values for another layer's sake."""
     results = [out for out in flow.outputs if out.slot.kind is not SlotKind.GRAD_NORM]
     # Results that one layer makes for another: whatever makes them crosses layers, too.
-    relayed = {
-        out.atom
-        for out in results
-        if flow.placement.of(out.atom).home not in (out.home, "everywhere", "global")
-    }
+    relayed: set[Atom] = set()
+    for out in results:
+        maker = flow.placement.of(out.atom).home
+        if maker not in (out.home, "everywhere", "global"):
+            relayed.add(out.atom)
     names: dict[str, None] = {}
     for eqn in jaxprs.prune(flow.eqns, [out.atom for out in results]):
         home = flow.placement.of(eqn.outvars[0]).home
-        homes = {flow.placement.of(atom).home for atom in eqn.invars}
-        reads_others = any(isinstance(other, int) and other != home for other in homes)
+        operands = {flow.placement.of(atom).home for atom in eqn.invars}
+        reads_others = any(isinstance(layer, int) for layer in operands - {home})
         if reads_others or not relayed.isdisjoint(eqn.outvars):
             names[transformation(eqn) or "the optimizer"] = None
     return tuple(names)

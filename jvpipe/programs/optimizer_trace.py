@@ -70,11 +70,13 @@ def trace_optimizer(
     """
     import optax  # late, as in jvpipe/ir/optimizer.py
 
-    leaves, tree = jax.tree.flatten(params)
+    leaves, whole_tree = jax.tree.flatten(params)
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     masked = [optax.MaskedNode() if i in frozen else x for i, x in enumerate(leaves)]
-    params = jax.tree.unflatten(tree, masked)
-    tree, seen = jax.tree.structure(params), [i for i in range(len(leaves)) if i not in frozen]
+    params = jax.tree.unflatten(whole_tree, masked)
+    # The tree that the optimizer sees, and the numbers of its leaves among all parameters.
+    tree = jax.tree.structure(params)
+    seen = [i for i in range(len(leaves)) if i not in frozen]
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
@@ -89,10 +91,11 @@ def trace_optimizer(
         params = tree.unflatten([values[i] for i in seen])
         answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
         updates, state = _checked_answer(answer, tree)
-        changed = zip(seen, jax.tree.leaves(optax.apply_updates(params, updates)), strict=True)
-        # The frozen ones pass through, in their places.
-        new = dict(enumerate(values)) | dict(changed)
-        return list(new.values()), state, norm(grads) if grad_norm else None
+        new = list(values)  # the frozen ones pass through, in their places
+        changed = jax.tree.leaves(optax.apply_updates(params, updates))
+        for i, x in zip(seen, changed, strict=True):
+            new[i] = x
+        return new, state, norm(grads) if grad_norm else None
 
     def traced_at(state: Tree) -> ClosedJaxpr:
         closed = straight_line(update, sums, weight, leaves, state)
@@ -101,19 +104,20 @@ def trace_optimizer(
 
     make_init = _standard(functools.partial(jax.make_jaxpr, return_shape=True))
     traced_init, first = make_init(init)(leaves)
-    closed, state = _at_fixed_types(traced_at, first, slice(len(leaves), -1 if grad_norm else None))
+    of_state = slice(len(leaves), -1 if grad_norm else None)
+    closed, state = _at_fixed_types(traced_at, first, of_state)
     if state is not first:
         # The first state has the types that it takes on in later updates, so that one program does for all.
         settled_init = lambda leaves: jax.tree.map(_cast, init(leaves), state)  # noqa: E731
         traced_init = _standard(jax.make_jaxpr)(settled_init)(leaves)
     owners = match_paths(paths_of(state), paths_of(params))
     return TracedOptimizer(
-        closed,
-        _straightened(traced_init),
-        arrays_of(state),
-        jax.tree.structure(state),
-        tuple(None if i is None else seen[i] for i in owners),
-        frozenset(frozen),
+        update=closed,
+        init=_straightened(traced_init),
+        state=arrays_of(state),
+        state_tree=jax.tree.structure(state),
+        parameter_of=tuple(None if i is None else seen[i] for i in owners),
+        frozen=frozenset(frozen),
     )
 
 
@@ -136,8 +140,7 @@ def _at_fixed_types(
     for _ in range(3):
         closed = traced_at(state)
         settled = _settled(state, closed.out_avals[of_state])
-        types, settled_types = (list(map(_type, jax.tree.leaves(x))) for x in (state, settled))
-        if types == settled_types:
+        if _types(settled) == _types(state):
             return closed, state
         state = settled
     raise ValueError(
@@ -164,6 +167,9 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
     """
+    #                        prefix     parameter
+    #     ("mu", "w")        "mu"       "w"         mirrors: all that begins with "mu" goes on as a parameter
+    #     ("hyper", "b")     "hyper"    "b"         does not, because of ("hyper", "c")
     leaf_of = {path: leaf for leaf, path in enumerate(params)}
 
     def mirrors(prefix: Path) -> bool:
@@ -171,14 +177,14 @@ def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | Non
         return all(path[n:] in leaf_of for path in state if path[:n] == prefix)
 
     cuts = [(path, n) for path in state for n in range(len(path) + 1)]
-    prefixes = dict.fromkeys(path[:n] for path, n in cuts if path[n:] in leaf_of)
+    prefixes = {path[:n] for path, n in cuts if path[n:] in leaf_of}
     mirrored = {prefix for prefix in prefixes if mirrors(prefix)}
     # If there are several prefixes, the shortest counts: it leaves the longest path of a parameter.
-    shortest: dict[Path, int] = {}
+    owner_of: dict[Path, int] = {}
     for path, n in cuts:
         if path[:n] in mirrored:
-            shortest.setdefault(path, n)
-    return [leaf_of[path[shortest[path] :]] if path in shortest else None for path in state]
+            owner_of.setdefault(path, leaf_of[path[n:]])
+    return [owner_of.get(path) for path in state]
 
 
 def straight_line(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
@@ -210,24 +216,17 @@ def scope_of(eqn: JaxprEqn) -> str:
     return "/".join(filter(None, (_jax.scope(eqn), _traced_in(eqn))))
 
 
-def evaluate_update(
-    closed: ClosedJaxpr, args: Sequence[Any], apply: Apply = _jax.bind
-) -> list[Any]:
-    """Runs a jaxpr on values, each equation through `apply`.
-
-    Args:
-        closed: the jaxpr.
-        args: its arguments.
-        apply: runs an equation on values.
-    """
-    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-    env = dict(zip(inputs, [*closed.consts, *args], strict=True))
-    jaxprs.run_jaxpr(closed.jaxpr.eqns, env, apply)
-    return jaxprs.read_by(closed.jaxpr.outvars, env)
-
-
 def _retraced(closed: ClosedJaxpr) -> ClosedJaxpr:
-    return flatten(lambda *xs: evaluate_update(closed, xs, _expand), *closed.in_avals)
+    def run(*values: Any) -> list[Any]:
+        return jaxprs.evaluate(closed, values, _expand)
+
+    return flatten(run, *closed.in_avals)
+
+
+def straight_body(scan: JaxprEqn) -> ClosedJaxpr:
+    """Returns the body of a scan without calls and branches, as `straight_line` does."""
+    traced = scan.params["jaxpr"]
+    return straight_line(lambda *values: jaxprs.evaluate(traced, values), *traced.in_avals)
 
 
 def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -237,14 +236,14 @@ def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
-    results = [evaluate_update(branch, operands, _expand) for branch in eqn.params["branches"]]
+    results = [jaxprs.evaluate(branch, operands, _expand) for branch in eqn.params["branches"]]
     which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
     return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
 def _primal(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a function with a derivative rule of its own, without that: no derivative is taken here."""
-    return evaluate_update(eqn.params["call_jaxpr"], values, _expand)
+    return jaxprs.evaluate(eqn.params["call_jaxpr"], values, _expand)
 
 
 _EXPANDED: dict[str, Apply] = {
@@ -289,7 +288,8 @@ def _traced_in(eqn: JaxprEqn) -> str:
         if function == _call_optimizer.__name__ and file == __file__:
             return factory or outer
         name, _, method = function.rpartition(".")
-        if not factory and name and method in ("update", "update_fn", "init", "init_fn"):
+        is_traced = method in ("update", "update_fn", "init", "init_fn")
+        if name and is_traced and not factory:
             factory = name.partition(".")[0]
         outer = function.partition(".")[0]
     return ""
@@ -317,7 +317,8 @@ def mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _square_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))))
+    wide = x.astype(jnp.promote_types(x.dtype, np.float32))
+    return jnp.sum(jnp.square(jnp.abs(wide)))
 
 
 def norm(grads: Sequence[jax.Array]) -> jax.Array:
@@ -360,8 +361,14 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         raise ValueError(
             f"the optimizer's state has {len(leaves)} leaves and {len(new)} after an update"
         )
-    pairs = zip(leaves, new, strict=True)
-    return tree.unflatten([settle(path, before, after) for (path, before), after in pairs])
+    settled = []
+    for (path, before), after in zip(leaves, new, strict=True):
+        settled.append(settle(path, before, after))
+    return tree.unflatten(settled)
+
+
+def _types(tree: Tree) -> list[tuple[Any, bool]]:
+    return list(map(_type, jax.tree.leaves(tree)))
 
 
 def _type(leaf: Any) -> tuple[Any, bool]:

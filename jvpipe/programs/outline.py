@@ -39,8 +39,7 @@ class Call:
             jaxprs.run_jaxpr(self.eqns, env)
             return jaxprs.read_by(self.outputs, env)
 
-        avals = (_jax.aval(v) for v in self.inputs)
-        return flatten(run, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        return flatten(run, *map(jaxprs.shape_of, self.inputs))
 
     def equation(self) -> JaxprEqn:
         """Returns the call as an equation between its inputs and outputs."""
@@ -69,7 +68,7 @@ def calls(
 
     There is one per candidate, and a last one for outputs. A value that several calls need is made by one of its own,
     unless it only moves its operand. One pass from the last equation to the first finds, for each, the calls that need
-    it: by then all its readers have been seen.
+    it: by then all its readers have been seen. So no equation is in two calls, but for moves.
 
     Args:
         body: a layer's equations.
@@ -88,17 +87,22 @@ def calls(
         is_candidate = any(v in candidates for v in eqn.outvars)
         is_shared = len(needing) > 1 and not is_move(eqn)
         if is_candidate or is_shared:
-            results = [v for v in eqn.outvars if v in candidates or callers[v]]
-            yielded[position], needing = results, {position}
+            # A call begins here; those that need its results read them, and no longer what they are made of.
+            yielded[position] = [v for v in eqn.outvars if v in candidates or callers[v]]
+            needing = {position}
         for call in needing:
             eqns[call].append(eqn)
             for v in jaxprs.variables(eqn.invars):
                 callers[v].add(call)
-    return {i: _call(eqns[i][::-1], results) for i, results in yielded.items() if eqns[i]}
+    by_position: dict[int, Call] = {}
+    for position, results in yielded.items():
+        if eqns[position]:  # all outputs may be candidates, or inputs
+            by_position[position] = _call(eqns[position][::-1], results)
+    return by_position
 
 
 def _call(eqns: Sequence[JaxprEqn], results: Iterable[Var]) -> Call:
     """Returns a call of equations that yields those results which it computes."""
-    computed = {v for eqn in eqns for v in eqn.outvars}
+    computed = jaxprs.defined(eqns)
     outputs = tuple(v for v in results if v in computed)
     return Call(tuple(eqns), tuple(jaxprs.free_variables(eqns)), outputs)

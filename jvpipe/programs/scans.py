@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, JaxprEqn, Var
-from jvpipe.programs.optimizer_trace import evaluate_update, straight_line
+from jvpipe.programs.optimizer_trace import straight_body
 from jvpipe.trace import jaxprs
 
 Layers = frozenset[int]
@@ -54,24 +54,24 @@ class SplitScan:
         # Results are numbered carries first, then ys, as in the body's.
         kept, eqns = self._narrowed(outputs, carry_in)
         ys = [i for i in outputs if i >= len(carry_in)]
-        read = _read(eqns, [jaxpr.outvars[i] for i in [*kept, *ys]])
+        kept_in = [carry_in[i] for i in kept]
+        kept_out = [jaxpr.outvars[i] for i in kept]
+        ys_out = [jaxpr.outvars[i] for i in ys]
         fixed = dict(zip(jaxpr.constvars, self.body.consts, strict=True))
         fixed |= dict(zip(fixed_in, constants, strict=True))
 
-        def pick(numbers: Sequence[int], env: dict[Var, Any]) -> list[Any]:
-            return jaxprs.read_by([jaxpr.outvars[i] for i in numbers], env)
-
         def step(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-            env = fixed | dict(zip((carry_in[i] for i in kept), carry, strict=True))
-            env |= {scanned_in[i]: x for i, x in xs.items()}
+            env = fixed | dict(zip(kept_in, carry, strict=True))
+            for i, x in xs.items():
+                env[scanned_in[i]] = x
             jaxprs.run_jaxpr(eqns, env)
-            return pick(kept, env), pick(ys, env)
+            return jaxprs.read_by(kept_out, env), jaxprs.read_by(ys_out, env)
 
-        init = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (start[i] for i in kept)]
         # What no equation of the part reads is not scanned over: it may belong to another layer.
+        read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
-        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(step, init, xs, **options)
+        init = [_as_array(start[i]) for i in kept]
+        carry, stacked = jax.lax.scan(step, init, xs, **scan_options(self.eqn))
         values_of = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
         return {i: values_of[i] for i in outputs}
 
@@ -82,15 +82,16 @@ class SplitScan:
 
         A carry that is read in one iteration is needed from the one before: it ends when no carry is added.
         """
-        results, carries = self.body.jaxpr.outvars, {i for i in outputs if i < len(carry_in)}
+        results = self.body.jaxpr.outvars
+        carries = {i for i in outputs if i < len(carry_in)}
         while True:
             needed_results = [results[i] for i in sorted({*outputs, *carries})]
             eqns = jaxprs.prune(self.body.jaxpr.eqns, needed_results)
-            read = _read(eqns, needed_results)
-            needed = carries | {i for i, var in enumerate(carry_in) if var in read}
-            if needed == carries:
+            read = jaxprs.all_reads(eqns, needed_results)
+            added = {i for i, var in enumerate(carry_in) if var in read}
+            if added <= carries:
                 return sorted(carries), eqns
-            carries = needed
+            carries |= added
 
 
 def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) -> SplitScan:
@@ -101,15 +102,15 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
         operands: the layers that each of its operands depends on.
         used: whether anything depends on each of its results.
     """
-    traced = eqn.params["jaxpr"]
-    body = straight_line(lambda *xs: evaluate_update(traced, xs), *traced.in_avals)
+    body = straight_body(eqn)
+    # A carry depends on what the iteration before has put into it. It ends, since carries only gain layers.
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
-            layers = [of_result if u else None for of_result, u in zip(results, used, strict=True)]
-            return SplitScan(eqn, body, tuple(layers))
+            layers = zip(results, used, strict=True)
+            return SplitScan(eqn, body, tuple(result if u else None for result, u in layers))
         operands = [*constants, *grown, *xs]
 
 
@@ -118,11 +119,17 @@ def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[La
     nothing = Layers()
     layers: dict[_jax.Atom, Layers] = dict(zip(body.jaxpr.invars, operands, strict=True))
     for eqn in body.jaxpr.eqns:
-        mixed = nothing.union(*(layers.get(v, nothing) for v in jaxprs.variables(eqn.invars)))
+        read = jaxprs.variables(eqn.invars)
+        mixed = nothing.union(*(layers.get(v, nothing) for v in read))
         layers |= dict.fromkeys(eqn.outvars, mixed)
     results = body.jaxpr.outvars
     return [nothing if isinstance(v, _jax.Literal) else layers.get(v, nothing) for v in results]
 
 
-def _read(eqns: Sequence[JaxprEqn], results: Sequence[_jax.Atom]) -> set[Var]:
-    return {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
+def scan_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the keywords of `jax.lax.scan` that a scan was made with."""
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+def _as_array(value: Any) -> jax.Array:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

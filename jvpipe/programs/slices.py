@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jvpipe.ir.examples import Over
 from jvpipe.ir.rows import SliceRun
 from jvpipe.programs.loss import Parts
-from jvpipe.programs.store import Program
+from jvpipe.programs.store import Program, added_up, types_of
 
 
 def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
@@ -29,7 +29,7 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     """Returns what puts arrays one after another along an axis."""
-    key = "concat", tuple((part.shape, str(part.dtype)) for part in parts), axis
+    key = "concat", types_of(parts), axis
     return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
 
 
@@ -47,15 +47,10 @@ def reduce_program(
     inputs = tuple(array for array in sums for _ in range(replicas))
 
     def reduce(*parts: jax.Array) -> list[jax.Array]:
-        totals = []
-        for first in range(0, len(parts), replicas):
-            total = parts[first]
-            for part in parts[first + 1 : first + replicas]:
-                total = total + part
-            totals.append(total)
-        return totals
+        rows = range(0, len(parts), replicas)
+        return [added_up(parts[first : first + replicas]) for first in rows]
 
-    key = "reduce", tuple((s.shape, str(s.dtype)) for s in sums), replicas, in_place
+    key = "reduce", types_of(sums), replicas, in_place
     of_first = tuple(range(0, len(inputs), replicas))
     return Program(key, reduce, inputs, of_first if in_place else ())
 
@@ -64,11 +59,8 @@ def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Pr
     """Returns what adds up parts of one shape, each times its weight, in their order."""
 
     def weigh(*parts: jax.Array) -> list[jax.Array]:
-        weighted = [x * jnp.asarray(w, x.dtype) for x, w in zip(parts, weights, strict=True)]
-        total = weighted[0]
-        for more in weighted[1:]:
-            total = total + more
-        return [total]
+        pairs = zip(parts, weights, strict=True)
+        return [added_up([x * jnp.asarray(w, x.dtype) for x, w in pairs])]
 
     key = "weighted", part.shape, str(part.dtype), tuple(weights)
     return Program(key, weigh, (part,) * len(weights))
@@ -85,19 +77,13 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
     def join(*values: jax.Array) -> list[jax.Array]:
         left, wholes = iter(values), list[jax.Array]()
         for leaf in parts:
-            adds = leaf.spread.over is Over.ADDED
-            before = next(left) if adds else None
-            of_slices = list(islice(left, len(leaf.slices)))
-            wholes.append(leaf.whole(of_slices) if before is None else _added(before, of_slices))
+            if leaf.spread.over is not Over.ADDED:
+                wholes.append(leaf.whole(list(islice(left, len(leaf.slices)))))
+                continue
+            # What the leaf was, and what each slice has added to it.
+            before = next(left)
+            of_slices = islice(left, len(leaf.slices))
+            wholes.append(added_up([before, *(part - before for part in of_slices)]))
         return wholes
 
-    key = "state", tuple((x.shape, str(x.dtype)) for x in leaves), tuple(parts)
-    return Program(key, join, tuple(leaves))
-
-
-def _added(before: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
-    """Returns what a leaf was, and what each slice has added to it."""
-    whole = before
-    for part in parts:
-        whole = whole + (part - before)
-    return whole
+    return Program(("state", types_of(leaves), tuple(parts)), join, tuple(leaves))

@@ -20,7 +20,9 @@ import jax
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
-from jvpipe.programs.optimizer_trace import evaluate_update, scope_of, straight_line
+from jvpipe.programs.optimizer_trace import scope_of, straight_body
+from jvpipe.programs.scans import scan_options
+from jvpipe.trace import jaxprs
 from jvpipe.trace.primitives import is_elementwise
 
 Shape = tuple[int, ...]
@@ -93,7 +95,7 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: along which it is cut.
         count: of the parts.
     """
-    if isinstance(value, Rows) and (value.axis, len(value.parts)) == (axis, count):
+    if isinstance(value, Rows) and value.axis == axis and len(value.pieces) == count:
         return value.parts
     if count == 1:
         return (whole(value),)
@@ -113,11 +115,12 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: that the slices lack.
         count: of the slices.
     """
-    if isinstance(value, Rows) and (value.axis, len(value.pieces)) == (axis, count) and value.thin:
+    if isinstance(value, Rows) and value.thin and value.axis == axis and len(value.pieces) == count:
         return value.pieces
     if isinstance(value, Even) and value.one.shape[axis] == 1:
         shape = (*value.shape[:axis], *value.shape[axis + 1 :])
-        return (_broadcast(jax.lax.squeeze(value.one, (axis,)), shape),) * count
+        one = jax.lax.squeeze(value.one, (axis,))
+        return (_broadcast(one, shape),) * count
     return tuple(jax.lax.squeeze(x, (axis,)) for x in parts_of(value, axis, count))
 
 
@@ -130,7 +133,8 @@ def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     """Returns the results of an equation on `Rows`; None if it needs the whole of them."""
-    name, rows = eqn.primitive.name, next(v for v in values if isinstance(v, Rows))
+    name = eqn.primitive.name
+    rows = next(v for v in values if isinstance(v, Rows))
     rank = len(_jax.aval(eqn.invars[0]).shape)
     along_others = name in _MATRIX and rows.axis < rank - 2  # matrices lie in the last two axes
     if is_elementwise(eqn) or along_others:
@@ -138,7 +142,8 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     # Each slice is reduced by itself, then what is left of them, in the order of the layers.
     if name in _SUMS and rows.axis in eqn.params["axes"]:
         left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
-        return _jax.bind(_with(eqn, {"axes": (0,)}), [_stacked(left)])
+        over_layers = _with(eqn, {"axes": (0,)})
+        return _jax.bind(over_layers, [_stacked(left)])
     if name == "dot_general":
         return [_product(eqn, values)]
     if name == "scan":
@@ -167,13 +172,16 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
             sizes[axis] = size
         if tuple(sizes) == out.shape:
             return None
-        return [Even(out.shape, _jax.bind(_with(eqn, {"shape": tuple(sizes)}), [one])[0])]
+        narrow = _with(eqn, {"shape": tuple(sizes)})
+        return [Even(out.shape, x) for x in _jax.bind(narrow, [one])]
     # Scalars go with everything.
     ranked = [v for v in values if jax.numpy.ndim(v.one if isinstance(v, Even) else v)]
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    sizes = tuple(map(max, zip(*(v.one.shape for v in ranked), strict=True)))
+    # Along an axis the result is the same if all operands are: else it has as many elements as those that are not.
+    shapes = [v.one.shape for v in ranked]
+    sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
     return [Even(out.shape, one) for one in _jax.bind(eqn, ones)]
 
@@ -198,9 +206,14 @@ def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> lis
         return (slices_of if thin else parts_of)(value, axis, count)
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
-    operands = map(parts, values, shapes)
-    results = [_jax.bind(eqn, list(of_part)) for of_part in zip(*operands, strict=True)]
-    return [Rows(axis, of_result, thin) for of_result in zip(*results, strict=True)]
+    # Operand by operand, then part by part, then result by result.
+    of_operands = map(parts, values, shapes)
+    of_parts = [_jax.bind(eqn, list(operands)) for operands in zip(*of_operands, strict=True)]
+    return [Rows(axis, pieces, thin) for pieces in zip(*of_parts, strict=True)]
+
+
+_BATCH, _CONTRACTED, _FREE = range(3)
+"""What an axis is to a product, the first of these where operands differ."""
 
 
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
@@ -217,22 +230,27 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
     def rank(side: int) -> int:
         axis = values[side].axis
-        return 0 if axis in batch[side] else 1 if axis in contracted[side] else 2
+        if axis in batch[side]:
+            return _BATCH
+        return _CONTRACTED if axis in contracted[side] else _FREE
 
     side = min(sides, key=rank)
-    axis, parts, other = values[side].axis, values[side].parts, values[1 - side]
-    if rank(side) == 2:
-        others = (whole(other),) * len(parts)
-        free = [_free_axes(eqn, 0), _free_axes(eqn, 1)]
-        before = len(batch[0]) + (len(free[0]) if side else 0)
-        position = before + free[side].index(axis)
+    rows, other, meaning = values[side], values[1 - side], rank(side)
+    count = len(rows.parts)
+    # The result has the batch axes first, then the free axes of the first operand, then those of the second.
+    if meaning == _FREE:
+        others = (whole(other),) * count
+        before = len(batch[0]) + (len(_free_axes(eqn, 0)) if side == 1 else 0)
+        position = before + _free_axes(eqn, side).index(rows.axis)
     else:
-        axes = (batch, contracted)[rank(side)]
-        position = list(axes[side]).index(axis)
-        others = parts_of(other, int(axes[1 - side][position]), len(parts))
-    pairs = zip(parts, others, strict=True) if side == 0 else zip(others, parts, strict=True)
-    results = [_jax.bind(eqn, list(pair))[0] for pair in pairs]
-    if rank(side) == 1:
+        axes = batch if meaning == _BATCH else contracted
+        position = list(axes[side]).index(rows.axis)
+        others = parts_of(other, int(axes[1 - side][position]), count)
+    results = []
+    for part, of_other in zip(rows.parts, others, strict=True):
+        operands = [part, of_other] if side == 0 else [of_other, part]
+        results += _jax.bind(eqn, operands)
+    if meaning == _CONTRACTED:
         return jax.lax.reduce_sum(_stacked(results), axes=(0,))
     return Rows(position, tuple(results))
 
@@ -241,7 +259,8 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
     """Returns the axes of a product's operand that are neither contracted nor batch axes: the result has them."""
     contracted, batch = eqn.params["dimension_numbers"]
     others = {*contracted[side], *batch[side]}
-    return [axis for axis in range(len(_jax.aval(eqn.invars[side]).shape)) if axis not in others]
+    rank = len(_jax.aval(eqn.invars[side]).shape)
+    return [axis for axis in range(rank) if axis not in others]
 
 
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -250,31 +269,35 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     Which carries are in parts is found by running the body: a carry that it leaves in parts begins in such parts, too.
     It ends, since carries are only ever taken apart, and each at most once.
     """
-    traced = eqn.params["jaxpr"]
-    body = straight_line(lambda *xs: evaluate_update(traced, xs), *traced.in_avals)
-    values = [whole(v) if isinstance(v, Even) else v for v in values]
-    constants, carry, xs = _jax.scan_operands(eqn, values)
+    body = straight_body(eqn)
+    constants, carry, xs = _jax.scan_operands(eqn, list(map(_without_even, values)))
     # Along the first axis of xs the scan goes, so it cannot be taken apart.
     xs = [whole(x) if isinstance(x, Rows) and x.axis == 0 else _moved(x, 0) for x in xs]
     carry = [_moved(c, 0) for c in carry]
     results: list[Any] = []  # of the body, as it was last run
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        # An iteration sees xs without their first axis, and its ys get one.
         inner = [_moved(x, -1) for x in xs]
-        results[:] = evaluate_update(body, [*constants, *carry, *inner], apply)
-        ys = [whole(y) if isinstance(y, Even) else _moved(y, 0) for y in results[len(carry) :]]
+        results[:] = jaxprs.evaluate(body, [*constants, *carry, *inner], apply)
+        ys = [_moved(_without_even(y), 0) for y in results[len(carry) :]]
         return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
 
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     while True:
-        scanned = partial(jax.lax.scan, step, **options)
+        scanned = partial(jax.lax.scan, step, **scan_options(eqn))
         jax.eval_shape(scanned, carry, xs)
-        pairs = list(zip(carry, results, strict=False))
-        apart = [isinstance(x, Rows) and not isinstance(c, Rows) for c, x in pairs]
-        if not any(apart):
+        grown, is_settled = list(carry), True
+        for i, (c, x) in enumerate(zip(carry, results, strict=False)):
+            if isinstance(x, Rows) and not isinstance(c, Rows):
+                grown[i], is_settled = _like(c, x), False
+        if is_settled:
             carry, ys = scanned(carry, xs)
             return [*carry, *(_moved(y, 1) for y in ys)]
-        carry = [_like(c, x) if now else c for (c, x), now in zip(pairs, apart, strict=True)]
+        carry = grown
+
+
+def _without_even(value: Any) -> Any:
+    return whole(value) if isinstance(value, Even) else value
 
 
 def _moved(value: Any, by: int) -> Any:
@@ -319,9 +342,11 @@ def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int
 
 def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
     """Keeps parts apart along an axis with as many elements before it, and whose size their number divides."""
+    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3 are 3 times 1.
     if eqn.params["dimensions"] is not None:
         return None
-    before, shape = math.prod(_jax.aval(eqn.invars[0]).shape[:axis]), eqn.params["new_sizes"]
+    before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])
+    shape = eqn.params["new_sizes"]
     for target, size in enumerate(shape):
         if math.prod(shape[:target]) == before and size % count == 0:
             return {"new_sizes": _cut(shape, target, count)}, target
@@ -337,7 +362,10 @@ def _without(name: str) -> _Shaped:
 
     def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
         removed = eqn.params[name]
-        return None if axis in removed else ({}, axis - sum(int(d < axis) for d in removed))
+        if axis in removed:
+            return None
+        before = sum(int(d < axis) for d in removed)
+        return {}, axis - before
 
     return shaped
 

@@ -18,13 +18,13 @@ from jvpipe.programs.frozen import without_frozen
 from jvpipe.programs.optimizer_trace import (
     TracedOptimizer,
     arrays_of,
-    evaluate_update,
     mean,
     norm,
     straight_line,
     trace_optimizer,
 )
 from jvpipe.programs.slicewise import Rows, apply, slices_of, stacked, whole
+from jvpipe.trace import jaxprs
 from jvpipe.trace.stacks import Slices, Stacks
 
 Tree = Any
@@ -92,14 +92,14 @@ def _trace_stacks(
             for i, (parts, x) in enumerate(zip(sums, params, strict=True))
         ]
         split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-        results = evaluate_update(core.update, list(chain(*split)), apply)
+        results = jaxprs.evaluate(core.update, list(chain(*split)), apply)
         new = parameters.taken_apart(results)
         new += state.taken_apart(results[len(stacks.lengths) :])
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
         return [*new, norm(seen)] if grad_norm else new
 
     def init(params: Any) -> list[Any]:
-        return state.taken_apart(evaluate_update(core.init, parameters.joined(params), apply))
+        return state.taken_apart(jaxprs.evaluate(core.init, parameters.joined(params), apply))
 
     # The pipeline sees the state with `Slices` in place of what was taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
@@ -190,7 +190,7 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
 
         def update(grads: Any, params: Any, moments: Any, state: _Split = state) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-            results[:] = evaluate_update(core.update, list(chain(*split)), apply)  # noqa: B023 - it is called at once
+            results[:] = jaxprs.evaluate(core.update, list(chain(*split)), apply)  # noqa: B023 - it is called at once
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
         new = results[len(parameters.lengths) :]

@@ -1,10 +1,11 @@
 """Compiled programs: one per distinct layer and device, kept for as long as the process lives."""
 
+import operator
 import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -73,7 +74,21 @@ class Program:
         run = _jax.jaxpr_as_fun(closed)
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
         can_fail = any(map(calls_host, closed.jaxpr.eqns))
-        return Program((key, marked), fn, tuple(closed.in_avals), tuple(donated), can_fail)
+        inputs = tuple(closed.in_avals)
+        return Program((key, marked), fn, inputs, tuple(donated), can_fail)
+
+
+def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Returns shapes and types of arrays, as a part of a program's key."""
+    return tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
+
+
+def added_up(values: Sequence[Any]) -> Any:
+    """Returns the sum of arrays of one shape.
+
+    One after another, not by `jnp.sum`: the order of summation is theirs, whatever the compiler does.
+    """
+    return reduce(operator.add, values)
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,7 @@ class ProgramStore:
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
         """Returns the executables of programs on devices; those that are missing are compiled side by side."""
+        # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
         if missing:
             # The setting may be this thread's own: the threads of the pool do not have it.
@@ -157,17 +173,17 @@ class ProgramStore:
         return PackedCall(executable, again)
 
     def _lower(self, program: Program, device: Device, platform: str | None = None) -> Any:
-        specs = chain(program.takes, repeat(()))
-        shardings = (_jax.sharding_on(device, spec) for spec in specs)
-        inputs = [
-            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-            for array, sharding in zip(program.inputs, shardings, strict=False)
-        ]
+        inputs = []
+        for array, spec in zip(program.inputs, chain(program.takes, repeat(())), strict=False):
+            sharding = _jax.sharding_on(device, spec)
+            inputs.append(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
         if isinstance(device, DeviceGroup):
             return _spread(program, device).lower(*inputs)
-        jitted = self._jitted.setdefault(
-            program.key, jax.jit(_laid(program), donate_argnums=program.donated, keep_unused=True)
-        )
+        if program.key not in self._jitted:
+            laid = _laid(program)
+            jitted = jax.jit(laid, donate_argnums=program.donated, keep_unused=True)
+            self._jitted.setdefault(program.key, jitted)
+        jitted = self._jitted[program.key]
         with jax.default_device(device):  # for programs without inputs
             if platform is not None:
                 return jitted.trace(*inputs).lower(lowering_platforms=(platform,))
@@ -181,12 +197,15 @@ def _laid(program: Program) -> Callable[..., Any]:
 
 def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same."""
+    # Which tensors, parameters or keys a layer reads does not count, only what it does with them.
     places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
-    kinds = tuple(ref.kind for ref in body.reads), tuple(ref.kind for ref in body.writes)
+    reads = tuple(ref.kind for ref in body.reads)
+    writes = tuple(ref.kind for ref in body.writes)
     return (
         body.structure,
         places,
-        kinds,
+        reads,
+        writes,
         body.differentiable,
         body.active,
         body.returned,

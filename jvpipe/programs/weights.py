@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvpipe.programs.store import Program
+from jvpipe.programs.store import Program, added_up, types_of
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 COUNT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -28,7 +28,8 @@ def shifted(shapes: Shapes, factor: int) -> Program:
         pairs = zip(values[:n], values[n:], strict=True)
         return [w + np.asarray(factor, w.dtype) * v for w, v in pairs]
 
-    return Program(("shifted", factor, _key(shapes)), run, (*shapes, *shapes))
+    key = "shifted", factor, types_of(shapes)
+    return Program(key, run, (*shapes, *shapes))
 
 
 def difference(shapes: Shapes) -> Program:
@@ -36,10 +37,13 @@ def difference(shapes: Shapes) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        return [new - old for old, new in zip(values[:n], values[n : 2 * n], strict=True)]
+        before, after = values[:n], values[n : 2 * n]
+        return [new - old for old, new in zip(before, after, strict=True)]
 
-    donated = tuple(range(2 * n, 3 * n))
-    return Program(("difference", _key(shapes)), run, (*shapes, *shapes, *shapes), donated)
+    # The last updates are overwritten; they are taken for nothing else.
+    last_updates = tuple(range(2 * n, 3 * n))
+    key = "difference", types_of(shapes)
+    return Program(key, run, (*shapes, *shapes, *shapes), last_updates)
 
 
 def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
@@ -65,30 +69,27 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
 
     # Factors have the type of what they multiply: a float32 one would make bfloat16 arrays wider.
     def mean(delta: jax.Array, update: jax.Array) -> Any:
-        return np.asarray(gamma, delta.dtype) * delta + np.asarray(1 - gamma, delta.dtype) * update
+        kept = np.asarray(gamma, delta.dtype) * delta
+        return kept + np.asarray(1 - gamma, delta.dtype) * update
 
     def run(*values: jax.Array) -> list[Any]:
-        old, new, delta, t = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[-1]
+        *arrays, t = values
+        old, new, delta = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
         by = scale(t)
         updates = [(b - a) * by.astype(a.dtype) for a, b in zip(old, new, strict=True)]
         after = [a + u for a, u in zip(old, updates, strict=True)]
         return [*after, *map(mean, delta, updates), t + np.int32(1)]
 
-    key = ("settled", tau, decay, anneal_updates, _key(shapes))
-    return Program(key, run, (*shapes, *shapes, *shapes, COUNT), tuple(range(n, 3 * n + 1)))
+    key = "settled", tau, decay, anneal_updates, types_of(shapes)
+    # All but the weights before the update, which others may still read.
+    in_place = tuple(range(n, 3 * n + 1))
+    return Program(key, run, (*shapes, *shapes, *shapes, COUNT), in_place)
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     """Returns `(weight, ...) -> their sum`, a float32 scalar, in ascending order."""
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        sum_so_far = values[0]
-        for value in values[1:]:
-            sum_so_far = sum_so_far + value
-        return [sum_so_far.astype(jnp.float32)]
+        return [added_up(values).astype(jnp.float32)]
 
-    return Program(("total", count, _key([shape])), run, (shape,) * count)
-
-
-def _key(shapes: Shapes) -> tuple[tuple[tuple[int, ...], str], ...]:
-    return tuple((tuple(s.shape), str(s.dtype)) for s in shapes)
+    return Program(("total", count, types_of([shape])), run, (shape,) * count)

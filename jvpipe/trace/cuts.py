@@ -66,6 +66,13 @@ def _narrow(
         window: how many groups to either side a place is compared with.
         skip: a value that lives across more weighted operations is a skip connection.
     """
+    # The positions of a group are those behind one weighted operation and up to the next:
+    #
+    #     equations    W a b W c W d          W: weighted
+    #     groups        0 0 0 1 1             before the first and behind the last W there is no cut
+    #     alive        2 1 3 2 2  ->  fewest of group 0: 1, of group 1: 2
+    #
+    # Of equal neighbours both are narrow, so that models of equal layers are cut between all of them.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
@@ -92,6 +99,10 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.nd
         seen: the weighted operations before each position.
         skip: a value that lives across more of them is a skip connection.
     """
+    # Liveness by differences: a value adds one where it is born and takes one away behind its last reader, so that all
+    # counts are one running sum, at a cost of a step per value instead of one per value and position.
+    #
+    #     born at 1, last read by 4:    +1 at 2,  -1 at 5     alive across 2, 3 and 4
     born: dict[Var, int] = {}
     last: dict[Var, int] = {}
     for p, eqn in enumerate(eqns):

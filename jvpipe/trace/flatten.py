@@ -61,8 +61,7 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
 
     # Only scans over stacked layers need a second trace; anything else is inlined equation by equation.
     closed = jax.make_jaxpr(unrolled_fn)(*traced.in_avals)
-    jaxpr = closed.jaxpr
-    return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(jaxpr.eqns, jaxpr.outvars)), closed.consts)
+    return jaxprs.with_equations(closed, closed.jaxpr.eqns)
 
 
 def _traced(

@@ -9,7 +9,7 @@ A value that another layer reads is a tensor between the two; each input of the 
 
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
@@ -59,6 +59,11 @@ class Body:
     returned: tuple[bool, ...]
     received: tuple[bool, ...]
     share: float = 1.0
+
+    @cached_property
+    def moving(self) -> tuple[int, ...]:
+        """The numbers of the inputs that a gradient flows to."""
+        return tuple(i for i, d in enumerate(self.differentiable) if d)
 
     @cached_property
     def structure(self) -> Structure:
@@ -111,7 +116,9 @@ def build_graph(
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
     parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    making_loss = (i for i, run in enumerate(runs) if not _defined(run).isdisjoint(outputs[:1]))
+    making_loss = (
+        i for i, run in enumerate(runs) if not jaxprs.defined(run).isdisjoint(outputs[:1])
+    )
     last = next(making_loss, len(runs) - 1)
     floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
     traced = _Assembly(loss, floating, runs, tuple(cuts), last).traced()
@@ -260,7 +267,7 @@ class _Assembly:
         """
         readers: dict[Var, list[int]] = {}
         for layer, (eqns, sink) in enumerate(zip(needs, sinks, strict=True)):
-            computed = _defined(eqns)
+            computed = jaxprs.defined(eqns)
             passed_on = (v for v in jaxprs.variables(a for a, _ in sink) if v not in computed)
             for v in dict.fromkeys([*jaxprs.free_variables(eqns), *passed_on]):
                 if v in self.loss.inputs or self.maker[v] != layer:
@@ -385,10 +392,6 @@ def array_of(var: Atom, name: str) -> Array:
     aval = _jax.aval(var)
     size = math.prod(aval.shape) * aval.dtype.itemsize
     return Array(name, tuple(aval.shape), str(aval.dtype), size)
-
-
-def _defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
-    return {v for eqn in eqns for v in eqn.outvars}
 
 
 def _module(path: str) -> str:

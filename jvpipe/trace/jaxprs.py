@@ -1,7 +1,13 @@
-"""Jaxprs as lists of equations: run, prune, silence."""
+"""Jaxprs as lists of equations: run, prune, silence.
+
+All of them are in static single assignment: each variable is defined once, before it is read. So one pass forward sees
+every operand before its readers, and one pass backward, as `prune` makes it, every reader before its operands.
+"""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -26,6 +32,33 @@ def run_jaxpr(
         env.update(zip(eqn.outvars, apply(eqn, read_by(eqn.invars, env)), strict=True))
 
 
+def evaluate(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    apply: Callable[[JaxprEqn, list[Any]], list[Any]] = _jax.bind,
+) -> list[Any]:
+    """Runs a jaxpr on values.
+
+    Args:
+        closed: the jaxpr.
+        args: its arguments.
+        apply: runs an equation on values.
+
+    Returns:
+        Its results.
+    """
+    inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    env = dict(zip(inputs, [*closed.consts, *args], strict=True))
+    run_jaxpr(closed.jaxpr.eqns, env, apply)
+    return read_by(closed.jaxpr.outvars, env)
+
+
+def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Returns the shape and type of a value, as tracing takes them in place of an array."""
+    aval = _jax.aval(atom)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
 def read_by(atoms: Iterable[Atom], env: dict[Var, Any]) -> list[Any]:
     """Returns the values of variables and literals."""
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]
@@ -38,6 +71,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
     """Returns the equations that some results depend on, and those with effects, in their order."""
+    # Liveness: what a kept equation reads is live in all equations before it.
     live: set[Var] = set(variables(results))
     kept = []
     for eqn in reversed(eqns):
@@ -45,6 +79,19 @@ def prune(eqns: Sequence[JaxprEqn], results: Iterable[Atom]) -> list[JaxprEqn]:
             kept.append(eqn)
             live.update(variables(eqn.invars))
     return kept[::-1]
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
+    """Returns a jaxpr whose results other equations compute, without those that none of them needs."""
+    jaxpr = closed.jaxpr
+    return ClosedJaxpr(jaxpr.replace(eqns=prune(eqns, jaxpr.outvars)), closed.consts)
+
+
+def yielding(closed: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
+    """Returns a jaxpr that yields other values of its own, and computes no more than these need."""
+    jaxpr = closed.jaxpr
+    narrowed = jaxpr.replace(eqns=prune(jaxpr.eqns, results), outvars=list(results))
+    return ClosedJaxpr(narrowed, closed.consts)
 
 
 def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> ClosedJaxpr:
@@ -91,7 +138,9 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
     def quieted(eqn: JaxprEqn) -> JaxprEqn:
         changed = eqn.replace(params={k: quiet(v) for k, v in eqn.params.items()})
         inner = _jax.inner_jaxprs(changed)
-        return changed.replace(effects=_effects(inner)) if inner and changed.effects else changed
+        if not inner or not changed.effects:
+            return changed
+        return changed.replace(effects=_effects(inner))
 
     def is_kept(eqn: JaxprEqn) -> bool:
         return eqn.primitive.name not in DEBUGGING or _call_key(eqn) not in calls
@@ -113,6 +162,11 @@ def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
             yield from every(inner.eqns)
 
 
+def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
+    """Returns the variables that equations define."""
+    return {v for eqn in eqns for v in eqn.outvars}
+
+
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
     """Returns the variables that equations read and do not define, in the order of their first reading."""
     defined: set[Var] = set()
@@ -121,3 +175,8 @@ def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
         free.update((var, None) for var in variables(eqn.invars) if var not in defined)
         defined.update(eqn.outvars)
     return list(free)
+
+
+def all_reads(eqns: Iterable[JaxprEqn], results: Iterable[Atom]) -> set[Var]:
+    """Returns the variables that equations read and do not define, and those among some results."""
+    return {*free_variables(eqns), *variables(results)}

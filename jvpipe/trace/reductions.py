@@ -131,7 +131,9 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
     Returns:
         None if the result depends on that number otherwise.
     """
-    powers, name = [x.power for x in ins], eqn.primitive.name
+    name = eqn.primitive.name
+    powers = [x.power for x in ins]
+    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes with its own n, too.
     if not any(powers):
         return 0
     if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -142,6 +144,7 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
         return None if any(powers[1:]) else powers[0]
     if name not in _LINEAR and name not in _JOINING:
         return None
+    # n x + n y is n (x + y), but n x + y has no such factor; nothing (zeros) has any.
     chooses_by_power = name == "select_n" and ins[0].power
     values = ins[1:] if name == "select_n" else ins
     same = {x.power for x in values if not x.is_zero}
@@ -167,6 +170,7 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
+    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and means means.
     is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
     is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
     if len(moving) == 1 and (is_linear or is_linear_in_first):
@@ -240,8 +244,10 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     a, b = ins
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
+    # Alike powers of the number of examples: 2 n + 3 n is a multiple of n.
     if a.power == b.power and a.excess == b.excess and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
+    # The shares of slices add up to one: what depends on no example is the mean of itself.
     overs = {a.over, b.over}
     if overs <= {Over.MEAN, Over.NONE}:
         return Lies(Over.MEAN)
@@ -267,6 +273,9 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
         ins: how its operands lie.
         numbers: of these in `Alike`: a sum divided by a count, times that count, is the sum.
     """
+    # With the operands either way round; n is the number of examples, c a count of the user's:
+    #
+    #     sum * n^p -> n^p sum        mean * n -> sum        (n^k sum) * n^p -> n^(k+p) sum        (sum / c) * c -> sum
     for value, factor, its in ((*ins, numbers[1]), (*ins[::-1], numbers[0])):
         if value.over is Over.SUM and not value.power and factor.is_count:
             return summed_axes(factor.power)
@@ -287,6 +296,7 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         divisor: the number of the divisor in `Alike`.
         is_scalar: whether the divisor is a scalar.
     """
+    #     n^p / n^q -> n^(p-q)        (n^k sum) / n -> n^(k-1) sum        sum / n -> mean        sum / c: see below
     a, b = ins
     if b.is_count and (a.is_count or a.over is Over.NONE):
         return counted(a.power - b.power)

@@ -180,6 +180,7 @@ class _Cut:
         if not axes or not same_operands:
             return [part]
         (axis,) = axes
+        # An example may have several rows, such as one for each token where both axes are one.
         rows = aval.shape[axis] // self.total
         start, stop = self.examples.start * rows, self.examples.stop * rows
 
@@ -245,8 +246,7 @@ def _equations(
         inputs: what it takes.
         outputs: what it yields.
     """
-    shapes = [jax.ShapeDtypeStruct(_jax.aval(x).shape, _jax.aval(x).dtype) for x in inputs]
-    closed = flatten(fn, *shapes)
+    closed = flatten(fn, *map(jaxprs.shape_of, inputs))
     names: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
     results = zip(closed.jaxpr.outvars, outputs, strict=True)
     names |= {v: output for v, output in results if isinstance(v, Var)}

@@ -118,10 +118,12 @@ class Spreading:
         Raises:
             CoupledError: they differ otherwise, or couple examples.
         """
-        names, small_names = ([eqn.primitive.name for eqn in both] for both in (eqns, small))
+        names = [eqn.primitive.name for eqn in eqns]
+        small_names = [eqn.primitive.name for eqn in small]
         if names != small_names:
             pairs = zip(names, small_names, strict=False)
-            one, other = next(((a, b) for a, b in pairs if a != b), ("one", "none"))
+            differing = ((a, b) for a, b in pairs if a != b)
+            one, other = next(differing, ("one", "none"))
             raise CoupledError(
                 f"the loss is another program on {self.fewer} examples than on {self.examples} ({other} instead "
                 f"of {one}): use larger micro-batches or fewer replicas, so that each has at least 2 examples"
@@ -130,6 +132,7 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
+            # Equal values get one number: by it a sum that was divided by a count is known, times that count, again.
             # What a gradient flows through is another value behind `stop_gradient`: its derivative is another.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
@@ -148,6 +151,8 @@ class Spreading:
         a, b = np.asarray(atom.val), np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
+        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2 is n, 0.25 and 0.5 is
+        # 1/n. Halves have so few digits that the quotient is rounded.
         ratio = self.examples / self.fewer
         tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
@@ -197,6 +202,10 @@ class Spreading:
             grown: of each result the axis whose size follows the number of examples.
         """
         # Three cases: something has a part for each example; or the result gets one; or neither has.
+        #
+        #     tanh x[n, 4]              ALONG, unless its axis is gone: then a sum, or mixed
+        #     broadcast 0. to [n, 4]    ALONG from here on
+        #     sum(x) * 2                made of what was reduced before
         moving = [x for x in ins if x.over is Over.ALONG]
         of_several = [x for x in ins if x.reduced and not x.is_count]
         if not moving:
@@ -399,6 +408,7 @@ class Spreading:
         return self.flows is None or atom in self.flows
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
+        # The inputs of the body are consts, carry and a row of each of xs; its results are carry and a row of each ys.
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
@@ -468,6 +478,7 @@ class Spreading:
             a: how the one lies.
             b: how the other lies.
         """
+        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for each example.
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):
