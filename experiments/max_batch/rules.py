@@ -59,7 +59,7 @@ def _joint(problem: Problem) -> Decision | None:
     """jvpipe's planner finds something wherever the plan of fewest bytes fits, which takes less time."""
     plan = min_bytes_plan(pricing_of(problem))
     fits = plan.peak_bytes <= (problem.memory_limit_bytes or 0)
-    return Decision(plan.bounds, plan.choices) if fits else None
+    return plan.decision if fits else None
 
 
 def _unless_infeasible(

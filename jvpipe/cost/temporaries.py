@@ -121,7 +121,10 @@ def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _what_it_computes(eqn: JaxprEqn) -> Hashable | None:
-    """Returns what is equal for equations with equal results; None where that is not known, and of barriers."""
+    """Returns a key that is equal for equations with equal results.
+
+    Barriers, effects and calls have no key: whether two of them are equal is not asked.
+    """
     if eqn.effects or _jax.inner_jaxprs(eqn) or eqn.primitive.name == "optimization_barrier":
         return None
     read = [a if isinstance(a, Var) else (str(a.val), str(a.aval)) for a in eqn.invars]
@@ -206,7 +209,8 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         alike = {v for v in kernel.reads if nbytes(v) == nbytes(eqn.outvars[0])}
         alone = {v for v in kernel.reads if v in alike and readers[v] == 1} - {*jaxpr.invars}
         inside |= alone & summed
-        # Of what is not a sum one alone lies there, and none where an input is added to: it is overwritten.
+        # Only one operand that is not a sum can lie where the result will. If an input is added to, that
+        # input is overwritten instead.
         if not (eqn.primitive.name in _ADDED and inputs.intersection(jaxprs.variables(eqn.invars))):
             inside |= set(list(alone - summed)[:1])
     return inside

@@ -338,7 +338,7 @@ def _settled(
     homes = dict(homes)
     flow = update.flow(homes, layers)
     claims = _claims(flow)
-    # To place everything anew with what is claimed may free more state to be claimed.
+    # To place everything again with what is claimed may free more state to be claimed.
     while claims:
         homes |= claims
         flow = update.flow(homes, layers)

@@ -68,7 +68,7 @@ def calls(
 
     There is one per candidate, and a last one for outputs. A value that several calls need is made by one of its own,
     unless it only moves its operand. One pass from the last equation to the first finds, for each, the calls that need
-    it: by then all its readers have been seen. So no equation is in two calls, but for moves.
+    it: by then all its readers have been seen. So no equation is in two calls, except for moves.
 
     Args:
         body: a layer's equations.

@@ -72,7 +72,7 @@ def _narrow(
     #     groups        0 0 0 1 1             before the first and behind the last W there is no cut
     #     alive        2 1 3 2 2  ->  fewest of group 0: 1, of group 1: 2
     #
-    # Of equal neighbours both are narrow, so that models of equal layers are cut between all of them.
+    # Two equal neighbours are both narrow, so that models of equal layers are cut between all of them.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
     starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]

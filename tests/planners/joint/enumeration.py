@@ -7,6 +7,8 @@ import numpy as np
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
+from jvpipe.planners.joint.dominance import Cell
+from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
 from jvpipe.schedules import find_schedule
@@ -71,3 +73,10 @@ def every_decision(problem: Problem) -> Iterator[Decision]:
         for first in choices(problem, 0, cut):
             for second in choices(problem, cut, n):
                 yield Decision((0, cut, n), (*first[:cut], *second[cut:]))
+
+
+def settle(table: Table, cell: Cell) -> None:
+    """Refines a cell until it is settled."""
+    stage = table.stage(cell)
+    while not stage.settled[stage.place(*cell[1:])]:
+        table.refine([cell])

@@ -3,17 +3,9 @@
 import numpy as np
 import pytest
 
-from jvpipe.planners.joint.dominance import Cell
 from jvpipe.planners.joint.segment_table import Effort, Table, cells
 from jvpipe.planners.joint.surrogate import pricing_of
-from tests.planners.joint.enumeration import every_cost, tiny
-
-
-def settle(table: Table, cell: Cell) -> None:
-    """Refines a cell until it is settled."""
-    stage = table.stage(cell)
-    while not stage.settled[stage.place(*cell[1:])]:
-        table.refine([cell])
+from tests.planners.joint.enumeration import every_cost, settle, tiny
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -7,7 +7,7 @@ from jvpipe.planners.joint.dominance import Lot
 from jvpipe.planners.joint.segment_table import Effort, Table
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch
 from jvpipe.planners.joint.surrogate import pricing_of
-from tests.planners.joint.enumeration import every_cost, tiny
+from tests.planners.joint.enumeration import every_cost, settle, tiny
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -33,7 +33,7 @@ def test_what_a_stage_may_swap_is_kept() -> None:
             pricing, [np.array([0]), np.array([2]), np.array([4])], Effort(), (most, most)
         )
         for cell in ((0, 0, 2), (1, 2, 4)):
-            table.settle(cell)
+            settle(table, cell)
             if table.fits(cell):
                 swapped = sum(
                     pricing.choices.swapped_bytes[cell[1] + at, choice]
