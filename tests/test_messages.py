@@ -26,6 +26,7 @@ REASONS = {
 }
 """Exceptions and makers of exceptions whose text is a part of a message that has the values."""
 WITHOUT_VALUE = {
+    "deferred_batch_norm=True needs a loss": "the equations that differ have no names",
     "deferred_batch_norm=True, but the loss": "a flag needs another",
     "--eval-every is for one model": "two flags exclude each other",
     "--lossy is for --export": "a flag needs another",
