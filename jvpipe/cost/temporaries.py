@@ -31,12 +31,12 @@ On a TPU, with the bytes that arrays take in tiles:
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jvpipe import _jax
-from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.products import product_of
 from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
@@ -44,6 +44,7 @@ from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import merged_equations
+from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add")
@@ -105,31 +106,15 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a jaxpr in which no equation computes what one before it has computed; its results stay as they are."""
     results = {*jaxprs.variables(jaxpr.outvars)}
-    first: dict[Hashable, JaxprEqn] = {}
-    same: dict[Atom, Atom] = {}
+    # A barrier keeps apart what it is given, so two of them are two.
+    firsts = first_of_same(e for e in jaxpr.eqns if e.primitive.name != "optimization_barrier")
+    twins = {v for v, first in firsts.items() if v is not first}
     eqns = []
     for eqn in jaxpr.eqns:
-        read = [same.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-        eqn = eqn.replace(invars=read)
-        key = _what_it_computes(eqn)
-        twin = first.setdefault(key, eqn) if key is not None else eqn
-        if twin is eqn or not results.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-        else:
-            same |= zip(eqn.outvars, twin.outvars, strict=True)
+        if twins.isdisjoint(eqn.outvars) or not results.isdisjoint(eqn.outvars):
+            read = [firsts.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+            eqns.append(eqn.replace(invars=read))
     return jaxpr.replace(eqns=eqns)
-
-
-def _what_it_computes(eqn: JaxprEqn) -> Hashable | None:
-    """Returns a key that is equal for equations with equal results.
-
-    Barriers, effects and calls have no key: whether two of them are equal is not asked.
-    """
-    if eqn.effects or _jax.inner_jaxprs(eqn) or eqn.primitive.name == "optimization_barrier":
-        return None
-    read = [a if isinstance(a, Var) else (str(a.val), str(a.aval)) for a in eqn.invars]
-    params = tuple((name, repr(value)) for name, value in sorted(eqn.params.items()))
-    return eqn.primitive, tuple(read), params
 
 
 @dataclass(frozen=True)

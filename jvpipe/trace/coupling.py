@@ -55,16 +55,16 @@ def why_splitting_matters(traced: Traced) -> str | None:
         two sums, and where the loss does not take other numbers of examples or is another program on them, so that
         nothing can be said.
     """
-    loss, place_of = traced.loss, places(traced)
-    assert loss.of_size is not None, "a loss that was not traced from a function"
+    loss, of_size = traced.loss, traced.loss.of_size
+    assert of_size is not None, "a loss that was not traced from a function"
     # JAX traces some functions differently at a size of one, and larger sizes are always alike.
     examples = max(traced.graph.examples, 2)
     try:
-        loss = loss if examples == traced.graph.examples else loss.of_size(examples)
-        double = loss.of_size(2 * examples) if loss.of_size else loss
+        loss = loss if examples == traced.graph.examples else of_size(examples)
+        double = of_size(2 * examples)
     except Exception:  # whatever the user's function raises
         return None
-    spreading = Spreading(examples, 2 * examples, (), place_of, flows=())
+    spreading = Spreading(examples, 2 * examples, (), places(traced), flows=())
     batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     eqns, results = _loss_alone(loss)
@@ -78,13 +78,9 @@ def why_splitting_matters(traced: Traced) -> str | None:
     unfit = {spreading.lies(*atoms).over for atoms in both} - fitting
     if not unfit:
         return None
-    kind = (
-        "a sum over its examples"
-        if unfit == {Over.SUM}
-        else "neither a mean nor a sum over its examples"
-    )
+    kind = "a sum" if unfit == {Over.SUM} else "neither a mean nor a sum"
     layer = traced.graph.layers[traced.graph.loss_layer]
-    return f"layer {traced.graph.label(layer)}: the loss is {kind}"
+    return f"layer {traced.graph.label(layer)}: the loss is {kind} over its examples"
 
 
 def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:

@@ -10,7 +10,7 @@ other function of examples, would be another loss: what is open must be closed b
 a square is made of it, and before the loss.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from jvpipe import _jax
@@ -30,7 +30,7 @@ _SHAPING = frozenset(
 _SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
 
 
-def first_of_same(eqns: Sequence[JaxprEqn]) -> dict[Var, Var]:
+def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     """Returns for each result that of the first equation which computes the same.
 
     So the mean that `jnp.var` takes once more is recognised as a repetition.
