@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No test finds what another one compiled, or what the user's own runs did.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = ""
 for limit in (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
