@@ -9,6 +9,6 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         print(f"jvpipe {version('jvpipe')}")
         return 0
-    from jvpipe.cli.shell import run
+    from jvpipe.cli.shell import run_module
 
-    return run("overview")
+    return run_module("overview")

@@ -14,7 +14,7 @@ from jvpipe.ir.outline import outline_of
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import reason_of
-from jvpipe.report.explain import explain, stage_table
+from jvpipe.report.explain import explain, stage_lines
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
@@ -167,7 +167,7 @@ class Pipeline:
         if not plans:
             return f"Pipeline({session.settings}: call init)"
         plan, devices = session.compiled.plan, session.settings.devices
-        table = stage_table(session.graph, plan, session.peaks, devices)
+        table = stage_lines(session.graph, plan, session.peaks, devices)
         return f"Pipeline({session.settings})\n{table}"
 
     @property
@@ -451,7 +451,9 @@ class Pipeline:
             extra: kept with it (JSON); `jvpipe.checkpoint_extra` reads it.
         """
         self.session.check_state(state)
-        checkpoints.save(self.session, checked_path(path), state, {} if extra is None else extra)
+        checkpoints.save_state(
+            self.session, checked_path(path), state, {} if extra is None else extra
+        )
 
     @telling()
     def restore(self, path: str | Path) -> State:

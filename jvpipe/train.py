@@ -2,7 +2,7 @@
 
 import sys
 
-from jvpipe.cli.shell import run
+from jvpipe.cli.shell import run_module
 
 if __name__ == "__main__":
-    sys.exit(run("train"))
+    sys.exit(run_module("train"))

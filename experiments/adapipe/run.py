@@ -20,7 +20,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 STAGES, GROUP = 8, 8
 MICRO_BATCHES = 32
@@ -66,7 +66,7 @@ TOKENS = (2048, 4096, 8192)
 
 def step_s(problem: Problem, decision: Decision) -> float | None:
     """The simulated seconds of a step; None if a device would hold more than it has."""
-    found = evaluate(problem, decision)
+    found = evaluate_decision(problem, decision)
     limit = problem.memory_limit_bytes
     return (
         None

@@ -18,7 +18,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
 from jvpipe.schedules import find_schedule
 
 CLUSTER, DEVICES, MICRO_BATCHES = find_cluster("2080ti"), 8, 32
@@ -55,7 +55,9 @@ def planned(problem: Problem) -> Decision | None:
         decision = find_planner("jvpipe").decide(problem)
     except Infeasible:
         return None
-    never = any(stage.recompute_s >= NEVER_S for stage in evaluate(problem, decision).stages)
+    never = any(
+        stage.recompute_s >= NEVER_S for stage in evaluate_decision(problem, decision).stages
+    )
     return None if never else decision
 
 
@@ -67,7 +69,7 @@ def planned_s(problem: Problem) -> float | None:
 
 def step_s(problem: Problem, decision: Decision) -> float:
     """The simulated seconds of a step."""
-    return simulated_step_s(problem, evaluate(problem, decision).stages)
+    return simulated_step_s(problem, evaluate_decision(problem, decision).stages)
 
 
 def without_fates(problem: Problem) -> float | None:
@@ -116,7 +118,7 @@ def without_overlap(problem: Problem) -> float | None:
     decision = planned(swapping(problem))
     if decision is None:
         return None
-    stages = evaluate(swapping(problem), decision).stages
+    stages = evaluate_decision(swapping(problem), decision).stages
     return simulated_step_s(problem, [waiting(stage) for stage in stages])
 
 
@@ -147,7 +149,7 @@ def stayed_and_moved_s(problem: Problem) -> tuple[float, float] | None:
     before = planned(problem)
     if before is None:
         return None
-    seconds = [stage.seconds for stage in evaluate(problem, before).stages]
+    seconds = [stage.seconds for stage in evaluate_decision(problem, before).stages]
     slow = with_slow_device(problem, seconds.index(max(seconds)))
     after_s = planned_s(slow)
     return None if after_s is None else (step_s(slow, before), after_s)

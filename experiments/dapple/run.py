@@ -31,7 +31,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.shape_reasons import shape_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -216,12 +216,14 @@ def table_vi() -> Iterator[str]:
             problem = shapes.problem(Shape(((0,), (1,)), 2))
             seconds = dict[tuple[int, ...], float]()
             for cut in LocalSegments(shapes).cuts[1:-1].tolist():
-                stages = evaluate(problem, Decision.keeping_all((0, cut, shapes.layers))).stages
+                stages = evaluate_decision(
+                    problem, Decision.keeping_all((0, cut, shapes.layers))
+                ).stages
                 seconds[0, cut, shapes.layers] = simulated_step_s(problem, stages)
             bounds = min(seconds, key=lambda bounds: seconds[bounds])
             rate = shapes.batch / seconds[bounds]
             first = first or rate
-            held = evaluate(problem, Decision.keeping_all(bounds)).peak_bytes / 1e9
+            held = evaluate_decision(problem, Decision.keeping_all(bounds)).peak_bytes / 1e9
             said = paper[count, again]
             yield (
                 f"| {'yes' if again else 'no'} | {count} | {said} | {rate:.1f} "
@@ -240,7 +242,7 @@ def beside_gpipe(sized: Sized = TRACED["bert-48"]) -> Iterator[str]:
             free = replace(
                 asked, schedule=find_schedule(order), microbatches=count, memory_limit_bytes=None
             )
-            found = evaluate(free, find_planner("dapple").decide(free))
+            found = evaluate_decision(free, find_planner("dapple").decide(free))
             rate, held = (
                 2 * count / simulated_step_s(free, found.stages),
                 fmean(found.device_bytes) / 1e9,
@@ -266,7 +268,7 @@ def policies(
         for policy in ("A", "B"):
             warm = in_flight(DEVICES, straight.microbatches, eager=policy == "B")
             asked = replace(straight, schedule=OneFOneB(most=warm))
-            planned = evaluate(asked, find_planner("dapple").decide(asked))
+            planned = evaluate_decision(asked, find_planner("dapple").decide(asked))
             step_s, held = simulated_step_s(asked, planned.stages), planned.peak_bytes / 1e9
             yield f"| {model} ({batch}; {size}) | {policy} | {warm[0]} | {step_s:.3f} | {held:.2f} |"
 

@@ -12,7 +12,7 @@ from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 BELIEVING = ("pipedream", "vpipe", "dawnpiper")
 """Planners whose papers tell what they believe a stage to hold."""
@@ -104,7 +104,7 @@ def _fits(problem: Problem, told: Problem, planner: str, optimised: bool) -> boo
     decision = decided(told, planner, optimised)
     limit = problem.memory_limit_bytes
     return decision is not None and (
-        limit is None or evaluate(problem, decision).peak_bytes <= limit
+        limit is None or evaluate_decision(problem, decision).peak_bytes <= limit
     )
 
 

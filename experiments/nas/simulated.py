@@ -25,7 +25,7 @@ from jvpipe.models.workload import Workload
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.programs.optimizer import cut_optimizer
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
@@ -61,7 +61,7 @@ class Planned:
 
     def step_s(self, decision: Decision) -> float:
         """Seconds per step in the simulator."""
-        return simulated_step_s(self.problem, evaluate(self.problem, decision).stages)
+        return simulated_step_s(self.problem, evaluate_decision(self.problem, decision).stages)
 
     def places(self, decision: Decision) -> dict[str, tuple[int, int]]:
         """The stage of each layer, and the bytes that go with it."""
@@ -136,7 +136,7 @@ def switch_s(before: tuple[Planned, Decision], after: tuple[Planned, Decision]) 
             taken_s[stage] += new.problem.host.seconds(size)
         elif had[name][0] != stage:
             taken_s[stage] += new.problem.peer.seconds(size)
-    stages_s = [stage.compute_s for stage in evaluate(new.problem, now).stages]
+    stages_s = [stage.compute_s for stage in evaluate_decision(new.problem, now).stages]
     return max(taken_s) + (
         0.0 if new.problem.schedule.synchronous else sum(stages_s) - max(stages_s)
     )

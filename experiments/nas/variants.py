@@ -16,7 +16,7 @@ from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.papers.vpipe import swap_recompute
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 NAMES = ("static, first", "static", "swap/recompute", "full", "ideal")
 
@@ -52,7 +52,7 @@ def fitting(problem: Problem, decisions: Iterator[Decision]) -> Decision:
     """The first that keeps the limit by the planner's count; the last if none does."""
     limit, found = problem.memory_limit_bytes, None
     for found in decisions:
-        if limit is None or evaluate(problem, found).peak_bytes <= limit:
+        if limit is None or evaluate_decision(problem, found).peak_bytes <= limit:
             return found
     assert found is not None, "a variant decides something"
     return found

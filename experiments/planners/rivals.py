@@ -26,7 +26,7 @@ from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.session.question import on_cluster
@@ -134,7 +134,7 @@ def cases(arguments: Arguments) -> Iterator[tuple[str, Problem]]:
         turn = at + at // len(SCHEDULES)
         try:
             problem = Problem(costs, stages, find_schedule(schedule), stages * (1 + turn % 3))
-            even = evaluate(problem, find_planner("even").decide(problem))
+            even = evaluate_decision(problem, find_planner("even").decide(problem))
         except ValueError:
             continue  # too few pieces
         if link:
@@ -158,7 +158,7 @@ def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> tuple[fl
     except Infeasible:
         return float("inf"), time.process_time() - start_s
     taken_s = time.process_time() - start_s
-    evaluation, limit = evaluate(problem, decision), problem.memory_limit_bytes
+    evaluation, limit = evaluate_decision(problem, decision), problem.memory_limit_bytes
     fits = limit is None or evaluation.peak_bytes <= limit
     return simulated_step_s(problem, evaluation.stages) if fits else float("inf"), taken_s
 

@@ -16,7 +16,7 @@ from jvpipe.papers.registry import PLANNERS
 from jvpipe.planners.answer import Answer
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
@@ -170,7 +170,8 @@ def noise(draws: int = 20) -> None:
             given = answer(replace(problem, costs=replace(costs, layers=tuple(layers))), planner)
             assert given.decision is not None
             ratios.append(
-                simulated_step_s(problem, evaluate(problem, given.decision).stages) / true_s
+                simulated_step_s(problem, evaluate_decision(problem, given.decision).stages)
+                / true_s
             )
         print(f"| {planner} | {np.mean(ratios):.3f} | {max(ratios):.3f} |", flush=True)
 

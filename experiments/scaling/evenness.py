@@ -13,7 +13,7 @@ from experiments.scaling.run import SUBJECTS, Subject
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.cost.presets import PRESETS
 from jvpipe.cost.roofline import equation_seconds
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.session.forecast import Forecast, asked, with_splits
 from jvpipe.trace.graph import Traced
 
@@ -42,7 +42,7 @@ def row(subject: Subject) -> str:
 def _slowest_s(forecast: Forecast) -> float:
     decision = forecast.answers[0].decision
     assert decision is not None
-    return max(stage.compute_s for stage in evaluate(forecast.problem, decision).stages)
+    return max(stage.compute_s for stage in evaluate_decision(forecast.problem, decision).stages)
 
 
 def _mean_s(forecast: Forecast) -> float:

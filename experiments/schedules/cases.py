@@ -19,7 +19,7 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -118,7 +118,7 @@ def drawn(
 
 def bytes_of_1f1b(problem: Problem) -> int:
     """What the fullest device holds under 1F1B with everything kept: limits are shares of it."""
-    return evaluate(problem, find_planner("jvpipe").decide(problem)).peak_bytes
+    return evaluate_decision(problem, find_planner("jvpipe").decide(problem)).peak_bytes
 
 
 def drawn_cases() -> Iterator[Case]:

@@ -21,11 +21,11 @@ import tyro
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.kinds import Kind
-from jvpipe.planners.joint.order_loads import Order, lists_of
+from jvpipe.planners.joint.order_loads import Order, order_lists
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.auto import given_lists, lines_of
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.vee import VSchedule
@@ -213,10 +213,10 @@ def clocked(own: Problem, order: Order, chunks: int) -> tuple[float, int]:
         chunks: of each device.
     """
     stages = own.devices * chunks
-    schedule = given_lists(lines_of(lists_of(order)))
+    schedule = given_lists(lines_of(order_lists(order)))
     placed = replace(own, stages=stages, schedule=schedule)
     bounds = (0, *range(2, stages + 2))
-    evaluation = evaluate(placed, Decision.keeping_all(bounds))
+    evaluation = evaluate_decision(placed, Decision.keeping_all(bounds))
     return simulated_step_s(placed, evaluation.stages), evaluation.limit_bytes
 
 

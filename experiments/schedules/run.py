@@ -29,7 +29,7 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.gpipe import GPIPE
 from jvpipe.schedules.interleaved import ZBH1, Interleaved
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -147,7 +147,7 @@ def by_search(problem: Problem) -> Planned | None:
 
 
 def _simulated(problem: Problem, decision: Decision, planning_s: float) -> Planned | None:
-    found, limit = evaluate(problem, decision), problem.memory_limit_bytes
+    found, limit = evaluate_decision(problem, decision), problem.memory_limit_bytes
     if limit is not None and found.peak_bytes > limit:
         return None
     return Planned(simulated_step_s(problem, found.stages), found.peak_bytes, planning_s)

@@ -19,7 +19,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.session.question import on_cluster
 
@@ -80,7 +80,7 @@ def rate_of(
         decision = find_planner(planner).decide(problem)
     except Infeasible:
         return NONE
-    found = evaluate(problem, decision)
+    found = evaluate_decision(problem, decision)
     if found.peak_bytes > limit:
         return NONE
     step_s = simulated_step_s(problem, found.stages)

@@ -18,7 +18,7 @@ from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.session.planning import ask
 
@@ -60,7 +60,7 @@ class Simulated:
     @staticmethod
     def of(problem: Problem, decision: Decision) -> "Simulated":
         """What a decision takes."""
-        found = evaluate(problem, decision)
+        found = evaluate_decision(problem, decision)
         return Simulated(simulated_step_s(problem, found.stages), found.device_bytes)
 
 

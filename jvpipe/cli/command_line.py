@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def read(
+def read_options(
     holder: type[PipelineOptions], arguments: Sequence[str] | None, command: str
 ) -> dict[str, Any]:
     """Reads the options that a command line gives, by name; ends the process for `--help` and `--version`.
@@ -190,7 +190,7 @@ def _sizes(name: str) -> str:
 
 def given(arguments: Sequence[str] | None) -> TrainOptions:
     """Reads the options of a command line, others as --config has them, or as they are by default."""
-    of_line = read(TrainOptions, arguments, "jvpipe.train")
+    of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     options = _over(of_line, _of_config(of_line))
     check_each(options, "processes")
     return options
@@ -203,7 +203,7 @@ def parse(arguments: Sequence[str] | None, *, writes: bool = True) -> TrainOptio
         arguments: of the command line.
         writes: this process is the one that writes files.
     """
-    of_line = read(TrainOptions, arguments, "jvpipe.train")
+    of_line = read_options(TrainOptions, arguments, "jvpipe.train")
     of_file = _of_config(of_line)
     options = _over(of_line, of_file)
     if options.resume:

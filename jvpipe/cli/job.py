@@ -37,7 +37,7 @@ from jvpipe.schedules import find_schedule
 from jvpipe.schedules.planned import pipeline_length
 from jvpipe.session.arguments import USUAL_MICROBATCHES, micro_batch_shapes
 from jvpipe.session.options import PIPELINE, options_of, passed
-from jvpipe.session.settings import versions
+from jvpipe.session.settings import library_versions
 from jvpipe.util.extras import extra
 
 
@@ -249,7 +249,7 @@ def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job,
         stack: what keeps its folder from others, while it is open.
     """
     # First of all: processes with other options would wait for different things.
-    hosts.agree("the options of the processes", [*versions(), *agreed_options(options)])
+    hosts.agree("the options of the processes", [*library_versions(), *agreed_options(options)])
     options, run, workload, before, plan = _start(options, hosts, stack)
     assert options.steps is not None
     assert options.batch_size is not None

@@ -13,8 +13,8 @@ from jvpipe.session.arguments import (
     checked_name,
     one_of,
     positive,
+    read_whole_numbers,
     whole_number,
-    whole_numbers,
 )
 from jvpipe.session.options import (
     TRAIN,
@@ -404,7 +404,7 @@ class TrainOptions(ModelOptions):
     def replica_counts(self) -> tuple[int, ...]:
         """How many devices each stage has; empty if each has one, or that is to be decided."""
         counts = self.replicas
-        return () if counts is None or self.shares else whole_numbers("--replicas", counts)
+        return () if counts is None or self.shares else read_whole_numbers("--replicas", counts)
 
     @property
     def stages_asked(self) -> int | None:

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from safetensors import SafetensorError
 
 from jvpipe.pipeline import Pipeline
-from jvpipe.report.console import Place, TrainingDisplay, in_runs
+from jvpipe.report.console import DeviceRow, TrainingDisplay, in_runs
 from jvpipe.report.lines import Lines
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.runtime.state.checkpoints import array_file
@@ -206,7 +206,7 @@ class Speech:
         self._display = TrainingDisplay(total, first, self._screen)
         return self._display
 
-    def step(self, metrics: StepMetrics, places: Mapping[str, Place]) -> None:
+    def step(self, metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> None:
         """Tells of a step that has ended.
 
         Args:
@@ -219,7 +219,7 @@ class Speech:
             self._display.update(metrics, places)
 
 
-def places(pipe: Pipeline) -> dict[str, Place]:
+def places(pipe: Pipeline) -> dict[str, DeviceRow]:
     """Returns what is on each device of a pipeline now, by its name."""
     session, layers = pipe.session, defaultdict[int, list[int]](list)
     for stage in pipe.plan.stages:
@@ -227,7 +227,7 @@ def places(pipe: Pipeline) -> dict[str, Place]:
             layers[device] += stage.layers
     devices, limits = session.settings.devices, session.settings.limits
     return {
-        str(devices[d]): Place(in_runs(layers[d]), limits[d] if limits else None)
+        str(devices[d]): DeviceRow(in_runs(layers[d]), limits[d] if limits else None)
         for d in sorted(layers)
     }
 

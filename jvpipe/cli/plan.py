@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from jvpipe.cli.command_line import read
+from jvpipe.cli.command_line import read_options
 from jvpipe.cli.job import keep_compiled
 from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
 from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
@@ -180,7 +180,7 @@ def read_import(flag: str, text: str) -> tuple[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the exit code is 2 for a user's mistake, 1 if no plan fits."""
     try:
-        options = PlanOptions(**read(PlanOptions, arguments, "jvpipe.plan"))
+        options = PlanOptions(**read_options(PlanOptions, arguments, "jvpipe.plan"))
         names = options.check()
         forecast = _planned(options, names)
     except (ValueError, OSError) as mistake:

@@ -24,7 +24,7 @@ from jvpipe.ir.span import Hop, Level, Picture, Span
 from jvpipe.report.metrics import StepMetrics
 from jvpipe.report.timeline import Busy
 from jvpipe.runtime.engine.hosts import ALONE, Hosts, digest, present_hosts
-from jvpipe.session.settings import versions
+from jvpipe.session.settings import library_versions
 
 Own = tuple[StepMetrics, Busy]
 """The metrics of a step as one process saw it, and how busy its devices were."""
@@ -198,7 +198,9 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
             f"--process-id must be from 0 to {count - 1}, as --num-processes is {count}, not {process}"
         )
     # Compared before JAX is asked, which would hang on what differs.
-    agreed = Given([*versions(), *agreed_options(options), _model_file(options.model)], secret)
+    agreed = Given(
+        [*library_versions(), *agreed_options(options), _model_file(options.model)], secret
+    )
     if process:
         attendance = Attendance(host.strip("[]"), port, process, agreed)
         own_port = attendance.wait(options.host_timeout)

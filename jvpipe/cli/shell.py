@@ -125,7 +125,7 @@ class StopRequest:
 # Runs a command line, or says in one line which extra it lacks.
 
 
-def run(module: str) -> int:
+def run_module(module: str) -> int:
     """Returns the exit code of a module's `main`; 2 where a package is not installed.
 
     Args:

@@ -193,7 +193,7 @@ class Recording:
             self._job.hosts, timeline.joined(self._job.pipe.session.pictures(steps))
         )
         if self._job.hosts.process == 0:
-            timeline.write(self._job.run.timeline, picture)
+            timeline.write_trace(self._job.run.timeline, picture)
             if self._job.options.figure is not None:
                 self._draw(self._job.options.figure, picture)
 

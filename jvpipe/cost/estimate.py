@@ -12,7 +12,7 @@ from jvpipe.cost import roofline
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.frontier import layer_options, recomputes
 from jvpipe.cost.hardware import Accelerator, Cluster
-from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_updates
+from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
 from jvpipe.cost.said import Said, with_said_options, with_said_updates, with_said_work
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.cost.tiles import in_tiles
@@ -80,7 +80,9 @@ def estimate(
     }
     works = [work_of[id(of_layer)] for of_layer in programs]
     if optimizer is not None:
-        works = with_updates(works, graph.loss_layer, optimizer, partial(_update_s, device=device))
+        works = with_update_seconds(
+            works, graph.loss_layer, optimizer, partial(_update_s, device=device)
+        )
         if said:
             numbered = enumerate(works)
             works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]

@@ -22,7 +22,7 @@ from jvpipe.cost.compiled import with_compiled_bytes
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
-from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_updates
+from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.cost.recompute import Recompute
 from jvpipe.programs.layer import LayerPrograms
@@ -148,7 +148,9 @@ def measured_costs(
         f, b = runs[forward.key], runs[backward.key]
         works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
     if optimizer is not None:
-        works = with_updates(works, traced.graph.loss_layer, optimizer, partial(_update_s, runs))
+        works = with_update_seconds(
+            works, traced.graph.loss_layer, optimizer, partial(_update_s, runs)
+        )
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:

@@ -44,7 +44,7 @@ class Work:
     update_s: float = 0.0
 
 
-def with_updates(
+def with_update_seconds(
     works: Sequence[Work],
     loss: int,
     optimizer: OptimizerCut,

@@ -18,7 +18,7 @@ _SHORTEST, _SHORTEST_OF_FEW = 1220, 768  # sums, after they are cut
 _MOST_PARTS = 128
 
 
-def parts_of(product: Product, cores: int) -> int:
+def sum_parts(product: Product, cores: int) -> int:
     """Returns the number of parts into which the sum of a product is cut.
 
     Args:
@@ -49,7 +49,7 @@ def split_bytes(product: Product, cores: int) -> int:
     >>> split_bytes(Product(1, 304, 1024, 30522), 132) / 2**20
     164.15234375
     """
-    parts = parts_of(product, cores)
+    parts = sum_parts(product, cores)
     if parts == 1:
         return 0
     filled = -(-product.k // parts) * parts if product.k % parts else 0

@@ -7,7 +7,7 @@ from jvpipe.cost.costs import Costs
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import device_bytes, evaluate
+from jvpipe.planners.model.stage_cost import device_bytes, evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists
 from jvpipe.util.sizes import GIB
@@ -34,7 +34,7 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(plan.schedule or "1f1b")
     plan_problem = replace(problem, stages=len(plan.stages), schedule=schedule)
     decision = decision_of(problem.costs, plan)
-    stages = evaluate(plan_problem, decision).stages
+    stages = evaluate_decision(plan_problem, decision).stages
     step_s = simulated_step_s(plan_problem, stages)
     return Judged(step_s, max(device_bytes(plan_problem, stages)))
 

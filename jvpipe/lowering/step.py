@@ -177,7 +177,7 @@ def lower_move(
     return _lowered(placer, placer.blocks[0].rows, ())
 
 
-def divided(move: Lowered) -> tuple[Lowered, Lowered]:
+def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
     """Divides a move between two steps: its copies, then the end of what they were made of.
 
         move      MOVE a a'   FREE a   DROP b              a moves, b is elsewhere or older

@@ -28,7 +28,7 @@ from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Path, Shape
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 MOST_COUNTS = 16
 """The most counts of devices that are tried for a stage; of more devices, a stage gets multiples of a unit."""
@@ -271,7 +271,7 @@ class _Search:
         asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
         if self.known[free].latency_s[j] < self.best_s and asked:
             problem = self.shapes.problem(shape)
-            evaluation = evaluate(problem, kept_or_again(problem, bounds))
+            evaluation = evaluate_decision(problem, kept_or_again(problem, bounds))
             least_s = plan_latency_s(evaluation.stages, self.microbatches)
             if least_s < self.best_s and keeps_limits(problem, evaluation):
                 self.best, self.best_s = (shape, bounds), least_s

@@ -11,7 +11,7 @@ import numpy as np
 
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 LIMIT_GROWTH_PARTS = 20
 """The part of a limit that is added until the planner finds something: one in so many."""
@@ -39,7 +39,7 @@ def plan_or_raise(
     assert limit is not None, "without a limit everything may be kept"
     decision = attempt(replace(problem, memory_limit_bytes=None))
     assert decision is not None, "without a limit everything may be kept"
-    below, enough = limit, evaluate(problem, decision).limit_bytes
+    below, enough = limit, evaluate_decision(problem, decision).limit_bytes
     # A planner may count more bytes than a plan needs, so that its own plan seems too large.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
         enough += max(1, enough // LIMIT_GROWTH_PARTS)
@@ -52,7 +52,7 @@ def plan_or_raise(
             below = middle
         else:
             enough, decision = middle, nearer
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(stages)]
     stage, excess = peaks.index(max(peaks)), enough - limit
     raise Infeasible(

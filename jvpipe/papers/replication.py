@@ -37,7 +37,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.papers.kept_stages import KeptStages
 from jvpipe.papers.limits import no_cuts_fit
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Grid, between, seconds
+from jvpipe.planners.model.segments import Grid, between, link_seconds
 from jvpipe.schedules.pipedream import PipeDream
 
 
@@ -249,7 +249,7 @@ def _levels(kept: KeptStages) -> list[_Level]:
 def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
     weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
     comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
-    return _Level(parts, devices, comm_s, seconds(link, 2 * weights))
+    return _Level(parts, devices, comm_s, link_seconds(link, 2 * weights))
 
 
 def _join(

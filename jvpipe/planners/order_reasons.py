@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from jvpipe.planners.joint.order_search import OrderedPlan
 from jvpipe.planners.joint.rule_search import under_rule
-from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.util.sizes import format_bytes
 
@@ -33,12 +33,12 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
         memory_limit_bytes=None,
         host_limit_bytes=None,
     )
-    ours = evaluate(problem, decision)
-    usual = evaluate(plain, under_rule(plain))
+    ours = evaluate_decision(problem, decision)
+    usual = evaluate_decision(plain, under_rule(plain))
     step_s = simulated_step_s(problem, ours.stages)
     usual_s = simulated_step_s(plain, usual.stages)
-    idle = bubble_fraction(problem, ours.stages)
-    usual_idle = bubble_fraction(plain, usual.stages)
+    idle = simulated_bubble_fraction(problem, ours.stages)
+    usual_idle = simulated_bubble_fraction(plain, usual.stages)
     line = (
         f"simulated, a step takes {1e3 * step_s:.2f} ms, {step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
@@ -68,7 +68,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
     >>> update_reasons(problem, Decision.keeping_all([0, 1, 4]))
     ['an update takes 500.00 to 1500.00 ms on a stage, 8 times a step']
     """
-    seconds = sorted(stage.update_s for stage in evaluate(problem, decision).stages)
+    seconds = sorted(stage.update_s for stage in evaluate_decision(problem, decision).stages)
     if not seconds[-1]:
         return []
     often = "once a step" if problem.updates == 1 else f"{problem.updates:g} times a step"

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jvpipe.planners.joint.rough_plan import RoughPlan, kept_or_again
-from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.shapes import Shape, Shapes
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
 
 def shape_words(problem: Problem) -> str:
@@ -43,14 +43,14 @@ def shape_reasons(
         decision: the plan.
         kinds: the best plan of each kind of shape that was looked at.
     """
-    best_s = simulated_step_s(problem, evaluate(problem, decision).stages)
+    best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
     present_kind = shape_of(problem).kind
     others = sorted(
         (plan for kind, plan in kinds.items() if kind != present_kind), key=lambda plan: plan.step_s
     )
     lines = []
     for plan in others:
-        stages = evaluate(plan.problem, plan.decision).stages
+        stages = evaluate_decision(plan.problem, plan.decision).stages
         lines.append(
             f"{shape_words(plan.problem)}, micro-batches of {plan.shape.size}: {1e3 * plan.step_s:.2f} ms, "
             f"{plan.step_s / best_s:.2f} times as long: {_not_work(shapes, plan.problem, stages)}"
@@ -66,7 +66,7 @@ def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> li
         if len(devices) > 1:
             fewer = with_entry(shape.places, p, devices[:-1])
             without = shapes.problem(replace(shape, places=fewer))
-            evaluation = evaluate(without, kept_or_again(without, decision.bounds))
+            evaluation = evaluate_decision(without, kept_or_again(without, decision.bounds))
             step_s = simulated_step_s(without, evaluation.stages)
             why = (
                 f"a step would take {1e3 * step_s:.2f} ms"
@@ -83,4 +83,4 @@ def _not_work(shapes: Shapes, problem: Problem, stages: Sequence[StageCost]) -> 
     """Says what of a step is not work."""
     longest_s = max(stage.reduce_s for stage in stages)
     reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""
-    return f"{reduced}{bubble_fraction(problem, stages, shapes.devices):.1%} idle"
+    return f"{reduced}{simulated_bubble_fraction(problem, stages, shapes.devices):.1%} idle"

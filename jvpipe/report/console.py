@@ -16,7 +16,7 @@ from jvpipe.util.sizes import format_bytes
 _BAR = 16  # characters
 
 
-class Place(NamedTuple):
+class DeviceRow(NamedTuple):
     """What a row says of a device: the layers that are on it, and what it may hold."""
 
     layers: str
@@ -63,7 +63,7 @@ class TrainingDisplay:
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
 
-    def update(self, metrics: StepMetrics, places: Mapping[str, Place]) -> None:
+    def update(self, metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> None:
         """Shows the numbers of a step that has ended.
 
         Args:
@@ -92,7 +92,7 @@ def _numbers(metrics: StepMetrics) -> Table:
     return table
 
 
-def device_rows(metrics: StepMetrics, places: Mapping[str, Place]) -> Table:
+def device_rows(metrics: StepMetrics, places: Mapping[str, DeviceRow]) -> Table:
     """Makes a row per device: its layers, the most that it held and may hold, and the share of a step it works.
 
     Args:

@@ -65,7 +65,7 @@ def explain(
     return "\n".join(lines)
 
 
-def stage_table(
+def stage_lines(
     graph: LayerGraph, plan: Plan, peaks: Sequence[Peak | None], devices: Sequence[Any]
 ) -> str:
     """Writes what runs where, a line for each stage.

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MultipleLocator
 
 from jvpipe.ir.kinds import KINDS
 from jvpipe.ir.span import Level, Picture, Span
-from jvpipe.report.timeline import COMPUTE, in_order
+from jvpipe.report.timeline import COMPUTE, sorted_devices
 from jvpipe.util.sizes import format_bytes
 
 _WIDTH, _GAP = 12.0, 0.03  # inches
@@ -62,7 +62,10 @@ def timeline_figure(
     picture = _from_zero(picture)
     spans, curves = picture.spans, _curves(picture.levels)
     working = {span.device for span in spans if span.kind in COMPUTE}
-    rows = {row: 0.36 if row in working else 0.2 for row in in_order(span.device for span in spans)}
+    rows = {
+        row: 0.36 if row in working else 0.2
+        for row in sorted_devices(span.device for span in spans)
+    }
     # Heights in inches: a row of tasks, thinner ones of links, and the curves.
     parts = [0.2 + sum(rows.values()), *([2.0] if curves else [])]
     figure = Figure(figsize=(_WIDTH, 0.9 + sum(parts)), layout="constrained", dpi=130)

@@ -102,7 +102,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         kept = (
-            [line for line in read(path) if line["step"] <= resumed_step] if path.exists() else []
+            [line for line in read_steps(path) if line["step"] <= resumed_step]
+            if path.exists()
+            else []
         )
         self.elapsed_s = _elapsed_s(path, kept[-1]) if kept else 0.0
         # Lines after the checkpoint are made again by the resumed run.
@@ -121,7 +123,7 @@ class MetricsLog:
         self._file.close()
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the steps of a metrics file; lines that hold none, such as one torn by a kill, are left out."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):

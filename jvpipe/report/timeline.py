@@ -28,7 +28,7 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
     (0.0, 500000.0)
     """
     spans = picture.spans
-    rows = {device: row for row, device in enumerate(in_order(span.device for span in spans))}
+    rows = {device: row for row, device in enumerate(sorted_devices(span.device for span in spans))}
     origin_s = min((span.start_s for span in spans), default=0.0)
 
     def at(seconds: float) -> float:
@@ -64,7 +64,7 @@ def chrome_trace(picture: Picture) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write(path: Path, picture: Picture) -> None:
+def write_trace(path: Path, picture: Picture) -> None:
     """Writes the Chrome trace of a picture to `path`."""
     path.write_text(json.dumps(chrome_trace(picture)))
 
@@ -162,7 +162,7 @@ def _metadata(event: str, row: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": row, "name": event, "args": args}
 
 
-def in_order(devices: Iterable[str]) -> list[str]:
+def sorted_devices(devices: Iterable[str]) -> list[str]:
     """Sorts devices, each once, numbers in their order: `cpu:2` before `cpu:10`."""
     # Text and numbers alternate, so numbers are compared with numbers.
     parts = {name: re.split(r"(\d+)", name) for name in devices}

@@ -75,7 +75,7 @@ def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
     return check
 
 
-def whole_numbers(name: str, value: Any) -> tuple[int, ...]:
+def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     """Reads whole numbers from a sequence or a text.
 
     >>> whole_numbers("replicas", "2:1"), whole_numbers("cuts", [5, 2])
@@ -307,7 +307,7 @@ def checked_replicas(name: str, replicas: Any) -> str | tuple[int, ...]:
         raise ValueError(
             f"{name} must be the devices of each stage, such as (2, 1), or 'auto', not {brief(replicas)}"
         )
-    return whole_numbers(name, replicas)
+    return read_whole_numbers(name, replicas)
 
 
 _SPEEDS = "such as [2.0, 1.0] for a device twice as fast as the other"

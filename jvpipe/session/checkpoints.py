@@ -86,7 +86,7 @@ def check_json(extra: Any) -> None:
         raise ValueError(f"{usual}: {error}") from error
 
 
-def save(session: Engine, path: str | Path, state: State, extra: dict[str, Any]) -> None:
+def save_state(session: Engine, path: str | Path, state: State, extra: dict[str, Any]) -> None:
     """Writes a checkpoint of a state; of several processes all call it, and each writes what it holds.
 
     Args:

@@ -15,11 +15,11 @@ from jvpipe.planners.answer import Answer, best_first, smallest_limit_bytes, why
 from jvpipe.planners.cut_reasons import cut_reasons, device_reasons
 from jvpipe.planners.joint.device_orders import least_bound
 from jvpipe.planners.joint.shape_bound import least_step_s
-from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s
+from jvpipe.planners.model.forecast import forecast, simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.report import timeline
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
@@ -161,7 +161,7 @@ class Forecast:
 
     def timeline(self, path: str | Path) -> None:
         """Writes the simulation for Perfetto."""
-        timeline.write(Path(path), self.simulation.picture())
+        timeline.write_trace(Path(path), self.simulation.picture())
 
     def to_json(self) -> Any:
         """Returns the answer as `--json` holds it; of several planners a list, the best first."""
@@ -236,7 +236,7 @@ class Forecast:
     def _idle(self, evaluation: Evaluation) -> float:
         """Returns the idle share of the devices."""
         shapes = self.shapes
-        return bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
+        return simulated_bubble_fraction(self.problem, evaluation.stages, shapes and shapes.devices)
 
     def _row(self, answer: Answer) -> tuple[str, ...]:
         """Returns what a comparison says of an answer."""
@@ -375,7 +375,7 @@ def _timed(planner: str, problem: Problem, put: Callable[[], Planned]) -> tuple[
 def _told(
     planner: str, planned: Planned, planning_s: float, splits: tuple[int, ...] = ()
 ) -> Answer:
-    evaluation = evaluate(planned.problem, planned.decision)
+    evaluation = evaluate_decision(planned.problem, planned.decision)
     return Answer(
         planner,
         planning_s,

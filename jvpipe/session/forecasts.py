@@ -30,7 +30,7 @@ from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_bytes import layers_bytes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.programs.model import backward_program, forward_program, input_program, weight_program
 from jvpipe.programs.store import Program, shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -373,7 +373,10 @@ class Signer:
             store: self._compiled(question, plan, store) for store in dict.fromkeys(self.stores)
         }
         by_store = {store: _laid_peaks(run) for store, run in runs.items()}
-        evaluation, stages = evaluate(self._unsaid(question, problem, answer), decision), []
+        evaluation, stages = (
+            evaluate_decision(self._unsaid(question, problem, answer), decision),
+            [],
+        )
         for s, stage in enumerate(plan.stages):
             first, last = decision.bounds[s : s + 2]
             # Replicas hold alike, but devices of a stage may be compiled by different compilers.

@@ -23,8 +23,8 @@ from jvpipe.session.arguments import (
     checked_stacked,
     checked_stages,
     one_of,
+    read_whole_numbers,
     whole_number,
-    whole_numbers,
 )
 from jvpipe.session.devices import checked_sharding
 from jvpipe.util.brief import brief
@@ -199,7 +199,7 @@ class PipelineOptions:
     )
     cuts: str | None = option(
         None,
-        whole_numbers,
+        read_whole_numbers,
         "How many layers each stage has, such as 10:4; decided if left out.",
         "pipeline",
         "layers",

@@ -29,7 +29,7 @@ from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.planner import Planner
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.planners.order_reasons import order_reasons, search_reasons, update_reasons
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules.auto import AUTO, GivenLists, given_lists, lines_of
@@ -93,7 +93,7 @@ class Planned:
     @property
     def step_s(self) -> float:
         """Seconds of a step, simulated."""
-        return simulated_step_s(self.problem, evaluate(self.problem, self.decision).stages)
+        return simulated_step_s(self.problem, evaluate_decision(self.problem, self.decision).stages)
 
     def reasons(self, cross_layer: Sequence[str]) -> list[str]:
         """Says how devices differ, why each cut is where it is, and what the order gains.
@@ -318,7 +318,7 @@ class _Asker:
         if not chooses or least_kept_bytes(problem) > counted_limit:
             return None
         planned = self.ask(replace(problem, memory_limit_bytes=None, host_limit_bytes=None))
-        is_near = evaluate(planned.problem, planned.decision).limit_bytes <= counted_limit
+        is_near = evaluate_decision(planned.problem, planned.decision).limit_bytes <= counted_limit
         if not is_near or max(self.needed(problem, planned.plan)) > limit:
             return None
         return replace(planned, problem=replace(planned.problem, memory_limit_bytes=limit))
@@ -333,7 +333,9 @@ class _Asker:
         limit = problem.memory_limit_bytes
         assert limit is not None
         # The planner counts by a closed form, which may be above what the lists hold.
-        counted = evaluate(least.problem, least.floor.decision).limit_bytes if least else limit
+        counted = (
+            evaluate_decision(least.problem, least.floor.decision).limit_bytes if least else limit
+        )
         asked, before = max(limit, counted), None
         for _ in range(ASKING.attempts):
             try:

@@ -135,7 +135,7 @@ Parts = list[tuple[str, str]]
 """The name of each part, and a text that is equal where the part is: one thought per line."""
 
 
-def versions() -> Parts:
+def library_versions() -> Parts:
     """Returns the versions of what computes."""
     names = ("jax", "jaxlib", "jvpipe")
     return [*((name, version(name)) for name in names), ("python", platform.python_version())]
@@ -156,7 +156,10 @@ def option_parts(settings: Settings) -> Parts:
         "host_memory_limit": values.pop("host_limit_bytes"),
         "devices": [device.device_kind for device in settings.devices],
     }
-    return [*versions(), *((name, without_addresses(str(value))) for name, value in values.items())]
+    return [
+        *library_versions(),
+        *((name, without_addresses(str(value))) for name, value in values.items()),
+    ]
 
 
 # The optimizer in pieces, for the updates of a schedule.

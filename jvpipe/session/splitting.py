@@ -22,12 +22,12 @@ from jvpipe.cost.costs import bounds_inside
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.session.planning import Planned, work_s
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import (
-    Place,
+    CutPlace,
     layer_signature,
     places_inside,
     split_at,
@@ -230,7 +230,9 @@ def uneven(planned: Planned) -> bool:
     >>> uneven(Planned(decision.plan(problem, "given"), problem, decision))
     True
     """
-    seconds = [cost.compute_s for cost in evaluate(planned.problem, planned.decision).stages]
+    seconds = [
+        cost.compute_s for cost in evaluate_decision(planned.problem, planned.decision).stages
+    ]
     return max(seconds) * len(seconds) > SPLITTING.slow_times * sum(seconds)
 
 
@@ -251,7 +253,9 @@ class _Cut:
     before_end: int = 0
 
 
-def even_places(planned: Planned, inside: Mapping[int, Sequence[Place]]) -> list[tuple[int, int]]:
+def even_places(
+    planned: Planned, inside: Mapping[int, Sequence[CutPlace]]
+) -> list[tuple[int, int]]:
     """Returns the places inside layers at which stages are as even as can be: layers, equations before their ends.
 
     A dynamic program over all places, as for whole layers (`planners/model/chain_dp.py`), twice: for the least seconds
@@ -264,7 +268,7 @@ def even_places(planned: Planned, inside: Mapping[int, Sequence[Place]]) -> list
     """
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
-    stages = evaluate(problem, planned.decision).stages
+    stages = evaluate_decision(problem, planned.decision).stages
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
         for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
@@ -298,7 +302,7 @@ def even_places(planned: Planned, inside: Mapping[int, Sequence[Place]]) -> list
 
 
 def _cuts(
-    planned: Planned, layer_s: Sequence[float], inside: Mapping[int, Sequence[Place]]
+    planned: Planned, layer_s: Sequence[float], inside: Mapping[int, Sequence[CutPlace]]
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs

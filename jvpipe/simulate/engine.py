@@ -27,7 +27,7 @@ _Turns = tuple[tuple[int, ...], tuple[int, ...]]
 """The resources of a task: those that serve in order, and those that serve by readiness."""
 
 
-class Work:
+class TaskGraph:
     """Tasks 0, 1, ...: what each waits for and what it occupies; how long they take is asked only when they run.
 
     Args:

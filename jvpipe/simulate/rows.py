@@ -18,7 +18,7 @@ from jvpipe.ir.buffers import HOST, Lowered, peaks
 from jvpipe.ir.kinds import KINDS, Kind, Link, Runs
 from jvpipe.ir.rows import Row
 from jvpipe.ir.task import TaskLists
-from jvpipe.simulate.engine import Work
+from jvpipe.simulate.engine import TaskGraph
 from jvpipe.simulate.stages import Features, StageLoad, StageWork, stage_work
 from jvpipe.simulate.timeline import Curve, Timeline
 
@@ -76,7 +76,9 @@ def simulate(
         resources = (f"device {row.place}",) if computes else links_of(row)
         occupies.append(tuple(names.setdefault(name, len(names)) for name in resources))
         seconds.append(float(seconds_of(row)) if resources else 0.0)
-    work = Work(list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i]))
+    work = TaskGraph(
+        list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i])
+    )
     starts_s = np.array(work.starts_s(seconds))
     ends_s = starts_s + seconds
     peak_bytes = tuple(peak.bytes for peak in peaks(lowered, devices, temporary_bytes))

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists, cannot_progress
-from jvpipe.simulate.engine import Work
+from jvpipe.simulate.engine import TaskGraph
 
 PARTS = (
     *(Kind.F, Kind.B, Kind.R, Kind.OUT, Kind.IN, Kind.SEND, Kind.RETURN),
@@ -147,7 +147,7 @@ class StageWork:
     stage after another: those of task i are at `slots[i]`.
     """
 
-    work: Work
+    work: TaskGraph
     codes: tuple[int, ...]
     places: tuple[int, ...]  # the device of each stage
     microbatches: int
@@ -228,7 +228,7 @@ def stage_work(lists: TaskLists, features: Features) -> StageWork:
     resources = [
         _occupied(s, part, places, D, features) for s in range(len(places)) for part in PARTS
     ]
-    work = Work(
+    work = TaskGraph(
         waits=_numbered(waits, M),
         occupies=[resources[code // M] for code in codes],
         in_order=[*range(D), *range(2 * D, 4 * D)],  # all but the links to the host

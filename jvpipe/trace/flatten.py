@@ -10,7 +10,7 @@ from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn
 from jvpipe.trace import jaxprs
 from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
-from jvpipe.trace.unroll import stacked_result, stacks_layers, unrolled, whole
+from jvpipe.trace.unroll import as_array, stacked_result, stacks_layers, unrolled
 
 # Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2` is among
 # them because jvpipe decides by itself what is kept and what is recomputed.
@@ -57,7 +57,7 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
         return inlined(traced, calls)
 
     def unrolled_fn(*xs: Any) -> list[Any]:
-        return [*map(whole, _traced(traced.jaxpr, traced.consts, xs, calls))]
+        return [*map(as_array, _traced(traced.jaxpr, traced.consts, xs, calls))]
 
     # Only scans over stacked layers need a second trace; anything else is inlined equation by equation.
     closed = jax.make_jaxpr(unrolled_fn)(*traced.in_avals)
@@ -91,7 +91,7 @@ def _traced(
             results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
             if results is not None:
                 return results
-            values = [whole(v) for v in values]
+            values = [as_array(v) for v in values]
             if eqn.primitive.name == SHARDING:
                 return values
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)

@@ -52,7 +52,7 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
     """
     (places,) = places_inside(traced, [layer], seconds).values()
 
-    def evenness(place: Place) -> tuple[int, int, int]:
+    def evenness(place: CutPlace) -> tuple[int, int, int]:
         slower = max(place.share, 1 - place.share)
         return round(slower / _EVEN), place.sent_bytes, place.before_end
 
@@ -60,7 +60,7 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class CutPlace:
     """A place inside a layer at which it may be cut.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place:
 
 def places_inside(
     traced: Traced, layers: Iterable[int], seconds: Seconds
-) -> dict[int, list[Place]]:
+) -> dict[int, list[CutPlace]]:
     """Returns the places at which each of some layers can be cut, in their order in the layer.
 
     Args:
@@ -88,7 +88,7 @@ def places_inside(
     bounds = _bounds(traced, sorted_eqns)
     parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
     behind = parameters_behind(sorted_eqns.floating, parameters)
-    by_kind: dict[Hashable, list[Place]] = {}
+    by_kind: dict[Hashable, list[CutPlace]] = {}
     found = {}
     for layer in layers:
         body = traced.bodies[layer]
@@ -102,7 +102,7 @@ def places_inside(
 
 def _places(
     run: Sequence[JaxprEqn], behind: dict[Var, frozenset[Var]], eqns_s: Sequence[float]
-) -> list[Place]:
+) -> list[CutPlace]:
     """Returns the places in a layer.
 
     Args:
@@ -121,7 +121,7 @@ def _places(
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
         share = (total_s - later_s) / total_s if total_s else 0.0
         sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-        places.append(Place(before_end, share, sum(map(_bytes, sent))))
+        places.append(CutPlace(before_end, share, sum(map(_bytes, sent))))
     return places
 
 

@@ -38,13 +38,13 @@ class Stack:
     """
 
     part: Callable[[int], Any]
-    whole: Callable[[], Any]
+    as_array: Callable[[], Any]
     layers: bool
 
 
-def whole(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     """Returns a value as an array."""
-    return value.whole() if isinstance(value, Stack) else value
+    return value.as_array() if isinstance(value, Stack) else value
 
 
 def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
@@ -63,7 +63,7 @@ def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
         def of(value: Any) -> Any:
             return _jax.bind(eqn, [value])[0]
 
-        array = cache(lambda: of(source.whole()))
+        array = cache(lambda: of(source.as_array()))
         return [Stack(lambda i: of(source.part(i)), array, source.layers)]
     return None
 
@@ -132,5 +132,5 @@ def _part(x: Any, i: int) -> Any:
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    array = cache(lambda: jax.numpy.stack([whole(part) for part in parts]))
+    array = cache(lambda: jax.numpy.stack([as_array(part) for part in parts]))
     return Stack(parts.__getitem__, array, False)

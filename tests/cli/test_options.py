@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jvpipe
-from jvpipe.cli.command_line import parse, read
+from jvpipe.cli.command_line import parse, read_options
 from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.plan import PlanOptions
 from jvpipe.cli.train import main
@@ -156,9 +156,9 @@ def test_a_name_of_a_release_ago_is_taken_with_a_warning(
         clip: int | None = option(None, **DEFINED, group="model", was=("grad_clip",))
 
     for word in ("--grad-clip=3", "--grad_clip=3"):
-        assert read(Renamed, [word], "jvpipe.plan") == {"clip": 3}
+        assert read_options(Renamed, [word], "jvpipe.plan") == {"clip": 3}
         assert "warning: grad_clip is called clip now" in capsys.readouterr().err
-    assert read(Renamed, ["--clip", "4"], "jvpipe.plan") == {"clip": 4}
+    assert read_options(Renamed, ["--clip", "4"], "jvpipe.plan") == {"clip": 4}
     assert capsys.readouterr().err == ""
 
 
@@ -259,7 +259,9 @@ def test_a_wrong_value_of_every_option_is_told_in_one_line(
     for flag, (value, told) in PLANS.items():
         more = [] if flag == "--graph" else ["--model", "bert"]
         words = [*more, f"{flag}={value}"]
-        line = refusal(lambda w=words: PlanOptions(**read(PlanOptions, w, "jvpipe.plan")).check())
+        line = refusal(
+            lambda w=words: PlanOptions(**read_options(PlanOptions, w, "jvpipe.plan")).check()
+        )
         assert re.search(told, line), line
         assert value[:30] in line, line
     assert main(["--steps", "0"]) == 2

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from jvpipe.cli.outputs import Speech
-from jvpipe.report.console import Place
+from jvpipe.report.console import DeviceRow
 from jvpipe.runtime.engine.phases import phase
 from tests.report.test_metrics import ONE
 
-PLACES = {"cpu:0": Place("0-5"), "cpu:1": Place("6-9", 40)}
+PLACES = {"cpu:0": DeviceRow("0-5"), "cpu:1": DeviceRow("6-9", 40)}
 LOG = logging.getLogger("jvpipe")
 
 

@@ -21,7 +21,7 @@ from jvpipe.ir.values import ValueKind
 from jvpipe.lowering.layout import MicrobatchLayout
 from jvpipe.lowering.step import lower_step
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
 from jvpipe.programs.model import layer_programs
 from jvpipe.programs.store import shared_store
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
@@ -59,7 +59,7 @@ def shares(
     problem: Problem, decision: Decision, devices: Sequence[Peak]
 ) -> tuple[list[float], float]:
     """What planners count for each stage, and for the plan's fullest device, in units of what the table holds."""
-    counted = [stage.peak_bytes for stage in evaluate(problem, decision).stages]
+    counted = [stage.peak_bytes for stage in evaluate_decision(problem, decision).stages]
     by_stage = [count / peak.bytes for count, peak in zip(counted, devices, strict=True)]
     return by_stage, max(counted) / max(peak.bytes for peak in devices)
 
@@ -124,7 +124,9 @@ def test_plans_with_fates_are_counted_as_closely(name: str) -> None:
         by_stage, share = shares(problem, decision, devices)
         assert min(by_stage) >= (0.93 if schedule == "gpipe" else 0.98), (stages, by_stage)
         assert share <= 1.16, (stages, schedule, share)
-        assert host.bytes <= sum(stage.host_bytes for stage in evaluate(problem, decision).stages)
+        assert host.bytes <= sum(
+            stage.host_bytes for stage in evaluate_decision(problem, decision).stages
+        )
 
 
 @pytest.mark.parametrize("name", ["mlp", "pre-norm"])

@@ -9,7 +9,7 @@ import pytest
 
 from jvpipe.cost import presets
 from jvpipe.cost.products import Product
-from jvpipe.cost.split_products import parts_of, split_bytes
+from jvpipe.cost.split_products import split_bytes, sum_parts
 from jvpipe.cost.temporaries import temporary_bytes
 from jvpipe.trace.flatten import flatten
 
@@ -121,7 +121,7 @@ def test_parts_of_a_product_are_there_beside_what_was_copied_for_them() -> None:
     closed = flatten(lambda x, w: x @ w, x, w)
     assert temporary_bytes(closed, GPU) == 0
     product = Product(1, 64, 128, 30522)
-    assert parts_of(product, 132) == 16
+    assert sum_parts(product, 132) == 16
     filled = 16 * 1908
     expected = 4 * filled * (64 + 128) + 16 * 4 * 64 * 128
     assert temporary_bytes(closed, presets.H100) == split_bytes(product, 132) == expected

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jvpipe.cli.command_line import read
+from jvpipe.cli.command_line import read_options
 from jvpipe.cli.options import TrainOptions
 from jvpipe.cli.plan import PlanOptions
 from jvpipe.models import NAMES, sizes
@@ -74,7 +74,7 @@ def test_options_and_sizes_are_there_where_nothing_runs_at_full_size() -> None:
     parsed = 0
     for module, rest in re.findall(r"python -m jvpipe\.(train|plan) (.*)", "\n".join(found)):
         given = shlex.split(rest, comments=True)
-        told = read({"train": TrainOptions, "plan": PlanOptions}[module], given, module)
+        told = read_options({"train": TrainOptions, "plan": PlanOptions}[module], given, module)
         model, size = told.get("model"), told.get("size")
         assert model not in NAMES or size in (None, *sizes(str(model)))
         parsed += 1

@@ -17,7 +17,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.cost.links import Links
 from jvpipe.ir.buffers import HOST
 from jvpipe.ir.plan import Fate, Plan
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.programs.store import Program
 from jvpipe.runtime.engine.tensors import parked_bytes
 from jvpipe.runtime.state import migrate
@@ -137,7 +137,7 @@ def test_a_device_holds_the_state_of_two_layers(schedule: str) -> None:
     assert not any(stage.fates for stage in pipe.plan.stages), "planners count what there is"
     planned = pipe.session.planned
     assert planned is not None
-    counted = evaluate(planned.problem, planned.decision).limit_bytes
+    counted = evaluate_decision(planned.problem, planned.decision).limit_bytes
     assert pipe.ledger.peak[0] <= counted <= 1.1 * pipe.ledger.peak[0]
     assert pipe.ledger.peak[0] == pipe.session.compiled.peaks[0].bytes
     assert pipe.ledger.peak[0] <= limit - 60 * 1024

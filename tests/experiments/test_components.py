@@ -7,7 +7,7 @@ from experiments.components.run import COMPONENTS, column, relayed, waiting
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 
 
@@ -44,6 +44,6 @@ def test_a_column_has_what_is_left_without_each(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_switches_off_means() -> None:
     assert relayed(Edge(1, (4, 2), 7)) == Edge(1, (2, 3, 4), 7)
-    swapped = evaluate(problem(), Decision((0, 3, 6, 9, 12), (1, *[0] * 11))).stages[0]
+    swapped = evaluate_decision(problem(), Decision((0, 3, 6, 9, 12), (1, *[0] * 11))).stages[0]
     assert swapped.swap_s == pytest.approx(2.0)
     assert waiting(swapped).compute_s == pytest.approx(swapped.compute_s + 2.0)

@@ -14,7 +14,7 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.models import load
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.programs.store import ProgramStore
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.graph import Traced
@@ -74,22 +74,22 @@ def test_where_nothing_may_be_dropped_planners_drop_nothing() -> None:
     problem = small()
     kept = replace(problem, costs=keeping_all(problem.costs))
     plan = Decision.keeping_all((0, 2, 6))
-    peaks = [stage.peak_bytes for stage in evaluate(problem, plan).stages]
-    assert [stage.peak_bytes for stage in evaluate(kept, plan).stages] == peaks
+    peaks = [stage.peak_bytes for stage in evaluate_decision(problem, plan).stages]
+    assert [stage.peak_bytes for stage in evaluate_decision(kept, plan).stages] == peaks
     for planner, limit in (("vpipe", max(peaks)), ("dawnpiper", 850), ("jvpipe", max(peaks))):
         decision = find_planner(planner).decide(replace(kept, memory_limit_bytes=limit))
         bare = Decision.keeping_all(decision.bounds)
-        assert evaluate(problem, bare).peak_bytes <= limit
+        assert evaluate_decision(problem, bare).peak_bytes <= limit
 
 
 def test_what_the_papers_believe() -> None:
     """On stage 0 of 2, with two versions and two micro-batches in flight."""
     problem, plan = small(), Decision.keeping_all((0, 2, 6))
     truth, vpipe, dawnpiper = (
-        evaluate(believed(problem, planner), plan).stages[0].peak_bytes
+        evaluate_decision(believed(problem, planner), plan).stages[0].peak_bytes
         for planner in ("jvpipe", "vpipe", "dawnpiper")
     )
-    assert truth == evaluate(problem, plan).stages[0].peak_bytes
+    assert truth == evaluate_decision(problem, plan).stages[0].peak_bytes
     assert vpipe == truth - 8  # the most that one of its layers needs while it runs
     assert dawnpiper == truth + 2 * 30  # gradients and optimizer state of two layers once more
     assert believed(replace(problem, memory_limit_bytes=1), "pipedream").memory_limit_bytes is None

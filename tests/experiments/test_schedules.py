@@ -8,7 +8,7 @@ import pytest
 from experiments.schedules import run
 from experiments.schedules.cases import Case, drawn, drawn_cases
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_rows_of_drawn_models_are_there_once() -> None:
 
 def test_a_send_takes_its_share_of_a_devices_forward() -> None:
     problem = drawn(4, 4, (1.0, 1.0), 0.2, uneven=False)
-    stages = evaluate(problem, Decision.keeping_all([0, 8, 16, 24, 32])).stages
+    stages = evaluate_decision(problem, Decision.keeping_all([0, 8, 16, 24, 32])).stages
     assert stages[1].comm_s / 2 == pytest.approx(0.2 * stages[1].forward_s)
 
 

@@ -10,7 +10,7 @@ from jvpipe.ir.values import Value, ValueKind
 from jvpipe.lowering.projection import projected, telling_all
 from jvpipe.lowering.receipts import OPEN_OFFERS, with_receipts
 from jvpipe.lowering.splice import spliced
-from jvpipe.lowering.step import divided, lower_evaluation, lower_move, lower_step
+from jvpipe.lowering.step import divided_move, lower_evaluation, lower_move, lower_step
 from jvpipe.schedules import find_schedule
 from tests.lowering.toy import GRAPH, layout, optimizer
 
@@ -34,7 +34,7 @@ def moving(micro: int = 3, at: int = 1) -> Lowered:
 
 def moved() -> tuple[Lowered, Lowered]:
     """The same between two steps: the copies, and the end of what is left."""
-    return divided(lower_move(GRAPH, HERE.plan, THERE.plan, optimizer(2, ADAM)))
+    return divided_move(lower_move(GRAPH, HERE.plan, THERE.plan, optimizer(2, ADAM)))
 
 
 def evaluated(micro: int) -> Lowered:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.adapipe import adapipe
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
 from tests.planners.small import (
     best_bottleneck_s,
     chain,
@@ -101,7 +101,7 @@ def test_nothing_is_swapped(problem: Problem) -> None:
         decision = adapipe(problem)
     except ValueError:
         return
-    assert all(stage.host_bytes == 0 for stage in evaluate(problem, decision).stages)
+    assert all(stage.host_bytes == 0 for stage in evaluate_decision(problem, decision).stages)
 
 
 def test_equal_stages_take_what_one_f_one_b_takes() -> None:
@@ -109,7 +109,7 @@ def test_equal_stages_take_what_one_f_one_b_takes() -> None:
     problem = chain([block()] * 8, 4, microbatches=8)
     decision = adapipe(problem)
     assert decision.bounds == (0, 2, 4, 6, 8)
-    assert evaluate(problem, decision).step_s == (8 + 4 - 1) * 6
+    assert evaluate_decision(problem, decision).step_s == (8 + 4 - 1) * 6
 
 
 def test_first_stages_recompute_and_get_fewer_layers() -> None:
@@ -125,7 +125,7 @@ def test_one_f_one_b_and_a_schedule_without_flush_differ() -> None:
     """With one micro-batch more than stages, warm-up and ending count; in a stream only the slowest stage does."""
     layers = [block(seconds=s) for s in (9.0, 3.0, 3.0, 6.0)]
     stream = chain(layers, 3, microbatches=4, schedule="pipedream")
-    assert evaluate(stream, adapipe(stream)).bottleneck_s == 9.0
+    assert evaluate_decision(stream, adapipe(stream)).bottleneck_s == 9.0
 
 
 def test_a_hundred_layers_on_eight_stages_fit() -> None:
@@ -133,4 +133,4 @@ def test_a_hundred_layers_on_eight_stages_fit() -> None:
     decision = adapipe(problem)
     limit = problem.memory_limit_bytes
     assert limit is not None
-    assert evaluate(problem, decision).peak_bytes <= limit
+    assert evaluate_decision(problem, decision).peak_bytes <= limit

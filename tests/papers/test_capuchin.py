@@ -8,7 +8,7 @@ from jvpipe.papers.capuchin import free_time_s, memory_saved_per_second, optimis
 from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited
 
 KEEP, SWAP, RECOMPUTE = 0, 1, 2
@@ -26,7 +26,7 @@ def first_stage(
     """The first of so many stages under 1F1B, which must save so many bytes."""
     problem = chain([*layers, *[block(0)] * (stages - 1)], stages, host=Link(bytes_per_s))
     bounds = [0, *range(len(layers), len(layers) + stages)]
-    keeps = evaluate(problem, Decision.keeping_all(bounds)).stages[0].peak_bytes
+    keeps = evaluate_decision(problem, Decision.keeping_all(bounds)).stages[0].peak_bytes
     segments = Segments(limited(problem, keeps - save))
     return Selection(segments, FateChanges(problem, stages), 0, 0, len(layers))
 

@@ -9,7 +9,7 @@ from jvpipe.papers.dawnpiper import dawnpiper
 from jvpipe.papers.vpipe import vpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import best_bottleneck_s, checked_bottleneck_s, large, limited, problems
 
 Decide = Callable[[Problem], Decision]
@@ -35,7 +35,7 @@ def test_the_host_limit_holds(decide: Decide, problem: Problem) -> None:
         decision = decide(problem)
     except Infeasible:
         return
-    assert sum(stage.host_bytes for stage in evaluate(problem, decision).stages) <= 40
+    assert sum(stage.host_bytes for stage in evaluate_decision(problem, decision).stages) <= 40
 
 
 @both
@@ -43,4 +43,4 @@ def test_a_hundred_layers_on_eight_stages_fit(decide: Decide) -> None:
     problem = large("1f1b", 0.5)
     limit = problem.memory_limit_bytes
     assert limit is not None
-    assert evaluate(problem, decide(problem)).peak_bytes <= limit
+    assert evaluate_decision(problem, decide(problem)).peak_bytes <= limit

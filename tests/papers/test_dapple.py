@@ -10,7 +10,7 @@ from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.papers.dapple import Phases, dapple, in_flight, latency_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import check, crossing_bytes, evaluate
+from jvpipe.planners.model.stage_cost import check, crossing_bytes, evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.one_f_one_b import OneFOneB
 from tests.planners.small import cuts, limited, problems
@@ -81,7 +81,7 @@ def test_plans_fit_and_are_near_the_least_latency(problem: Problem) -> None:
     limit = problem.memory_limit_bytes
     assert limit is not None
     every = {
-        bounds: evaluate(problem, Decision.keeping_all(bounds)).peak_bytes
+        bounds: evaluate_decision(problem, Decision.keeping_all(bounds)).peak_bytes
         for bounds in cuts(problem)
     }
     fitting = [plan_latency(problem, bounds) for bounds, peak in every.items() if peak <= limit]
@@ -109,8 +109,8 @@ def test_a_little_uneven_is_better_with_few_micro_batches() -> None:
 def test_a_limit_takes_layers_from_the_stage_that_holds_most() -> None:
     layers = (LayerCost("layer", 1.0, 1.0, (Option(10),)),) * 6
     problem = Problem(Costs(layers), 3, find_schedule("1f1b"), 8)
-    assert evaluate(problem, dapple(problem)).peak_bytes == 60
-    assert evaluate(problem, dapple(limited(problem, 40))).peak_bytes <= 40
+    assert evaluate_decision(problem, dapple(problem)).peak_bytes == 60
+    assert evaluate_decision(problem, dapple(limited(problem, 40))).peak_bytes <= 40
     with pytest.raises(Infeasible) as caught:
         dapple(limited(problem, 39))
     assert caught.value.smallest_limit_bytes == 40

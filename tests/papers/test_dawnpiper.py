@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.dawnpiper import MOST_BOUNDS, BinaryPartition, dawnpiper
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited
 
 
@@ -62,7 +62,7 @@ def test_the_best_bound_of_two_stages_is_in_the_range(
 ) -> None:
     """Theorem 4.1, on chains that meet its conditions, each bound with its memory optimised."""
     problem = chain([block(kept, recompute_s=0.5)] * n, 2, schedule=schedule)
-    cb_peak = evaluate(problem, dawnpiper(problem)).peak_bytes
+    cb_peak = evaluate_decision(problem, dawnpiper(problem)).peak_bytes
     search = BinaryPartition(Segments(limited(problem, round(share * cb_peak))))
     parts = {b: (search.best(0, b, 0, 1), search.best(b, n, 1, 2)) for b in range(1, n)}
     seconds = {
@@ -80,7 +80,7 @@ def test_a_bound_between_compute_and_memory_balance_wins() -> None:
     problem = chain([block()] * 24, 2, memory_limit_bytes=68)
     decision = dawnpiper(problem)
     assert 8 < decision.bounds[1] < 12
-    assert evaluate(problem, decision).bottleneck_s == 39.0
+    assert evaluate_decision(problem, decision).bottleneck_s == 39.0
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 6, 7, 8])

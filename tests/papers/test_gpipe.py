@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.papers.gpipe import gpipe
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Problem
-from jvpipe.planners.model.stage_cost import check, evaluate
+from jvpipe.planners.model.stage_cost import check, evaluate_decision
 from jvpipe.schedules import find_schedule
 from tests.planners.small import cuts, problems
 
@@ -35,7 +35,7 @@ def test_a_stage_keeps_its_input_alone() -> None:
     problem = Problem(Costs(layers, edges), 2, find_schedule("gpipe"), 4)
     decision = gpipe(problem)
     assert decision.choices == (RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN) * 2
-    first, second = evaluate(problem, decision).stages
+    first, second = evaluate_decision(problem, decision).stages
     assert (first.recompute_s, second.recompute_s) == (3.0, 3.0)
     # 4 stage inputs; all residuals and inner inputs of one micro-batch; a cotangent that waits
     assert first.peak_bytes == second.peak_bytes + 10 == 4 * 10 + (3 * 100 + 2 * 10) + 10

@@ -6,7 +6,7 @@ from jvpipe.cost.costs import LayerCost, Option
 from jvpipe.papers.limits import plan_or_raise
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited
 
 
@@ -15,7 +15,11 @@ def keeping_halves(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     decision = Decision.keeping_all([0, n // 2, n])
     limit = problem.memory_limit_bytes
-    return decision if limit is None or evaluate(problem, decision).peak_bytes <= limit else None
+    return (
+        decision
+        if limit is None or evaluate_decision(problem, decision).peak_bytes <= limit
+        else None
+    )
 
 
 def test_the_limit_that_it_names_would_do() -> None:

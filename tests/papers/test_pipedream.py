@@ -8,7 +8,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.papers.pipedream import pipedream
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from tests.planners.small import cuts, limited, problems
 
@@ -18,11 +18,11 @@ from tests.planners.small import cuts, limited, problems
 def test_no_cuts_that_fit_have_a_faster_slowest_stage(problem: Problem) -> None:
     limit = problem.memory_limit_bytes
     assert limit is not None
-    every = [evaluate(problem, Decision.keeping_all(bounds)) for bounds in cuts(problem)]
+    every = [evaluate_decision(problem, Decision.keeping_all(bounds)) for bounds in cuts(problem)]
     fitting = [evaluation.bottleneck_s for evaluation in every if evaluation.peak_bytes <= limit]
     if fitting:
         decision = pipedream(problem)
-        evaluation = evaluate(problem, decision)
+        evaluation = evaluate_decision(problem, decision)
         assert evaluation.bottleneck_s == pytest.approx(min(fitting))
         assert evaluation.peak_bytes <= limit
         assert set(decision.choices) == {0}
@@ -34,14 +34,16 @@ def test_no_cuts_that_fit_have_a_faster_slowest_stage(problem: Problem) -> None:
             smallest,
             smallest - limit,
         )
-        assert evaluate(problem, pipedream(limited(problem, smallest))).peak_bytes == smallest
+        assert (
+            evaluate_decision(problem, pipedream(limited(problem, smallest))).peak_bytes == smallest
+        )
 
 
 def test_a_stage_holds_a_version_and_the_activations_for_each_stage_from_it_on() -> None:
     layers = (LayerCost("layer", 1.0, 1.0, (Option(10),), parameter_bytes=100),) * 6
     unlimited = Problem(Costs(layers), 3, find_schedule("pipedream"), 8)
     assert pipedream(unlimited).bounds == (0, 2, 4, 6)
-    assert [s.peak_bytes for s in evaluate(unlimited, pipedream(unlimited)).stages] == [
+    assert [s.peak_bytes for s in evaluate_decision(unlimited, pipedream(unlimited)).stages] == [
         660,
         440,
         220,

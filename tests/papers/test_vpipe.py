@@ -9,7 +9,7 @@ from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.papers.vpipe import swap_recompute, vpipe
 from jvpipe.planners.model.problem import Decision
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited
 
 KEEP, SWAP, RECOMPUTE = 0, 1, 2
@@ -27,7 +27,7 @@ def first_stage(
     peer = Link(float("inf"), traffic_s)
     problem = chain([*layers, *[block(0)] * 4], 5, host=host, peer=peer)
     keeps = (
-        evaluate(problem, Decision.keeping_all([0, *range(len(layers), len(layers) + 5)]))
+        evaluate_decision(problem, Decision.keeping_all([0, *range(len(layers), len(layers) + 5)]))
         .stages[0]
         .peak_bytes
     )
@@ -89,7 +89,7 @@ def test_a_layer_leaves_the_stage_that_recomputation_makes_slowest() -> None:
     decision = vpipe(problem)
     # 12 layers, of which 5 run again, took 41 seconds, and 12 others 36: eleven take 33 + 4, thirteen 39.
     assert decision.bounds == (0, 11, 24)
-    assert evaluate(problem, decision).bottleneck_s == 39.0
+    assert evaluate_decision(problem, decision).bottleneck_s == 39.0
 
 
 def test_a_layer_passes_through_a_neighbour_that_is_as_slow() -> None:
@@ -99,7 +99,9 @@ def test_a_layer_passes_through_a_neighbour_that_is_as_slow() -> None:
     assert vpipe(problem).bounds == (0, 3, 6, 9)
     light = [*layers[:6], *[block(4, seconds=2.0)] * 3, block(4, seconds=0.5)]
     decision = vpipe(chain(light, 3))
-    assert evaluate(chain(light, 3), decision).bottleneck_s == pytest.approx(best_cut_s(light, 3))
+    assert evaluate_decision(chain(light, 3), decision).bottleneck_s == pytest.approx(
+        best_cut_s(light, 3)
+    )
 
 
 def best_cut_s(layers: list[LayerCost], stages: int) -> float:

@@ -15,7 +15,7 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost
 from jvpipe.schedules import find_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream", "2bw")
@@ -87,8 +87,8 @@ def problems(draw: st.DrawFn, most_layers: int = 5, tight: bool = True) -> Probl
         if not tight:
             return problem
         bounds = draw(st.sampled_from(cuts(problem)))
-        most = evaluate(problem, Decision.keeping_all(bounds)).peak_bytes
-        least = evaluate(problem, Decision(bounds, (RECOMPUTE,) * n)).peak_bytes
+        most = evaluate_decision(problem, Decision.keeping_all(bounds)).peak_bytes
+        least = evaluate_decision(problem, Decision(bounds, (RECOMPUTE,) * n)).peak_bytes
         return limited(problem, round(least + (most - least) * draw(st.floats(-0.1, 1.1))))
 
 
@@ -212,7 +212,9 @@ def large(schedule: str, fraction: float) -> Problem:
         )
         layers.append(LayerCost(f"layer{i}", forward_s, 2 * forward_s, options, **more))
     problem = chain(layers, 8, 32, schedule, host=Link(12e9, 1e-5), peer=Link(12e9, 1e-5))
-    keeps = evaluate(problem, Decision.keeping_all((0, 12, 25, 37, 50, 62, 75, 87, 100))).peak_bytes
+    keeps = evaluate_decision(
+        problem, Decision.keeping_all((0, 12, 25, 37, 50, 62, 75, 87, 100))
+    ).peak_bytes
     return limited(problem, int(fraction * keeps))
 
 
@@ -228,10 +230,10 @@ def checked_bottleneck_s(planner: Callable[[Problem], Decision], problem: Proble
     if error is not None:
         assert error.excess_bytes == error.smallest_limit_bytes - limit > 0
         again = limited(problem, error.smallest_limit_bytes)
-        assert evaluate(again, planner(again)).peak_bytes <= error.smallest_limit_bytes
+        assert evaluate_decision(again, planner(again)).peak_bytes <= error.smallest_limit_bytes
         assert 0 <= error.stage < problem.stages
         return None
     assert decision is not None
-    evaluation = evaluate(problem, decision)
+    evaluation = evaluate_decision(problem, decision)
     assert evaluation.peak_bytes <= limit
     return evaluation.bottleneck_s

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jvpipe.papers.pipedream import pipedream
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_txt import read_graph_txt
 from jvpipe.schedules import find_schedule
@@ -260,5 +260,5 @@ def test_pipedream_reaches_the_reference_ratios(name: str, four: float, eight: f
         exact = slowest_over_ideal(path, stages)
         assert exact == pytest.approx(ratio, abs=5e-4)
         problem = Problem(costs, stages, find_schedule("pipedream"), 8)
-        found = evaluate(problem, pipedream(problem)).bottleneck_s / (total_s / stages)
+        found = evaluate_decision(problem, pipedream(problem)).bottleneck_s / (total_s / stages)
         assert found == pytest.approx(exact, rel=1e-9)

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from jvpipe.report.console import Place, TrainingDisplay, device_rows
+from jvpipe.report.console import DeviceRow, TrainingDisplay, device_rows
 from jvpipe.report.metrics import StepMetrics
 from tests.report.test_metrics import ONE
 
-TWO = {"cpu:0": Place("0-5"), "cpu:1": Place("6-9", limit_bytes=40)}
+TWO = {"cpu:0": DeviceRow("0-5"), "cpu:1": DeviceRow("6-9", limit_bytes=40)}
 
 
 def shown(
-    terminal: bool, metrics: StepMetrics = ONE, places: Mapping[str, Place] = TWO, width: int = 100
+    terminal: bool,
+    metrics: StepMetrics = ONE,
+    places: Mapping[str, DeviceRow] = TWO,
+    width: int = 100,
 ) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=width, height=60)
@@ -43,7 +46,7 @@ def test_sixteen_devices_fit_into_a_hundred_columns(name: str) -> None:
         busy_fraction={n: i / 16 for i, n in enumerate(names)},
     )
     places = {
-        n: Place(f"{3 * i}-{3 * i + 2}, {3 * i + 48}-{3 * i + 50}", 40 << 30)
+        n: DeviceRow(f"{3 * i}-{3 * i + 2}, {3 * i + 48}-{3 * i + 50}", 40 << 30)
         for i, n in enumerate(names)
     }
     console = Console(width=100, record=True, file=io.StringIO())

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from jvpipe.report.metrics import MetricsLog, StepMetrics, read
+from jvpipe.report.metrics import MetricsLog, StepMetrics, read_steps
 
 ONE = StepMetrics(
     step=1,
@@ -36,7 +36,7 @@ def test_one_object_per_step(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         log.append(replace(ONE, loss=float("nan"), grad_norm=float("inf")))
-    (line,) = read(tmp_path / "metrics.jsonl")
+    (line,) = read_steps(tmp_path / "metrics.jsonl")
     assert line["loss"] is None
     assert line["grad_norm"] is None
     assert line["seconds"] == 0.25
@@ -61,7 +61,7 @@ def test_the_time_of_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_resuming_appends_after_the_resumed_step(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", 1, 5)
     write(tmp_path / "metrics.jsonl", 4, 6, resumed_step=3)
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_steps(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
@@ -85,5 +85,5 @@ def test_lines_that_tell_of_no_step_are_dropped(tmp_path: Path) -> None:
 def test_lines_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.append(ONE)
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in read_steps(tmp_path / "metrics.jsonl")] == [1]
     log.__exit__()

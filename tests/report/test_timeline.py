@@ -25,7 +25,7 @@ SPANS = [
 
 
 def test_one_named_row_per_device(tmp_path: Path) -> None:
-    timeline.write(tmp_path / "timeline.json", Picture(tuple(SPANS)))
+    timeline.write_trace(tmp_path / "timeline.json", Picture(tuple(SPANS)))
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {0: "cpu:0", 1: "cpu:1"}

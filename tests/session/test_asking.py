@@ -7,7 +7,7 @@ from jvpipe.planners.joint.shape_bound import least_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
 from jvpipe.planners.model.shapes import Shapes
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.session.planning import ask_shapes
 from tests.planners.joint.shapes import best_s, chain, flat, layer, shapes_of
 
@@ -35,7 +35,7 @@ def test_the_limit_that_is_named_would_do(planner: str) -> None:
         ask_shapes(planner, small(500))
     enough = refused.value.smallest_limit_bytes
     planned = ask_shapes(planner, small(enough))
-    assert 500 < evaluate(planned.problem, planned.decision).limit_bytes <= enough
+    assert 500 < evaluate_decision(planned.problem, planned.decision).limit_bytes <= enough
 
 
 def test_mistakes() -> None:

@@ -27,7 +27,7 @@ from jvpipe.session.arguments import micro_batch_shapes
 from jvpipe.session.planning import Planned
 from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, even_places
 from jvpipe.trace.graph import Sorted, Traced, build_graph
-from jvpipe.trace.layer_split import Place, split_at, split_layers, split_points
+from jvpipe.trace.layer_split import CutPlace, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss
 from jvpipe.trace.model import trace_model
 from tests.zoo import transformer
@@ -114,7 +114,7 @@ def test_stages_are_as_even_as_any_places_make_them(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layer_s, stages = rng.integers(1, 20, 5).astype(float), 3
     inside = {
-        layer: [Place(9 - p, share, int(rng.integers(10))) for p, share in enumerate(shares)]
+        layer: [CutPlace(9 - p, share, int(rng.integers(10))) for p, share in enumerate(shares)]
         for layer in range(5)
         if (shares := sorted(rng.choice(9, int(rng.integers(3)), replace=False) / 10 + 0.1))
     }

@@ -19,7 +19,7 @@ from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
@@ -95,7 +95,7 @@ def _promise(problem: Problem) -> tuple[float, float]:
     plain = problem.schedule != AUTO and problem.schedule.chunks == 1 and not problem.splits
     asked = problem if plain else replace(problem, stages=problem.devices, schedule=ONE_F_ONE_B)
     try:
-        return evaluate(asked, jvpipe(asked, refine=False)).step_s, 0.0
+        return evaluate_decision(asked, jvpipe(asked, refine=False)).step_s, 0.0
     except Infeasible as error:
         least = error.smallest_limit_bytes
         if problem.schedule == AUTO:

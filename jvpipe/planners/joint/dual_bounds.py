@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
-from jvpipe.planners.model.segments import Block, Grid, Segments, between, most_of, sums
+from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, most_of, sums
 
 UNLIMITED = 2.0**52
 """Bytes that nothing takes, and that floats still count one by one."""
@@ -113,7 +113,7 @@ class Pricing:
         held_bytes[-1] += self.choices.working_bytes[j - 1]
         return Relaxation(extra_s, link_s, held_bytes, room_bytes, compute_s, traffic_s)
 
-    def least_bytes(self, block: Block) -> Grid:
+    def least_bytes(self, block: CutBlock) -> Grid:
         """Bounds the peak bytes of a block's segments from below."""
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, _, held_bytes = self.table(block.s, layers)
@@ -122,7 +122,7 @@ class Pricing:
         working = most_of(self.choices.least_working_bytes, block.starts, block.ends)
         return block.fixed_bytes + np.maximum(taken, working)
 
-    def bound_s(self, block: Block, alpha: float, mu: float) -> Grid:
+    def bound_s(self, block: CutBlock, alpha: float, mu: float) -> Grid:
         """Bounds the seconds of a block's segments from below, at these prices.
 
         Args:
@@ -142,7 +142,7 @@ class Pricing:
         free = mu * (self.limit_bytes - block.fixed_bytes)
         return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
 
-    def _over(self, cost: PerChoice, last: PerChoice, block: Block) -> Grid:
+    def _over(self, cost: PerChoice, last: PerChoice, block: CutBlock) -> Grid:
         """Sums over segments of each layer's least, the last one's with `last`.
 
         A layer without a choice adds nothing: what it needs at least is over the limit anyhow.

@@ -16,10 +16,10 @@ from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.segments import Block, Segments
+from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.schedules.schedule import Schedule
 
-Stages = list[tuple[Matrix, Block]]
+Stages = list[tuple[Matrix, CutBlock]]
 """For each stage the fewest seconds of its segments, fates included, and what they take besides."""
 
 

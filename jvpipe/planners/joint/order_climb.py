@@ -21,7 +21,7 @@ from random import Random
 from typing import NamedTuple
 
 from jvpipe.planners.joint.effort import ORDER
-from jvpipe.planners.joint.order_course import SAME, Block, Course
+from jvpipe.planners.joint.order_course import SAME, Course, CourseBlock
 from jvpipe.planners.joint.order_loads import Loads, Order
 
 
@@ -147,7 +147,7 @@ class _Neighbours:
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
                 yield from self._behind(block)
 
-    def _ahead(self, block: Block) -> Iterator[Move]:
+    def _ahead(self, block: CourseBlock) -> Iterator[Move]:
         """Yields moves of tasks before the first one of a block."""
         d, first, last = block
         steps = self.course.lists[d]
@@ -157,7 +157,7 @@ class _Neighbours:
             if all(self._may_pass(step, other) for other in passed):
                 yield from self._move(d, first, [step, *passed], step)
 
-    def _behind(self, block: Block) -> Iterator[Move]:
+    def _behind(self, block: CourseBlock) -> Iterator[Move]:
         """Yields moves of tasks, or of second halves, behind the last one of a block."""
         d, first, last = block
         course = self.course

@@ -34,7 +34,7 @@ NOT_YET = -1.0
 """When something arrives that was not sent yet."""
 
 
-class Block(NamedTuple):
+class CourseBlock(NamedTuple):
     """Steps of a device on a longest path, by their places in its list, the last one included."""
 
     device: int
@@ -212,7 +212,7 @@ class Course:
             later_s[d] += seconds[step]
         self.tails, self.answers = tails, answers
 
-    def path(self, draw: Random) -> list[Block]:
+    def path(self, draw: Random) -> list[CourseBlock]:
         """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
         starts = self.starts
         ends = self.ends
@@ -222,7 +222,7 @@ class Course:
             (ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in devices if steps
         ]
         _, step = max(last_steps)
-        blocks = list[Block]()
+        blocks = list[CourseBlock]()
         last = self.place[step]
         # From step to step backwards: to the one before on the device, or to the one that sent the
         # input, whichever ends as this one starts. A step that waited for neither began at time 0.
@@ -235,7 +235,7 @@ class Course:
             if follows and (not waits or draw.random() < 0.5):
                 step = before
                 continue
-            blocks.append(Block(d, at, last))
+            blocks.append(CourseBlock(d, at, last))
             if not waits:
                 return blocks
             step = self._sender(step, near_s)

@@ -19,7 +19,7 @@ from jvpipe.planners.joint.order_cuts import all_cuts, moved_bounds
 from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.model.even import even
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate, needed_bytes
+from jvpipe.planners.model.stage_cost import evaluate_decision, needed_bytes
 from jvpipe.schedules.one_by_one import one_by_one
 from jvpipe.schedules.schedule import Schedule
 
@@ -45,7 +45,7 @@ def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[O
         stages = schedule.stages_on(problem.devices)
         alone = replace(problem, stages=stages, schedule=schedule, memory_limit_bytes=None)
         decision = _emptiest(alone)
-        yield OrderFloor(schedule, decision, evaluate(alone, decision).limit_bytes)
+        yield OrderFloor(schedule, decision, evaluate_decision(alone, decision).limit_bytes)
 
 
 def _emptiest(problem: Problem) -> Decision:
@@ -101,4 +101,6 @@ def emptied(
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
     """Lists the limits that devices need, the largest first."""
-    return sorted(needed_bytes(problem, evaluate(problem, decision).device_bytes), reverse=True)
+    return sorted(
+        needed_bytes(problem, evaluate_decision(problem, decision).device_bytes), reverse=True
+    )

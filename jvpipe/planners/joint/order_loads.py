@@ -186,6 +186,6 @@ def order_of(lists: TaskLists) -> Order:
     return [[(task.kind, task.stage, task.microbatch) for task in tasks] for tasks in lists]
 
 
-def lists_of(order: Order) -> TaskLists:
+def order_lists(order: Order) -> TaskLists:
     """An order as task lists."""
     return tuple(tuple(Task(s, kind, m) for kind, s, m in steps) for steps in order)

@@ -12,8 +12,8 @@ from jvpipe.planners.joint.climb import Climb
 from jvpipe.planners.joint.effort import PLAN, RULE
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import Loads, lists_of
-from jvpipe.planners.joint.rule_search import Candidate, fitting
+from jvpipe.planners.joint.order_loads import Loads, order_lists
+from jvpipe.planners.joint.rule_search import RuledPlan, fitting
 from jvpipe.schedules.auto import given_lists, lines_of
 
 CLIMBED = ", climbed"
@@ -52,7 +52,7 @@ class RefineEffort:
 EFFORT = RefineEffort()
 
 
-def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
+def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     """Returns the best results of candidates, the fastest first; each fits, as they do.
 
     Args:
@@ -69,7 +69,7 @@ def refined(candidates: Sequence[Candidate]) -> list[Candidate]:
     return _best_of([*some, *_climbed(_moved(some[: EFFORT.left]))])
 
 
-def _of_families(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def _of_families(candidates: Sequence[RuledPlan], count: int) -> list[RuledPlan]:
     """The best of each family; where there are few layers, as many of other cuts and fates too."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:count]
@@ -78,31 +78,31 @@ def _of_families(candidates: Sequence[Candidate], count: int) -> list[Candidate]
     return [*best, *others[:count]]
 
 
-def first_of_families(candidates: Iterable[Candidate]) -> list[Candidate]:
+def first_of_families(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
     """The first candidate of each family."""
-    first: dict[str, Candidate] = {}
+    first: dict[str, RuledPlan] = {}
     for one in candidates:
         first.setdefault(one.family.removesuffix(CLIMBED), one)
     return list(first.values())
 
 
-def _step_s(one: Candidate) -> float:
+def _step_s(one: RuledPlan) -> float:
     return one.step_s
 
 
-def _near(candidates: Sequence[Candidate], near: float) -> list[Candidate]:
+def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
     """Returns the candidates that take little longer than the fastest."""
     fastest_s = min(map(_step_s, candidates), default=0.0)
     return [one for one in candidates if one.step_s <= near * fastest_s]
 
 
-def _moved(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     """The candidates with bounds and fates moved, where that is faster in their own orders."""
     return [moved for one in candidates for moved in _with_moved_bounds(one)]
 
 
-def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
-    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
+def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
+    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
     many = len(one.decision.choices) > PLAN.hasty_layers and problem.memory_limit_bytes is not None
     ways = [] if many or one.fates is None else [one.fates]
     decision = Climb(problem, ways, RULE.moved_tasks, places=1).climbed(one.decision)
@@ -111,22 +111,22 @@ def _with_moved_bounds(one: Candidate) -> Iterator[Candidate]:
         yield from fitting(moved, one.order)
 
 
-def _best_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+def _best_of(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
     """Returns the fastest order of each plan, the fastest first."""
-    best: dict[object, Candidate] = {}
+    best: dict[object, RuledPlan] = {}
     for one in sorted(candidates, key=_step_s):
         best.setdefault((one.decision, one.problem.schedule.vee), one)
     return list(best.values())
 
 
-def _climbed(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     """Climbs from each candidate."""
     tasks = sum(len(steps) for one in candidates for steps in one.order)
     moves = min(EFFORT.moves, EFFORT.climbed_tasks // max(1, tasks))
     return [_fitting_climb(one, moves) for one in candidates]
 
 
-def _fitting_climb(one: Candidate, moves: int) -> Candidate:
+def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
     """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
     # The room depends on the order: another order may have more early values in flight. A result that is

@@ -22,7 +22,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_loads import Loads, Order, Step
 
 
-class Rule(NamedTuple):
+class TieBreak(NamedTuple):
     """What is done where either may be better.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
-RULES = tuple(Rule(*switches) for switches in product((False, True), repeat=3))
+RULES = tuple(TieBreak(*switches) for switches in product((False, True), repeat=3))
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Rounds:
         rule: what is done where either may be better.
     """
 
-    def __init__(self, loads: Loads, rooms_bytes: Sequence[float], rule: Rule) -> None:
+    def __init__(self, loads: Loads, rooms_bytes: Sequence[float], rule: TieBreak) -> None:
         self._loads = loads
         self._rooms = rooms_bytes
         self._rule = rule

@@ -28,16 +28,16 @@ from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.joint.order_cuts import all_cuts
 from jvpipe.planners.joint.order_floor import OrderFloor, order_floors
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import Loads, Order, lists_of, order_of
+from jvpipe.planners.joint.order_loads import Loads, Order, order_lists, order_of
 from jvpipe.planners.joint.order_refine import first_of_families, refined
 from jvpipe.planners.joint.order_rounds import in_rounds
 from jvpipe.planners.joint.planner import crowded, jvpipe
-from jvpipe.planners.joint.rule_search import Candidate, first_cuts, fitting, ruled
-from jvpipe.planners.model.forecast import bubble_fraction, simulated_step_s
+from jvpipe.planners.joint.rule_search import RuledPlan, first_cuts, fitting, ruled
+from jvpipe.planners.model.forecast import simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem, with_entry
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import evaluate_decision, keeps_limits
 from jvpipe.schedules.auto import GivenLists, given_lists, lines_of
 from jvpipe.schedules.interleaved import ZBH1, Interleaved, InterleavedLists
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
@@ -136,7 +136,7 @@ def find_order(problem: Problem) -> OrderedPlan:
     return replace(_chosen(answers, problem.lent), whole=whole, others=others)
 
 
-def _worth_simulating(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+def _worth_simulating(problem: Problem, candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
     """Refines candidates and picks the best of them, with and without swaps.
 
     Where transfers wait for each other, of which the clock does not know, there are more of them.
@@ -193,13 +193,13 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return replace(problem, costs=costs, schedule=ONE_F_ONE_B), tuple(whole)
 
 
-def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Candidate]:
+def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
     """Makes a plan with an order for all placements, cuts, rules and ways to make room.
 
     If there are few cuts, it begins with all that may be faster than what was found before.
     """
     cuts = Segments(problem).cuts
-    every = list[Candidate]()
+    every = list[RuledPlan]()
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
@@ -218,7 +218,7 @@ def _of_cuts(
     below_s: float,
     *,
     few: bool,
-) -> Iterator[Candidate]:
+) -> Iterator[RuledPlan]:
     """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
 
     Args:
@@ -301,11 +301,11 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
 
 def _listed(
     problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
-) -> Iterator[Candidate]:
+) -> Iterator[RuledPlan]:
     """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
     loads = Loads.of(problem, decision)
     D = problem.devices
-    plain = Candidate(problem, decision, loads, [], problem.schedule.name, fates)
+    plain = RuledPlan(problem, decision, loads, [], problem.schedule.name, fates)
     unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     limited = problem.memory_limit_bytes is not None
     name = problem.schedule.name
@@ -344,17 +344,19 @@ def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
     )
 
 
-def _simulated(one: Candidate) -> OrderedPlan | None:
+def _simulated(one: RuledPlan) -> OrderedPlan | None:
     """Returns the candidate with the simulator's seconds; None if the device's bytes are over a limit after all."""
-    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
-    evaluation = evaluate(problem, one.decision)
+    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
+    evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
         return None
     step_s = simulated_step_s(problem, evaluation.stages)
     idle = 0.0
     if problem.lent:  # copies need workers too
         copies_s = problem.microbatches * sum(stage.comm_s for stage in evaluation.stages)
-        idle = bubble_fraction(problem, evaluation.stages) - copies_s / (problem.devices * step_s)
+        idle = simulated_bubble_fraction(problem, evaluation.stages) - copies_s / (
+            problem.devices * step_s
+        )
     return OrderedPlan(
         one.decision,
         problem.schedule,
@@ -366,14 +368,14 @@ def _simulated(one: Candidate) -> OrderedPlan | None:
     )
 
 
-def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> Candidate:
+def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> RuledPlan:
     """Makes the candidate of a plan in the order that a schedule's rule gives, whether it fits or not."""
     under = _under(problem, schedule)
     order = order_of(schedule.tasks(problem.devices, problem.microbatches))
-    return Candidate(under, decision, Loads.of(under, decision), order, schedule.name)
+    return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
 
 
-def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[Candidate]:
+def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[RuledPlan]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
@@ -381,7 +383,7 @@ def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterat
         yield _in_own_order(problem, rule, decision)
 
 
-def _own_rivals(problem: Problem) -> Iterator[Candidate]:
+def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
     """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in flight, of two, four, ...
 
     With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
@@ -408,7 +410,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
     return order_floors(problem, rules if few else rules[:1])
 
 
-def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
+def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
     """Whether an eager 1F1B, which sends do not hold up, may be worth more than all candidates."""
     if problem.peer == INFINITE:
         return False
@@ -418,22 +420,22 @@ def _eager_may_win(problem: Problem, candidates: Sequence[Candidate]) -> bool:
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
 
 
-def _from_rival(placements: Sequence[Placement], rival: Candidate) -> Iterator[Candidate]:
+def _from_rival(placements: Sequence[Placement], rival: RuledPlan) -> Iterator[RuledPlan]:
     """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
     problem = rival.problem
     decision = rival.decision
     schedule = rival.problem.schedule
     for rules, fates in placements:
         if (rules[0].chunks, rules[0].vee) == (schedule.chunks, schedule.vee):
-            swaps = any(stage.held.swapped for stage in evaluate(problem, decision).stages)
+            swaps = any(stage.held.swapped for stage in evaluate_decision(problem, decision).stages)
             plain = fates.fastest(problem, decision.bounds) if swaps else decision
             if plain is not None:
                 yield from _listed(_under(problem, rules[0]), plain, fates)
 
 
-def _swapping(one: Candidate) -> Iterator[Candidate]:
+def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
     """Yields the order of a candidate with fates that may swap, which the clock does not know."""
-    problem = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
+    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)

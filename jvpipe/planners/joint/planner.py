@@ -22,7 +22,7 @@ from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve, trips, 
 from jvpipe.planners.model.even import balanced, even
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import check, evaluate
+from jvpipe.planners.model.stage_cost import check, evaluate_decision
 
 
 def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()) -> Decision:
@@ -46,7 +46,7 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
     """
     limit = problem.memory_limit_bytes
     best = _kept_best(problem, refine, begin)
-    if best is None or limit is None or evaluate(problem, best).limit_bytes > limit:
+    if best is None or limit is None or evaluate_decision(problem, best).limit_bytes > limit:
         best = _simulated_best(problem, begin, best) if refine else _surrogate_best(problem)
     check(problem, best)
     return best
@@ -59,11 +59,11 @@ def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Dec
     """
     limit = problem.memory_limit_bytes
     many = len(problem.costs.layers) > PLAN.hasty_layers
-    if limit is None or (many and evaluate(problem, even(problem)).limit_bytes > limit):
+    if limit is None or (many and evaluate_decision(problem, even(problem)).limit_bytes > limit):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
     # The simulated plan of no limit is asked for only where the surrogate's nearly fits.
-    near = evaluate(problem, hasty).limit_bytes <= PLAN.near_limit * limit
+    near = evaluate_decision(problem, hasty).limit_bytes <= PLAN.near_limit * limit
     return jvpipe(problem.unlimited, refine, begin) if near else None
 
 
@@ -149,7 +149,7 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
 
 def _link_share(problem: Problem, decision: Decision) -> float:
     """How long all that a micro-batch sends over links takes, in seconds of its work."""
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     return sum(stage.comm_s for stage in stages) / max(
         sum(stage.compute_s for stage in stages), 1e-300
     )

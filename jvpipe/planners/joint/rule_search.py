@@ -27,7 +27,7 @@ from jvpipe.planners.model.unfolded import on_devices
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RuledPlan:
     """A plan with an order of tasks, where both come from, and the clock's seconds.
 
     `fates` chooses those of other cuts under its placement, where these are looked at.
@@ -101,7 +101,7 @@ def _asked(problem: Problem) -> list[Decision]:
     return [on_devices(partial(jvpipe, refine=refine))(problem)]
 
 
-def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[Candidate]:
+def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[RuledPlan]:
     """Yields the rule's own order.
 
     Args:
@@ -110,11 +110,11 @@ def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[
         fates: for other cuts.
     """
     loads = Loads.of(problem, decision)
-    one = Candidate(problem, decision, loads, [], problem.schedule.name, fates)
+    one = RuledPlan(problem, decision, loads, [], problem.schedule.name, fates)
     yield from fitting(one, order_of(problem.schedule.tasks(problem.devices, problem.microbatches)))
 
 
-def fitting(one: Candidate, order: Order, family: str = "") -> Iterator[Candidate]:
+def fitting(one: RuledPlan, order: Order, family: str = "") -> Iterator[RuledPlan]:
     """Yields a candidate with another order, if that fits; backwards of stages that cannot be split become whole.
 
     Args:

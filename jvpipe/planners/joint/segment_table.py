@@ -17,7 +17,7 @@ from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.joint.stage_fates import FateQuery, FateSearch, StageChoices
 from jvpipe.planners.model.chain_dp import Matrix, least_sum
 from jvpipe.planners.model.keep_all import KeptBytes
-from jvpipe.planners.model.segments import Block, Cuts
+from jvpipe.planners.model.segments import CutBlock, Cuts
 from jvpipe.simulate.stages import PARTS
 
 Prices = tuple[float, float]
@@ -42,7 +42,7 @@ class Effort:
 class StageTable:
     """The cells of one stage."""
 
-    def __init__(self, pricing: Pricing, block: Block) -> None:
+    def __init__(self, pricing: Pricing, block: CutBlock) -> None:
         self.pricing, self.block = pricing, block
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)

@@ -15,7 +15,7 @@ from jvpipe.planners.joint.min_bytes import fewest_bytes
 from jvpipe.planners.model.chain_dp import least_max, least_sum
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.segments import Block, Cuts, Grid
+from jvpipe.planners.model.segments import CutBlock, Cuts, Grid
 from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 
@@ -149,7 +149,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
             return best
 
 
-def longer_bytes(pricing: Pricing, block: Block, a: int, b: int, held_bytes: float) -> Grid:
+def longer_bytes(pricing: Pricing, block: CutBlock, a: int, b: int, held_bytes: float) -> Grid:
     """Bounds the peak bytes from below of segments with all layers of one that holds so many beside what is fixed.
 
     Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the

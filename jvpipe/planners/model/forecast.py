@@ -13,7 +13,7 @@ from jaxtyping import Float
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision
 from jvpipe.schedules.schedule import Schedule, with_updates
 from jvpipe.simulate.rows import simulate_lists
 from jvpipe.simulate.stages import PARTS, Features, StageLoad, StageWork, stage_work
@@ -68,7 +68,7 @@ def least_steps_s(
     return np.where(impossible, np.inf, np.maximum(least_s, busy_s))
 
 
-def bubble_fraction(
+def simulated_bubble_fraction(
     problem: Problem, stages: Sequence[StageCost], devices: int | None = None
 ) -> float:
     """The idle share of the devices in a simulated step.
@@ -96,7 +96,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
     Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while they run, what is
     in transit) are counted all the time.
     """
-    loads = _loads(evaluate(problem, decision).stages)
+    loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
     lists = _lists(problem.schedule, problem.devices, problem.microbatches, count)
     return simulate_lists(

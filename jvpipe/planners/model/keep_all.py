@@ -15,7 +15,7 @@ import numpy as np
 from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import (
-    Block,
+    CutBlock,
     Cuts,
     Grid,
     OverJ,
@@ -42,7 +42,7 @@ class KeptBytes:
     beyond: Grid
 
     @staticmethod
-    def of(segments: Segments, block: Block, kept: OverJ, working: OverJ) -> "KeptBytes":
+    def of(segments: Segments, block: CutBlock, kept: OverJ, working: OverJ) -> "KeptBytes":
         """Counts the bytes of a block's segments.
 
         Args:
@@ -89,7 +89,7 @@ class KeepAll:
         return self._inside(np.maximum(peak_bytes, reducing_bytes))
 
     @cached_property
-    def _block(self) -> Block:
+    def _block(self) -> CutBlock:
         """All segments: what crosses their bounds depends on no stage, where all links are alike."""
         return self.segments.block(0, self.cuts, self.cuts)
 

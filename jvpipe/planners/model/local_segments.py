@@ -16,7 +16,7 @@ from jvpipe.cost.costs import Costs, Option, bounds_inside
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.model.keep_all import KeepAll
 from jvpipe.planners.model.problem import Group, Problem
-from jvpipe.planners.model.segments import Cuts, Grid, Segments, between, seconds, sums
+from jvpipe.planners.model.segments import Cuts, Grid, Segments, between, link_seconds, sums
 from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
@@ -154,7 +154,7 @@ class LocalSegments:
             link: of the all-reduce.
         """
         reduced = sums(layer.reduced_bytes for layer in self.shapes.local.costs[-1].layers)
-        whole_s = seconds(link, between(reduced, self.coarse, self.coarse))
+        whole_s = link_seconds(link, between(reduced, self.coarse, self.coarse))
         if not self.shapes.model.overlaps:
             return whole_s
         hidden_s = between(sums(self.layer_s(b)[1]), self.coarse, self.coarse)

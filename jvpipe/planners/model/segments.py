@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class CutBlock:
     """Segments of stage s: seconds without fates, and bytes that no fate changes."""
 
     s: int
@@ -42,14 +42,14 @@ class Block:
     once_s: Grid  # per step: in which replicas add up gradients, and updates
     reducing_bytes: Grid  # the most that is there while they do, if nothing is in flight
 
-    def at(self, rows: Cuts, columns: Cuts) -> "Block":
+    def at(self, rows: Cuts, columns: Cuts) -> "CutBlock":
         """Picks the segments of some starts and ends, given by their places."""
         grids = {
             name: x[np.ix_(rows, columns)]
             for name, x in vars(self).items()
             if name not in ("s", "starts", "ends")
         }
-        return Block(self.s, self.starts[rows], self.ends[columns], **grids)
+        return CutBlock(self.s, self.starts[rows], self.ends[columns], **grids)
 
 
 class Segments:
@@ -89,7 +89,7 @@ class Segments:
         copies = [x for x in shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
         self._copies = Hops.of((-1, x.layers, x.bytes) for x in copies).spans()
-        self._rows: dict[tuple[int, int], Block] = {}
+        self._rows: dict[tuple[int, int], CutBlock] = {}
         self._timed: dict[tuple[float, ...], tuple[OverJ, OverJ]] = {
             (): (self.forward_s, self.compute_s)
         }
@@ -267,7 +267,7 @@ class Segments:
         built = between(sums(left), starts, every) + self._tensors.over(starts, every)
         return np.where(every > starts[:, None], built + working[every - 1], 0.0)
 
-    def block(self, s: int, starts: Cuts, ends: Cuts) -> Block:
+    def block(self, s: int, starts: Cuts, ends: Cuts) -> CutBlock:
         """Describes the segments of stage s between these cuts.
 
         Args:
@@ -290,15 +290,15 @@ class Segments:
             once_s = once_s + self._reduce_s(s, group.reduces, starts, ends)
             static = fixed_bytes - on_device_bytes(self.in_flight[s], shared_bytes)
             reducing_bytes = static + 2 * self._most_reduced_bytes(starts, ends)
-        return Block(
+        return CutBlock(
             s,
             starts,
             ends,
             inside=ends > starts[:, None],
             forward_s=between(self.forward_of(s), starts, ends),
             compute_s=between(self.compute_of(s), starts, ends),
-            comm_s=seconds(peer, received) + seconds(peer, returned),
-            traffic_s=seconds(peer, transit) if own_link else np.zeros_like(transit),
+            comm_s=link_seconds(peer, received) + link_seconds(peer, returned),
+            traffic_s=link_seconds(peer, transit) if own_link else np.zeros_like(transit),
             fixed_bytes=fixed_bytes,
             shared_bytes=shared_bytes,
             once_s=once_s,
@@ -321,7 +321,7 @@ class Segments:
 
     def _reduce_s(self, s: int, link: Link, starts: Cuts, ends: Cuts) -> Grid:
         """An all-reduce of the gradients of each segment, as far as its last backward cannot hide it, at least."""
-        whole_s = seconds(link, between(self._reduced_bytes, starts, ends))
+        whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
         if not self.problem.overlaps:
             return whole_s
         backward_s = between(self.compute_of(s) - self.forward_of(s), starts, ends)
@@ -338,7 +338,7 @@ class Segments:
             return whole_s
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
-    def row(self, s: int, i: int) -> Block:
+    def row(self, s: int, i: int) -> CutBlock:
         """Describes the segments of stage s that begin at i, for any end: columns are j."""
         if (s, i) not in self._rows:
             starts = np.arange(self.n) if self.n <= ROWS_AT_ONCE else np.array([i])
@@ -435,6 +435,6 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
     return np.maximum.accumulate(at_work, axis=1)[:, np.maximum(ends - starts[0] - 1, 0)]
 
 
-def seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
+def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
     """Says how long so many bytes take, each on its own."""
     return np.where(sizes > 0, link.latency_s + sizes / link.bytes_per_s, 0.0)

@@ -358,7 +358,7 @@ class Evaluation:
         return max(self.device_bytes)
 
 
-def evaluate(problem: Problem, decision: Decision) -> Evaluation:
+def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
     """Counts what a decision takes, by the stated surrogate.
 
     Args:

@@ -12,7 +12,7 @@ from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 
 BUDGETS = 7
@@ -93,7 +93,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
                 low = budget
                 refused = refused or (asked, error)
                 continue
-            if evaluate(problem, decision).limit_bytes <= limit:
+            if evaluate_decision(problem, decision).limit_bytes <= limit:
                 best, low = decision, budget
             else:
                 high = budget
@@ -119,7 +119,7 @@ def _infeasible(
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
-    evaluation = evaluate(problem, decision)
+    evaluation = evaluate_decision(problem, decision)
     device_sizes = evaluation.device_bytes
     enough = max(evaluation.limit_bytes, limit + 1)
     over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]

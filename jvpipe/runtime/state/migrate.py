@@ -28,7 +28,7 @@ from jvpipe.ir.kinds import Kind
 from jvpipe.ir.plan import Plan
 from jvpipe.ir.task import TaskLists
 from jvpipe.lowering.splice import spliced
-from jvpipe.lowering.step import divided, lower_move, lower_step
+from jvpipe.lowering.step import divided_move, lower_move, lower_step
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Moment
@@ -199,7 +199,7 @@ def _between_steps(old: CompiledPlan, new: CompiledPlan, *, by_host: bool) -> _W
         bound = new.bound(move)
         return _Way(new, move, bound, new.peaks_of(bound))
     # All processes copy first, and free what was left behind only when all have copied.
-    copies, leaving = divided(move)
+    copies, leaving = divided_move(move)
     bound = new.bound(copies)
     return _Way(new, move, bound, new.peaks_of(bound), leaving=new.bound(leaving))
 

@@ -10,7 +10,7 @@ from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.dominance import Cell
 from jvpipe.planners.joint.segment_table import Table
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost
 from jvpipe.schedules import find_schedule
 from tests.planners.small import limited
 
@@ -44,8 +44,8 @@ def tiny(seed: int, schedule: str = "1f1b", share: float = 0.5, layers: int = 4)
         Costs(tuple(costs), edges), 2, find_schedule(schedule), 4, host=link, peer=link
     )
     even = (0, layers // 2, layers)
-    most = evaluate(problem, Decision.keeping_all(even)).peak_bytes
-    least = evaluate(problem, Decision(even, (RECOMPUTE,) * layers)).peak_bytes
+    most = evaluate_decision(problem, Decision.keeping_all(even)).peak_bytes
+    least = evaluate_decision(problem, Decision(even, (RECOMPUTE,) * layers)).peak_bytes
     return limited(problem, round(least + share * (most - least)))
 
 

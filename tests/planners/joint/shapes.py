@@ -12,7 +12,7 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.pins import UNPINNED, Pins
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, keeps_limits
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
 GPU = Accelerator("small", 10**9, 1e9, {"float32": 1e12})
@@ -50,7 +50,7 @@ def shapes_of(
 def stages_of(shapes: Shapes, path: Path) -> tuple[StageCost, ...]:
     """What the stages of a shape take that keep everything, or compute all again."""
     problem = shapes.problem(path[0])
-    return evaluate(problem, kept_or_again(problem, path[1])).stages
+    return evaluate_decision(problem, kept_or_again(problem, path[1])).stages
 
 
 def every_path(shapes: Shapes) -> Iterator[Path]:
@@ -68,7 +68,7 @@ def every_path(shapes: Shapes) -> Iterator[Path]:
 def step_s(shapes: Shapes, path: Path) -> float:
     """The simulated step of a shape with its bounds; infinite if it does not keep the limit."""
     problem = shapes.problem(path[0])
-    evaluation = evaluate(problem, kept_or_again(problem, path[1]))
+    evaluation = evaluate_decision(problem, kept_or_again(problem, path[1]))
     fits = keeps_limits(problem, evaluation)
     return simulated_step_s(problem, evaluation.stages) if fits else float("inf")
 

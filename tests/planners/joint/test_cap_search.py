@@ -18,7 +18,13 @@ from jvpipe.planners.joint.smallest_limit import min_bytes_plan
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, check, evaluate, stage_cost, surrogate
+from jvpipe.planners.model.stage_cost import (
+    StageCost,
+    check,
+    evaluate_decision,
+    stage_cost,
+    surrogate,
+)
 from jvpipe.schedules import find_schedule
 from tests.planners.joint.enumeration import choices
 from tests.planners.small import SCHEDULES, cuts, limited, problems
@@ -51,7 +57,7 @@ def enumerated(problem: Problem) -> tuple[float, int]:
 def test_small_problems_equal_enumeration(problem: Problem) -> None:
     least_s, smallest = enumerated(problem)
     enough = min_bytes_plan(pricing_of(problem))
-    assert evaluate(problem, enough.decision).peak_bytes == enough.peak_bytes == smallest
+    assert evaluate_decision(problem, enough.decision).peak_bytes == enough.peak_bytes == smallest
     if least_s == float("inf"):
         with pytest.raises(Infeasible) as raised:
             jvpipe(problem, refine=False)
@@ -60,7 +66,7 @@ def test_small_problems_equal_enumeration(problem: Problem) -> None:
         return
     decision = jvpipe(problem, refine=False)
     check(problem, decision)
-    evaluation = evaluate(problem, decision)
+    evaluation = evaluate_decision(problem, decision)
     assert problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
     assert evaluation.step_s == pytest.approx(least_s, rel=1e-9)
     assert solve(problem, pricing_of(problem)).bound_s == pytest.approx(least_s, rel=1e-8)
@@ -100,7 +106,7 @@ def chain(
         peer=Link(50.0),
     )
     even = Decision.keeping_all([layers * s // stages for s in range(stages + 1)])
-    return limited(problem, int(share * evaluate(problem, even).peak_bytes))
+    return limited(problem, int(share * evaluate_decision(problem, even).peak_bytes))
 
 
 def least_seconds(problem: Problem, s: int, i: int, j: int) -> StageCost | None:
@@ -155,7 +161,7 @@ def test_ten_layers_on_three_stages_with_three_fates_equal_enumeration(
         with pytest.raises(Infeasible):
             jvpipe(problem, refine=False)
     else:
-        assert evaluate(problem, jvpipe(problem, refine=False)).step_s == pytest.approx(
+        assert evaluate_decision(problem, jvpipe(problem, refine=False)).step_s == pytest.approx(
             least_s, rel=1e-9
         )
 
@@ -185,7 +191,7 @@ def test_what_is_found_between_windows_is_what_is_found_between_all_cuts(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = chain(schedule, 60, 4, 3, 0.6)
-    everywhere = evaluate(problem, jvpipe(problem, refine=False)).step_s
+    everywhere = evaluate_decision(problem, jvpipe(problem, refine=False)).step_s
     effort = replace(CUTS, all_cells=0, window_cells=1000)
     monkeypatch.setattr("jvpipe.planners.joint.surrogate.CUTS", effort)
     between = solve(problem, pricing_of(problem))

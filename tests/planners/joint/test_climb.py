@@ -12,7 +12,7 @@ from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.joint.enumeration import tiny
 from tests.planners.small import SCHEDULES, chain, limited
 
@@ -21,10 +21,14 @@ from tests.planners.small import SCHEDULES, chain, limited
 def test_two_stages_that_keep_all_are_cut_where_the_simulator_is_fastest(schedule: str) -> None:
     problem = limited(tiny(2, schedule, layers=7), None)
     every = [Decision.keeping_all((0, cut, 7)) for cut in range(1, 7)]
-    steps = [simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every]
+    steps = [
+        simulated_step_s(problem, evaluate_decision(problem, decision).stages) for decision in every
+    ]
     best = Climb(problem, (), 10_000).top([every[0]])
     assert best is not None
-    assert simulated_step_s(problem, evaluate(problem, best).stages) == pytest.approx(min(steps))
+    assert simulated_step_s(problem, evaluate_decision(problem, best).stages) == pytest.approx(
+        min(steps)
+    )
 
 
 def test_it_stops_when_its_tasks_are_spent_and_never_gets_worse() -> None:
@@ -57,6 +61,6 @@ def test_what_is_computed_again_is_made_a_run_where_cotangents_are_awaited(sched
     assert found.choices[:4] == (RECOMPUTE, RECOMPUTE_CHAIN) * 2
     apart = replace(found, choices=tuple(RECOMPUTE if c < 0 else c for c in found.choices))
     run_s, apart_s = (
-        simulated_step_s(problem, evaluate(problem, one).stages) for one in (found, apart)
+        simulated_step_s(problem, evaluate_decision(problem, one).stages) for one in (found, apart)
     )
     assert run_s == apart_s - 3

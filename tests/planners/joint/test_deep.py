@@ -16,7 +16,7 @@ from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 
@@ -42,7 +42,7 @@ def deep(layers: int, stages: int, schedule: str, seed: int, microbatches: int =
 def step_s(problem: Problem, planner: Callable[[Problem], Decision]) -> float:
     """Simulated seconds of a plan; infinite if it does not fit."""
     try:
-        evaluation = evaluate(problem, planner(problem))
+        evaluation = evaluate_decision(problem, planner(problem))
     except Infeasible:
         return float("inf")
     fits = problem.memory_limit_bytes is None or evaluation.peak_bytes <= problem.memory_limit_bytes
@@ -62,7 +62,8 @@ def test_two_stages_of_many_layers_on_slow_links_are_cut_where_it_is_best(
         problem = replace(deep(layers, 2, schedule, seed, 3), peer_uses_host=shared)
         every = [Decision.keeping_all((0, cut, layers)) for cut in range(1, layers)]
         least_s = min(
-            simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every
+            simulated_step_s(problem, evaluate_decision(problem, decision).stages)
+            for decision in every
         )
         assert step_s(problem, jvpipe) == pytest.approx(least_s, rel=1e-9)
 
@@ -80,7 +81,7 @@ def test_no_other_planner_is_faster_on_slow_links_whatever_the_depth(schedule: s
 
 def test_a_tighter_limit_is_never_faster() -> None:
     problem = deep(140, 3, "1f1b", 3)
-    even = evaluate(problem, find_planner("even").decide(problem)).peak_bytes
+    even = evaluate_decision(problem, find_planner("even").decide(problem)).peak_bytes
     limits = [int(share * even) for share in (0.6, 0.8, 1.1, 2.0)]
     steps = [step_s(replace(problem, memory_limit_bytes=limit), jvpipe) for limit in limits]
     steps.append(step_s(problem, jvpipe))
@@ -94,6 +95,7 @@ def test_the_lower_bound_of_balanced_stages_on_slow_links_is_near() -> None:
         problem = replace(deep(150, 2, schedule, 4, 8), peer_uses_host=False)
         every = [Decision.keeping_all((0, cut, 150)) for cut in range(1, 150)]
         least_s = min(
-            simulated_step_s(problem, evaluate(problem, decision).stages) for decision in every
+            simulated_step_s(problem, evaluate_decision(problem, decision).stages)
+            for decision in every
         )
         assert lower_bound(problem) <= least_s <= near * lower_bound(problem)

@@ -12,7 +12,7 @@ from jvpipe.cost.costs import LayerCost, Option, Shared
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.device_fates import DeviceFates
 from jvpipe.planners.model.problem import RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import Evaluation, evaluate
+from jvpipe.planners.model.stage_cost import Evaluation, evaluate_decision
 from jvpipe.schedules import find_schedule
 from tests.planners.joint.orders import placed, problem_of
 
@@ -45,7 +45,7 @@ def every(problem: Problem, bounds: tuple[int, ...]) -> Iterator[tuple[Decision,
         chained = [at for at, choice in enumerate(some) if choice == RECOMPUTE_CHAIN]
         if all(at not in bounds and some[at - 1] < 0 for at in chained):
             decision = Decision(bounds, some)
-            yield decision, evaluate(problem, decision)
+            yield decision, evaluate_decision(problem, decision)
 
 
 def seconds(problem: Problem, found: Evaluation, d: int) -> float:
@@ -62,14 +62,16 @@ def test_no_fates_that_fit_take_fewer_seconds_and_none_fewer_bytes(rule: str, se
     devices = range(problem.devices)
     held = np.array([found.device_bytes for _, found in evaluated])
     taken_s = np.array([[seconds(problem, found, d) for d in devices] for _, found in evaluated])
-    emptiest = evaluate(problem, DeviceFates.of(problem, swaps=True).emptiest(problem, bounds))
+    emptiest = evaluate_decision(
+        problem, DeviceFates.of(problem, swaps=True).emptiest(problem, bounds)
+    )
     assert emptiest.device_bytes == tuple(held.min(0))
     for share in (0.0, 0.2, 0.5, 0.8):
         limit = int(held.min(0).max() + share * (held.max() - held.min(0).max()))
         tight = replace(problem, memory_limit_bytes=limit)
         one = DeviceFates.of(tight, swaps=True).fastest(tight, bounds)
         assert one is not None
-        found = evaluate(tight, one)
+        found = evaluate_decision(tight, one)
         assert found.limit_bytes <= limit
         for d in devices:
             least_s = taken_s[held[:, d] <= limit, d].min()
@@ -79,13 +81,13 @@ def test_no_fates_that_fit_take_fewer_seconds_and_none_fewer_bytes(rule: str, se
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
 def test_fates_keep_the_limit_or_there_are_none(name: str) -> None:
     problem, decision = placed(problem_of(12, 3, 8), find_schedule(name))
-    most = evaluate(problem, decision).peak_bytes
+    most = evaluate_decision(problem, decision).peak_bytes
     for part in (1.0, 0.9, 0.6):
         tight = replace(problem, memory_limit_bytes=int(part * most))
         found = DeviceFates.of(tight).fastest(tight, decision.bounds)
         assert part < 0.8 or found is not None
         if found is not None:
-            assert evaluate(tight, found).peak_bytes <= part * most
+            assert evaluate_decision(tight, found).peak_bytes <= part * most
             assert (found == decision) == (part == 1.0)
     tight = replace(problem, memory_limit_bytes=1)
     assert DeviceFates.of(tight).fastest(tight, decision.bounds) is None

@@ -20,7 +20,7 @@ from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import forecast, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 
@@ -58,7 +58,9 @@ def two(layers: int, seed: int, share: float, schedule: str = "1f1b") -> Problem
         if problem.schedule.chunks == 1
         else replace(problem, stages=2, schedule=find_schedule("1f1b"))
     )
-    all_kept = evaluate(whole, Decision.keeping_all((0, 2 * layers // 3, layers))).peak_bytes
+    all_kept = evaluate_decision(
+        whole, Decision.keeping_all((0, 2 * layers // 3, layers))
+    ).peak_bytes
     large = int(share * all_kept)
     return problem.told_apart([(), (SLOW,) * layers], [large, large * 11 // 24], ["large", "small"])
 
@@ -140,7 +142,7 @@ def test_a_card_of_24_and_one_of_11_gib_are_within_a_thousandth_of_highs(
     large, small = problem.limits
     asked = (((1.0, SLOW), (large, small)), ((SLOW, 1.0), (small, large)))
     best, bound = map(min, zip(*(milp_s(problem, *one, 20) for one in asked), strict=True))
-    found = min(evaluate(one, jvpipe(one, refine=False)).step_s for one in orders(problem))
+    found = min(evaluate_decision(one, jvpipe(one, refine=False)).step_s for one in orders(problem))
     assert bound * (1 - 1e-9) <= found <= best * (1 + 1e-3)
 
 
@@ -163,7 +165,7 @@ def test_ten_layers_on_three_kinds_equal_the_best_of_all_cuts_and_orders() -> No
     least = min(
         step_s(x, (0, *cuts, 10)) for x in itertools.permutations((1.0, 2.0, 1.5)) for cuts in inner
     )
-    found = min(evaluate(one, jvpipe(one, refine=False)).step_s for one in orders(problem))
+    found = min(evaluate_decision(one, jvpipe(one, refine=False)).step_s for one in orders(problem))
     assert found == pytest.approx(least)
     assert {one.where for one in worth_searching(problem)} <= {one.where for one in orders(problem)}
 
@@ -192,7 +194,7 @@ def test_every_planner_answers_and_is_judged_on_the_devices_that_there_are(
                 decision = planner.decide(one)
             except Infeasible:
                 continue
-            found = evaluate(one, decision)
+            found = evaluate_decision(one, decision)
             fits = all(held <= (one.limit_of(d) or 0) for d, held in enumerate(found.device_bytes))
             assert fits == (found.limit_bytes <= (one.memory_limit_bytes or 0))
             if fits:
@@ -213,7 +215,7 @@ def test_the_small_card_alone_decides_that_a_limit_is_not_kept() -> None:
         jvpipe(tight)
     enough = refused.value.excess_bytes
     raised = problem.told_apart([(), ()], [problem.limits[0] + enough, 200 + enough])
-    found = evaluate(raised, jvpipe(raised))
+    found = evaluate_decision(raised, jvpipe(raised))
     assert found.device_bytes[1] <= 200 + enough
     assert found.limit_bytes <= problem.limits[0] + enough
 
@@ -232,7 +234,7 @@ def test_layers_may_differ_in_how_much_slower_they_are() -> None:
             )
         )
     assert all(
-        lower_bound(one) <= simulated_step_s(one, evaluate(one, jvpipe(one)).stages)
+        lower_bound(one) <= simulated_step_s(one, evaluate_decision(one, jvpipe(one)).stages)
         for one in orders(problem)
     )
 
@@ -242,9 +244,9 @@ def test_the_order_of_tasks_is_found_for_each_order_of_devices() -> None:
     found = [find_order(one) for one in orders(problem)]
     for one, answer in zip(orders(problem), found, strict=True):
         placed = replace(one, stages=len(answer.decision.bounds) - 1, schedule=answer.schedule)
-        held = evaluate(placed, answer.decision).device_bytes
+        held = evaluate_decision(placed, answer.decision).device_bytes
         assert all(size <= (one.limit_of(d) or 0) for d, size in enumerate(held))
-        plain = evaluate(one, find_planner("jvpipe").decide(one))
+        plain = evaluate_decision(one, find_planner("jvpipe").decide(one))
         assert answer.step_s <= simulated_step_s(one, plain.stages) * (1 + 1e-9)
 
 

@@ -11,7 +11,7 @@ from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists
 from tests.grid import grid
@@ -44,7 +44,7 @@ def limited(problem: Problem, share: float | None) -> Problem:
         return problem
     n, stages = len(problem.costs.layers), problem.stages
     even = [round(s * n / stages) for s in range(stages + 1)]
-    most = evaluate(problem, Decision.keeping_all(even)).limit_bytes
+    most = evaluate_decision(problem, Decision.keeping_all(even)).limit_bytes
     return replace(problem, memory_limit_bytes=int(share * most))
 
 
@@ -55,7 +55,7 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
         bounds.append(bounds[-1] + len(fates))
     choices = tuple(CHOICES[fate] for fates in plan.fates for fate in fates)
     placed = replace(problem, stages=len(plan.places), schedule=given_lists(plan.lines))
-    found = evaluate(placed, Decision(tuple(bounds), choices))
+    found = evaluate_decision(placed, Decision(tuple(bounds), choices))
     limit = problem.memory_limit_bytes
     assert limit is None or found.limit_bytes <= limit
     return simulated_step_s(placed, found.stages)

@@ -7,7 +7,7 @@ import pytest
 
 from jvpipe.planners.joint.floor import floor
 from jvpipe.planners.model.problem import Decision
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.joint.enumeration import every_decision, tiny
 
 
@@ -16,7 +16,7 @@ def test_no_plan_holds_less_by_the_planners_own_count(seed: int) -> None:
     problem = tiny(seed, layers=3)
 
     def held(decision: Decision) -> list[int]:
-        return [stage.peak_bytes for stage in evaluate(problem, decision).stages]
+        return [stage.peak_bytes for stage in evaluate_decision(problem, decision).stages]
 
     least = min(max(held(decision)) for decision in every_decision(problem))
     lowest = floor(problem, held, 0)
@@ -32,7 +32,9 @@ def test_no_plan_holds_less_by_lists_that_hold_a_little_more_than_is_counted(see
     more = draw.integers(0, 2, (3, 6)).tolist()  # of each layer under each of its choices
 
     def held(decision: Decision) -> list[int]:
-        stages = zip(pairwise(decision.bounds), evaluate(problem, decision).stages, strict=True)
+        stages = zip(
+            pairwise(decision.bounds), evaluate_decision(problem, decision).stages, strict=True
+        )
         return [
             x.peak_bytes + sum(more[n][decision.choices[n]] for n in range(i, j))
             for (i, j), x in stages

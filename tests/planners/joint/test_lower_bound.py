@@ -5,7 +5,7 @@ import pytest
 
 from jvpipe.planners.joint.lower_bound import lower_bound
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.joint.enumeration import every_decision, tiny
 from tests.planners.small import SCHEDULES, limited
 
@@ -13,7 +13,7 @@ from tests.planners.small import SCHEDULES, limited
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_plan_that_fits_is_below_the_bound(schedule: str) -> None:
     problem = tiny(1, schedule, layers=3)
-    evaluations = (evaluate(problem, decision) for decision in every_decision(problem))
+    evaluations = (evaluate_decision(problem, decision) for decision in every_decision(problem))
     steps = [
         simulated_step_s(problem, x.stages)
         for x in evaluations

@@ -8,7 +8,7 @@ import pytest
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_climb import climbed
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import lists_of, order_of
+from jvpipe.planners.joint.order_loads import order_lists, order_of
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.schedule import Schedule
 from tests.planners.joint.orders import loads_of, problem_of
@@ -26,7 +26,7 @@ def test_orders_become_no_slower_and_stay_lawful(schedule: Schedule) -> None:
         assert Course(loads, found).step_s <= Course(loads, order).step_s
         assert loads.fits(found)
         assert found == climbed(loads, order, 150, seed)
-        for tasks in lists_of(found):
+        for tasks in order_lists(found):
             for stage in {task.stage for task in tasks}:
                 sums = [t.microbatch for t in tasks if t.stage == stage and t.kind in ("B", "W")]
                 assert sums == list(range(6))

@@ -7,9 +7,9 @@ import pytest
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_course import Course
-from jvpipe.planners.joint.order_loads import Loads, lists_of, order_of
+from jvpipe.planners.joint.order_loads import Loads, order_lists, order_of
 from jvpipe.planners.model.forecast import simulated_step_s
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
@@ -28,10 +28,10 @@ def test_the_clock_is_the_simulators(schedule: Schedule, link: Link) -> None:
         problem, decision = placed(problem_of(13, devices, m, seed, link=link), schedule)
         lists = schedule.tasks(devices, m)
         for one in (decision, computing_again(decision)):
-            stages = evaluate(problem, one).stages
+            stages = evaluate_decision(problem, one).stages
             course = Course(Loads.of(problem, one), order_of(lists))
             assert course.step_s == pytest.approx(simulated_step_s(problem, stages))
-        assert lists_of(order_of(lists)) == lists
+        assert order_lists(order_of(lists)) == lists
         assert course.order == order_of(lists)
 
 

@@ -11,7 +11,7 @@ from jvpipe.planners.joint.order_floor import order_floors
 from jvpipe.planners.joint.order_search import find_order
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import AUTO
 from jvpipe.schedules.interleaved import Interleaved
@@ -90,7 +90,7 @@ def test_of_unlike_devices_the_limit_that_is_named_does_in_some_order() -> None:
         ask("jvpipe", tight)
     enough = refused.value.smallest_limit_bytes
     planned = ask("jvpipe", limited(tight, enough))
-    assert evaluate(planned.problem, planned.decision).limit_bytes <= enough
+    assert evaluate_decision(planned.problem, planned.decision).limit_bytes <= enough
     every = [one for order in orders(roomy) for one in order_floors(order, [ONE_F_ONE_B])]
     assert enough <= min(one.limit_bytes for one in every)
 
@@ -101,7 +101,10 @@ def test_of_many_cuts_an_emptier_plan_is_found_than_by_chance(placed: Schedule) 
     (least,) = order_floors(problem, [placed])
     stages = least.schedule.stages_on(4)
     alone = replace(problem, stages=stages, schedule=least.schedule)
-    assert least.limit_bytes == evaluate(alone, least.decision).limit_bytes
+    assert least.limit_bytes == evaluate_decision(alone, least.decision).limit_bytes
     for _ in range(50):
         bounds = (0, *sorted(draw.sample(range(1, 24), stages - 1)), 24)
-        assert least.limit_bytes <= evaluate(alone, Decision(bounds, (RECOMPUTE,) * 24)).limit_bytes
+        assert (
+            least.limit_bytes
+            <= evaluate_decision(alone, Decision(bounds, (RECOMPUTE,) * 24)).limit_bytes
+        )

@@ -6,8 +6,8 @@ import pytest
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_list import Listing
-from jvpipe.planners.joint.order_loads import Loads, lists_of, order_of
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.joint.order_loads import Loads, order_lists, order_of
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists, lines_of
 from jvpipe.schedules.interleaved import Interleaved
@@ -23,7 +23,7 @@ RULES = [
 @pytest.mark.parametrize("schedule", RULES, ids=lambda schedule: schedule.name)
 def test_room_is_what_the_limit_leaves(schedule: Schedule) -> None:
     problem, decision = placed(problem_of(12, 3, 8), schedule)
-    peaks = evaluate(problem, decision).device_bytes
+    peaks = evaluate_decision(problem, decision).device_bytes
     order = order_of(schedule.tasks(3, 8))
     for over, fits in ((0, True), (-1, False)):
         tight = replace(problem_of(12, 3, 8), memory_limit_bytes=max(peaks) + over)
@@ -37,15 +37,15 @@ def test_an_order_of_its_own_is_over_by_what_is_counted_for_its_lists(schedule: 
     for times in (0.6, 0.8):
         problem, decision = placed(problem_of(12, 3, 8), schedule)
         problem = replace(
-            problem, memory_limit_bytes=int(times * evaluate(problem, decision).peak_bytes)
+            problem, memory_limit_bytes=int(times * evaluate_decision(problem, decision).peak_bytes)
         )
         loads = Loads.of(problem, decision)
         order = Listing(loads, loads.room_bytes, 0.0).order
         assert order is not None
-        own = replace(problem, schedule=given_lists(lines_of(lists_of(order))))
+        own = replace(problem, schedule=given_lists(lines_of(order_lists(order))))
         limit = problem.memory_limit_bytes or 0
         assert loads.over_bytes(order) == [
-            size - limit for size in evaluate(own, decision).device_bytes
+            size - limit for size in evaluate_decision(own, decision).device_bytes
         ]
 
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from jvpipe.planners.joint.device_fates import DeviceFates
-from jvpipe.planners.joint.order_loads import lists_of
+from jvpipe.planners.joint.order_loads import order_lists
 from jvpipe.planners.joint.order_refine import refined
 from jvpipe.planners.joint.rule_search import ruled
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import given_lists, lines_of
 from tests.planners.joint.orders import placed, problem_of
@@ -19,7 +19,7 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
     for name in RULES:
         problem, decision = placed(problem_of(12, 3, 6), find_schedule(name))
         tight = replace(
-            problem, memory_limit_bytes=int(0.8 * evaluate(problem, decision).peak_bytes)
+            problem, memory_limit_bytes=int(0.8 * evaluate_decision(problem, decision).peak_bytes)
         )
         fates = DeviceFates.of(tight)
         if one := fates.fastest(tight, decision.bounds):
@@ -30,8 +30,10 @@ def test_what_comes_of_candidates_is_no_slower_and_fits() -> None:
     assert found[0].step_s < min(one.step_s for one in begin)
     assert found == refined(begin)
     for one in found:
-        own = replace(one.problem, schedule=given_lists(lines_of(lists_of(one.order))))
-        assert evaluate(own, one.decision).peak_bytes <= (one.problem.memory_limit_bytes or 0)
+        own = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
+        assert evaluate_decision(own, one.decision).peak_bytes <= (
+            one.problem.memory_limit_bytes or 0
+        )
 
 
 def test_of_no_candidates_comes_nothing() -> None:

@@ -13,7 +13,7 @@ from jvpipe.planners.joint.order_search import OrderedPlan, find_order
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import SCHEDULES, find_schedule
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 from jvpipe.schedules.planned import lists_of
@@ -34,7 +34,7 @@ def checked(problem: Problem, found: OrderedPlan) -> None:
     )
     stages = found.schedule.stages_on(problem.devices)
     planned = replace(problem, costs=costs, schedule=found.schedule, stages=stages)
-    evaluation = evaluate(planned, found.decision)
+    evaluation = evaluate_decision(planned, found.decision)
     assert simulated_step_s(planned, evaluation.stages) == found.step_s
     assert found.bound_s <= found.step_s + 1e-9
     assert (
@@ -54,14 +54,14 @@ def test_it_is_no_slower_than_any_rule(devices: int, link: Link) -> None:
     for name in RULES:
         rule = find_schedule(name)
         other = replace(problem, schedule=rule, stages=rule.stages_on(devices))
-        stages = evaluate(other, find_planner("jvpipe").decide(other)).stages
+        stages = evaluate_decision(other, find_planner("jvpipe").decide(other)).stages
         assert found.step_s <= simulated_step_s(other, stages) + 1e-9, name
 
 
 @pytest.mark.parametrize(("devices", "part"), grid([(3, 0.9), (2, 0.7)], (2, 0.7)))
 def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, part: float) -> None:
     free = problem_of(9, devices, 6)
-    keeps = evaluate(free, find_planner("even").decide(free)).peak_bytes
+    keeps = evaluate_decision(free, find_planner("even").decide(free)).peak_bytes
     problem = replace(free, memory_limit_bytes=int(part * keeps))
     found = find_order(problem)
     checked(problem, found)
@@ -72,9 +72,10 @@ def test_under_a_limit_it_is_no_slower_than_any_rule_that_fits(devices: int, par
             decision = find_planner("jvpipe").decide(other)
         except Infeasible:
             continue
-        assert found.step_s <= simulated_step_s(other, evaluate(other, decision).stages) + 1e-9, (
-            name
-        )
+        assert (
+            found.step_s
+            <= simulated_step_s(other, evaluate_decision(other, decision).stages) + 1e-9
+        ), name
 
 
 def test_a_plan_brings_its_lists() -> None:

@@ -18,7 +18,7 @@ from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import StageCost, evaluate, stage_cost, surrogate
+from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, stage_cost, surrogate
 from jvpipe.schedules import find_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "pipedream", "2bw")
@@ -57,7 +57,9 @@ def limited(problem: Problem, share: float) -> Problem:
     even = [layers * s // problem.stages for s in range(problem.stages + 1)]
     return replace(
         problem,
-        memory_limit_bytes=int(share * evaluate(problem, Decision.keeping_all(even)).peak_bytes),
+        memory_limit_bytes=int(
+            share * evaluate_decision(problem, Decision.keeping_all(even)).peak_bytes
+        ),
     )
 
 
@@ -92,7 +94,7 @@ def test_small_chains_equal_enumeration(schedule: str) -> None:
             continue
         met += 1
         decision = jvpipe(problem, refine=False)
-        evaluation = evaluate(problem, decision)
+        evaluation = evaluate_decision(problem, decision)
         assert evaluation.peak_bytes <= (problem.memory_limit_bytes or 0)
         assert evaluation.step_s <= least * (1 + 1e-9)  # runs of several layers may be better still
         if all(choice >= -1 for choice in decision.choices):
@@ -178,7 +180,7 @@ def test_twelve_layers_on_three_stages_equal_the_milp() -> None:
     for seed in range(3):
         problem = limited(chain(12, 3, "1f1b", 6, seed), 0.6)
         best, bound = milp_s(problem, 20)
-        evaluation = evaluate(problem, jvpipe(problem, refine=False))
+        evaluation = evaluate_decision(problem, jvpipe(problem, refine=False))
         assert bound * (1 - 1e-9) <= evaluation.step_s <= best * (1 + 1e-3)
 
 
@@ -186,7 +188,7 @@ def test_many_layers_on_eight_stages_are_no_worse_than_the_milp() -> None:
     """In four minutes HiGHS finds what jvpipe finds at once, and proves that nothing is 1.2% better."""
     problem = limited(chain(96, 8, "1f1b", 16, 0), 0.6)
     best, bound = milp_s(problem, 3)
-    evaluation = evaluate(problem, jvpipe(problem, refine=False))
+    evaluation = evaluate_decision(problem, jvpipe(problem, refine=False))
     assert bound * (1 - 1e-9) <= evaluation.step_s <= best * (1 + 1e-9)
     assert evaluation.step_s == pytest.approx(842.8946, abs=1e-3)
 
@@ -196,12 +198,12 @@ def test_never_worse_than_the_others_in_simulated_seconds(schedule: str) -> None
     for seed, share, m in ((0, 0.6, 1), (1, 0.6, 4), (0, 1.5, 4)):
         problem = limited(chain(12, 4, schedule, 4 * m, seed), share)
         try:
-            ours = evaluate(problem, jvpipe(problem))
+            ours = evaluate_decision(problem, jvpipe(problem))
         except Infeasible:
             ours = None
         for planner in ("vpipe", "dawnpiper", "pipedream", "torchgpipe", "adapipe", "dapple"):
             try:
-                theirs = evaluate(problem, find_planner(planner).decide(problem))
+                theirs = evaluate_decision(problem, find_planner(planner).decide(problem))
             except Infeasible:
                 continue
             if theirs.peak_bytes <= (problem.memory_limit_bytes or 0):
@@ -219,7 +221,7 @@ def test_no_plan_is_under_the_lower_bound(schedule: str) -> None:
         bound = lower_bound(problem)
         for planner in PLANNERS:
             try:
-                evaluation = evaluate(problem, planner.decide(problem))
+                evaluation = evaluate_decision(problem, planner.decide(problem))
             except Infeasible:
                 continue
             if evaluation.peak_bytes <= (problem.memory_limit_bytes or 0):
@@ -260,7 +262,7 @@ def test_the_same_lists_under_another_name_are_planned_alike(name: str) -> None:
     for one in (schedule, renamed):
         problem = Problem(costs, one.stages_on(4), one, 8)
         decision = find_planner("jvpipe").decide(problem)
-        step_s = simulated_step_s(problem, evaluate(problem, decision).stages)
+        step_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
         answers.append((decision, step_s, lower_bound(problem)))
     assert answers[0] == answers[1]
 
@@ -273,7 +275,7 @@ def test_what_fits_with_everything_kept_is_kept() -> None:
     )
     problem = Problem(Costs(layers), 2, find_schedule("1f1b"), 6, host=Link(1000.0))
     default = jvpipe(problem)
-    peak = evaluate(problem, default).peak_bytes
+    peak = evaluate_decision(problem, default).peak_bytes
     assert (
         jvpipe(replace(problem, memory_limit_bytes=peak))
         == default
@@ -288,7 +290,7 @@ def test_when_nothing_fits_it_says_by_how_much() -> None:
         jvpipe(problem)
     smallest = raised.value.smallest_limit_bytes
     assert raised.value.excess_bytes == smallest - 100
-    evaluation = evaluate(problem, jvpipe(replace(problem, memory_limit_bytes=smallest)))
+    evaluation = evaluate_decision(problem, jvpipe(replace(problem, memory_limit_bytes=smallest)))
     assert evaluation.peak_bytes == smallest
     assert evaluation.stages[raised.value.stage].peak_bytes == smallest
     with pytest.raises(Infeasible):
@@ -297,11 +299,11 @@ def test_when_nothing_fits_it_says_by_how_much() -> None:
 
 def test_the_host_limit_is_kept() -> None:
     problem = replace(limited(chain(8, 2, "gpipe", 6, 2), 0.6), host=Link(2e3))
-    unlimited = evaluate(problem, jvpipe(problem))
+    unlimited = evaluate_decision(problem, jvpipe(problem))
     swapped = sum(stage.host_bytes for stage in unlimited.stages)
     assert swapped > 0
     problem = replace(problem, host_limit_bytes=swapped // 2)
-    evaluation = evaluate(problem, jvpipe(problem))
+    evaluation = evaluate_decision(problem, jvpipe(problem))
     assert sum(stage.host_bytes for stage in evaluation.stages) <= swapped // 2
 
 

@@ -13,7 +13,7 @@ from jvpipe.planners.joint.rule_search import under_rule
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from tests.grid import grid
 
@@ -21,7 +21,7 @@ RULES = ("interleaved", "zb-h1", "zb-v", "v-half")
 
 
 def step_s(problem: Problem, decision: Decision) -> float:
-    found = evaluate(problem, decision)
+    found = evaluate_decision(problem, decision)
     limit = problem.memory_limit_bytes
     return (
         simulated_step_s(problem, found.stages)
@@ -46,7 +46,7 @@ def test_no_other_planner_is_faster(slow: bool, share: float | None, rule: str) 
     problem = Problem(
         costs, schedule.stages_on(2), schedule, 4, host=Link(12e9), peer=link, peer_uses_host=slow
     )
-    full = evaluate(problem, find_planner("even").decide(problem)).peak_bytes
+    full = evaluate_decision(problem, find_planner("even").decide(problem)).peak_bytes
     problem = replace(problem, memory_limit_bytes=share and int(share * full))
     ours_s = step_s(problem, under_rule(problem))
     for planner in PAPERS:

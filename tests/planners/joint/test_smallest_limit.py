@@ -11,7 +11,7 @@ from jvpipe.planners.joint.smallest_limit import (
 )
 from jvpipe.planners.joint.surrogate import pricing_of
 from jvpipe.planners.model.problem import Problem
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
 from tests.planners.joint.enumeration import choices, every_decision, tiny
 from tests.planners.small import limited, problems
 
@@ -21,15 +21,17 @@ def test_no_plan_has_an_emptier_fullest_stage(seed: int) -> None:
     problem = tiny(seed, ("1f1b", "gpipe", "2bw")[seed], layers=3)
     pricing = pricing_of(problem)
     plan = min_bytes_plan(pricing)
-    least = min(evaluate(problem, decision).peak_bytes for decision in every_decision(problem))
-    assert plan.peak_bytes == least == evaluate(problem, plan.decision).peak_bytes
+    least = min(
+        evaluate_decision(problem, decision).peak_bytes for decision in every_decision(problem)
+    )
+    assert plan.peak_bytes == least == evaluate_decision(problem, plan.decision).peak_bytes
 
 
 def test_the_error_names_the_smallest_limit_and_a_plan_that_keeps_it() -> None:
     error = nothing_fits(pricing_of(limited(tiny(0), 1)))
     assert error.decision is not None
     assert (
-        evaluate(tiny(0), error.decision).peak_bytes
+        evaluate_decision(tiny(0), error.decision).peak_bytes
         == error.smallest_limit_bytes
         == error.excess_bytes + 1
     )

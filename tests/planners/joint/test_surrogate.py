@@ -6,7 +6,7 @@ import pytest
 
 from jvpipe.cost.hardware import Link
 from jvpipe.planners.joint.surrogate import pricing_of, solve, trips, within_host_limit
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.joint.enumeration import every_decision, tiny
 from tests.planners.small import SCHEDULES, limited
 
@@ -15,10 +15,10 @@ from tests.planners.small import SCHEDULES, limited
 def test_no_plan_that_fits_is_faster_by_the_surrogate(schedule: str) -> None:
     problem = tiny(2, schedule, layers=3)
     limit = problem.memory_limit_bytes or 0
-    evaluations = (evaluate(problem, decision) for decision in every_decision(problem))
+    evaluations = (evaluate_decision(problem, decision) for decision in every_decision(problem))
     least_s = min(x.step_s for x in evaluations if x.peak_bytes <= limit)
     solution = solve(problem, pricing_of(problem))
-    ours = evaluate(problem, solution.decision())
+    ours = evaluate_decision(problem, solution.decision())
     assert ours.peak_bytes <= limit
     assert solution.bound_s * (1 - 1e-9) <= ours.step_s == pytest.approx(least_s)
 
@@ -26,14 +26,17 @@ def test_no_plan_that_fits_is_faster_by_the_surrogate(schedule: str) -> None:
 def test_a_host_limit_is_shared_out_or_nothing_is_swapped() -> None:
     problem = replace(tiny(1, "gpipe", share=0.3), host=Link(100.0), peer_uses_host=False)
     free = solve(problem, pricing_of(problem))
-    swapped = sum(stage.host_bytes for stage in evaluate(problem, free.decision()).stages)
+    swapped = sum(stage.host_bytes for stage in evaluate_decision(problem, free.decision()).stages)
     assert swapped > 0
     for host in (0, swapped // 2, swapped):
         tight = limited(problem, problem.memory_limit_bytes, host)
         solution = within_host_limit(tight, free)
         if solution.feasible:
             assert (
-                sum(stage.host_bytes for stage in evaluate(tight, solution.decision()).stages)
+                sum(
+                    stage.host_bytes
+                    for stage in evaluate_decision(tight, solution.decision()).stages
+                )
                 <= host
             )
 
@@ -43,6 +46,6 @@ def test_plans_of_short_round_trips_fit() -> None:
     decisions = trips(problem, pricing_of(problem), 2)
     assert 0 < len(decisions) <= 2
     assert all(
-        evaluate(problem, decision).peak_bytes <= (problem.memory_limit_bytes or 0)
+        evaluate_decision(problem, decision).peak_bytes <= (problem.memory_limit_bytes or 0)
         for decision in decisions
     )

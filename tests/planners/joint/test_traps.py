@@ -12,7 +12,7 @@ from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, stage_cost
 from jvpipe.schedules import find_schedule
 from jvpipe.trace.model import trace_model
 from tests.zoo import CASES
@@ -33,7 +33,7 @@ def best(problem: Problem) -> Decision:
 
 
 def peak_bytes(problem: Problem, decision: Decision) -> int:
-    return evaluate(problem, decision).peak_bytes
+    return evaluate_decision(problem, decision).peak_bytes
 
 
 def test_swapping_saves_nothing_of_a_single_micro_batch() -> None:
@@ -91,12 +91,15 @@ def test_values_arrive_early_and_cotangents_wait() -> None:
     for differentiable, peaks in ((True, [2 + 50, 1 + 50]), (False, [2, 1 + 50])):
         edge = Edge(0, (1,), 50, differentiable=differentiable)
         problem = Problem(Costs(layers, (edge,)), 2, find_schedule("1f1b"), 4, max(peaks))
-        assert [stage.peak_bytes for stage in evaluate(problem, best(problem)).stages] == peaks
+        assert [
+            stage.peak_bytes for stage in evaluate_decision(problem, best(problem)).stages
+        ] == peaks
         with pytest.raises(Infeasible):
             best(replace(problem, memory_limit_bytes=49))
         together = replace(problem, schedule=find_schedule("gpipe"))  # both have four
         assert [
-            stage.peak_bytes for stage in evaluate(together, Decision.keeping_all((0, 1, 2))).stages
+            stage.peak_bytes
+            for stage in evaluate_decision(together, Decision.keeping_all((0, 1, 2))).stages
         ] == [
             4 + 50 * differentiable,
             4,
@@ -124,7 +127,7 @@ def test_schedules_hold_different_numbers_of_versions(schedule: str, versions: l
         LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),), parameter_bytes=10) for i in range(3)
     )
     problem = Problem(Costs(layers), 3, find_schedule(schedule), 4, 10 * max(versions))
-    assert [stage.peak_bytes for stage in evaluate(problem, best(problem)).stages] == [
+    assert [stage.peak_bytes for stage in evaluate_decision(problem, best(problem)).stages] == [
         10 * v for v in versions
     ]
     with pytest.raises(Infeasible) as raised:
@@ -147,10 +150,10 @@ def test_a_value_read_on_two_stages_is_held_on_both_and_once_on_one() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),)) for i in range(4))
     problem = Problem(Costs(layers, shared=(Shared((1, 2), 100),)), 2, find_schedule("gpipe"), 2)
     even = Decision.keeping_all((0, 2, 4))
-    assert [stage.peak_bytes for stage in evaluate(problem, even).stages] == [200, 200]
+    assert [stage.peak_bytes for stage in evaluate_decision(problem, even).stages] == [200, 200]
     apart = replace(problem, memory_limit_bytes=200)
     assert best(apart).bounds == (0, 2, 4)
-    together = evaluate(problem, Decision.keeping_all((0, 3, 4)))
+    together = evaluate_decision(problem, Decision.keeping_all((0, 3, 4)))
     assert [stage.peak_bytes for stage in together.stages] == [200, 0]
 
 
@@ -158,7 +161,10 @@ def test_a_tied_parameter_is_held_once_per_version_on_each_stage() -> None:
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, (Option(0),)) for i in range(4))
     tied = Shared((0, 3), 100, per_version=True)
     problem = Problem(Costs(layers, shared=(tied,)), 2, find_schedule("pipedream"), 4, 200)
-    assert [stage.peak_bytes for stage in evaluate(problem, best(problem)).stages] == [200, 100]
+    assert [stage.peak_bytes for stage in evaluate_decision(problem, best(problem)).stages] == [
+        200,
+        100,
+    ]
     with pytest.raises(Infeasible):
         best(replace(problem, memory_limit_bytes=199))
 
@@ -182,8 +188,8 @@ def test_a_layer_that_is_run_again_works_with_what_its_backward_makes_of_it() ->
     options = Option(100), Option(0, extra_s=1.0, extra_bytes=150)
     layers = tuple(LayerCost(f"layer{i}", 1.0, 2.0, options, input_bytes=10) for i in range(2))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 3)
-    alone = evaluate(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE)))
-    run = evaluate(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE_CHAIN)))
+    alone = evaluate_decision(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE)))
+    run = evaluate_decision(problem, Decision((0, 2), (RECOMPUTE, RECOMPUTE_CHAIN)))
     assert alone.peak_bytes == 2 * (10 + 10) + 10 + 10 + 150
     assert run.peak_bytes == 2 * 10 + 10 + 100 + 10 + 150
 
@@ -223,7 +229,7 @@ def test_points_inside_the_hull_are_chosen() -> None:
     layers = (LayerCost("a", 1.0, 1.0, frontier), LayerCost("b", 1.0, 1.0, tight))
     problem = Problem(Costs(layers), 1, find_schedule("gpipe"), 1, 160)
     assert best(problem).choices == (0, 1)
-    assert evaluate(problem, best(problem)).stages[0].recompute_s == 0.6
+    assert evaluate_decision(problem, best(problem)).stages[0].recompute_s == 0.6
 
 
 def test_swaps_and_traffic_share_the_link_to_the_host() -> None:
@@ -249,10 +255,10 @@ def test_swaps_and_traffic_share_the_link_to_the_host() -> None:
 def test_a_link_can_be_slower_than_the_work() -> None:
     problem = one_stage((KEEP, SWAP), 8, 200)
     slow = replace(problem, host=Link(10.0))
-    assert evaluate(slow, Decision((0, 1), (1,))).stages[0].seconds == 20.0
+    assert evaluate_decision(slow, Decision((0, 1), (1,))).stages[0].seconds == 20.0
     assert best(slow).choices == (RECOMPUTE,)
     fast = replace(problem, host=INFINITE)
-    assert evaluate(fast, best(fast)).stages[0].seconds == 3.0
+    assert evaluate_decision(fast, best(fast)).stages[0].seconds == 3.0
 
 
 def test_the_slowest_stage_alone_does_not_make_the_step() -> None:
@@ -264,7 +270,7 @@ def test_the_slowest_stage_alone_does_not_make_the_step() -> None:
     )
     problem = Problem(Costs(layers), 2, find_schedule("1f1b"), 4, 20)
     assert best(problem).choices == (0, 0, 0)
-    assert evaluate(problem, best(problem)).step_s == 6 + 4 + 3 * 6
+    assert evaluate_decision(problem, best(problem)).step_s == 6 + 4 + 3 * 6
 
 
 def test_with_few_micro_batches_the_least_sum_wins_over_the_best_balance() -> None:
@@ -284,7 +290,7 @@ def test_boundary_costs_make_the_furthest_reach_wrong() -> None:
     edges = (Edge(0, (1,), 1), Edge(1, (2,), 1), Edge(2, (3,), 1000))
     problem = Problem(Costs(layers, edges), 2, find_schedule("gpipe"), 1, 40)
     assert best(problem).bounds in ((0, 1, 4), (0, 2, 4))
-    assert evaluate(problem, best(problem)).peak_bytes <= 40
+    assert evaluate_decision(problem, best(problem)).peak_bytes <= 40
 
 
 def test_layers_that_belong_together_are_not_parted() -> None:

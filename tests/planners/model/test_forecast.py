@@ -12,13 +12,13 @@ from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import INFINITE, Link
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.model.forecast import (
-    bubble_fraction,
     forecast,
     least_steps_s,
+    simulated_bubble_fraction,
     simulated_step_s,
 )
 from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN, Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import SCHEDULES, find_schedule
 from tests.planners.joint.enumeration import tiny
 from tests.planners.small import SCHEDULES as SMALL_SCHEDULES
@@ -78,11 +78,11 @@ def planned(numbers: Numbers) -> tuple[Problem, Decision]:
 @given(NUMBERS)
 def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
     problem, decision = planned(numbers)
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     timeline = forecast(problem, decision)
     if problem.schedule.synchronous:
         assert simulated_step_s(problem, stages) == timeline.step_s
-        assert bubble_fraction(problem, stages) == pytest.approx(timeline.bubble_fraction)
+        assert simulated_bubble_fraction(problem, stages) == pytest.approx(timeline.bubble_fraction)
     *devices, host = timeline.curves
     assert all(
         curve.most_bytes <= stage.peak_bytes for curve, stage in zip(devices, stages, strict=True)
@@ -94,7 +94,7 @@ def test_planners_are_told_what_the_simulator_says(numbers: Numbers) -> None:
 @given(NUMBERS)
 def test_no_stage_and_no_link_is_faster_than_its_work(numbers: Numbers) -> None:
     problem, decision = planned(numbers)
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     least = problem.microbatches * max(stage.compute_s for stage in stages)
     assert simulated_step_s(problem, stages) >= least * (1 - 1e-9)
 
@@ -105,11 +105,13 @@ def test_an_update_comes_behind_a_step_and_within_a_stream(name: str, step_s: fl
     costs = Costs((replace(layer(1.0, 2.0), update_s=0.5),) * 4)
     problem = Problem(costs, 4, find_schedule(name), 8)
     decision = Decision.keeping_all([0, 1, 2, 3, 4])
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     updates = 8 if name == "pipedream" else 1
     assert simulated_step_s(problem, stages) == step_s + 0.5 * updates
     busy_s = 8 * 3.0 + 0.5 * updates
-    assert bubble_fraction(problem, stages) == pytest.approx(1 - busy_s / (step_s + 0.5 * updates))
+    assert simulated_bubble_fraction(problem, stages) == pytest.approx(
+        1 - busy_s / (step_s + 0.5 * updates)
+    )
     spans = [span for span in forecast(problem, decision).spans() if span.kind == Kind.U]
     assert len(spans) == 4 * updates * (1 if updates == 1 else 2)
 
@@ -123,7 +125,7 @@ def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
     """
     problem, decision = planned(numbers)
     problem = replace(problem, schedule=find_schedule("pipedream"))
-    stages = evaluate(problem, decision).stages
+    stages = evaluate_decision(problem, decision).stages
     long, longer = (
         replace(problem, schedule=find_schedule("1f1b"), microbatches=m) for m in (200, 400)
     )
@@ -135,9 +137,9 @@ def test_a_stream_is_timed_where_it_is_steady(numbers: Numbers) -> None:
 
 def test_a_stream_has_no_bubble_where_stages_are_equal() -> None:
     problem = Problem(Costs((layer(1.0, 2.0),) * 4), 4, find_schedule("pipedream"), 8)
-    stages = evaluate(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
+    stages = evaluate_decision(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
     assert simulated_step_s(problem, stages) == 24.0
-    assert bubble_fraction(problem, stages) == pytest.approx(0.0)
+    assert simulated_bubble_fraction(problem, stages) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
@@ -146,7 +148,7 @@ def test_the_forecast_reaches_the_peak_that_is_planned_with(name: str) -> None:
     problem = Problem(Costs(layers), 3, find_schedule(name), 6, host=Link(8.0))
     for choices in [(0,) * 6, (2, 0) * 3, (1, 1) * 3, (RECOMPUTE, 1) * 3]:
         decision = Decision((0, 2, 4, 6), choices)
-        stages = evaluate(problem, decision).stages
+        stages = evaluate_decision(problem, decision).stages
         assert forecast(problem, decision).peak_bytes[:3] == tuple(
             stage.peak_bytes for stage in stages
         )
@@ -156,7 +158,9 @@ def test_a_send_takes_half_of_what_a_stage_exchanges() -> None:
     costs = Costs((layer(1.0, 1.0), layer(1.0, 1.0)), (Edge(0, (1,), 6),))
     problem = Problem(costs, 2, find_schedule("1f1b"), 1, peer=Link(2.0), peer_uses_host=False)
     assert (
-        simulated_step_s(problem, evaluate(problem, Decision.keeping_all([0, 1, 2])).stages)
+        simulated_step_s(
+            problem, evaluate_decision(problem, Decision.keeping_all([0, 1, 2])).stages
+        )
         == 1 + 3 + 2 + 3 + 1
     )
 
@@ -167,7 +171,7 @@ def test_the_simulator_is_not_below_the_least_of_many_steps(name: str) -> None:
     again = (RECOMPUTE, RECOMPUTE_CHAIN) * 2
     for choices in ((0, 0, 0, 0), (1, 0, 1, 0), (2, RECOMPUTE, 1, 3), again):
         for cut in (2,) if choices == again else (1, 2, 3):
-            stages = evaluate(problem, Decision((0, cut, 4), choices)).stages
+            stages = evaluate_decision(problem, Decision((0, cut, 4), choices)).stages
             parts_s = np.array([stage.load().parts_s for stage in stages])[:, :, None].repeat(
                 3, axis=2
             )

@@ -11,7 +11,7 @@ from jvpipe.planners.model.local_segments import computing_again
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.shapes import Shape
-from jvpipe.planners.model.stage_cost import check, evaluate, once_s
+from jvpipe.planners.model.stage_cost import check, evaluate_decision, once_s
 from tests.planners.joint.shapes import chain, flat, layer, shapes_of, stages_of
 
 LAYERS = [layer(1.0, 100, 10), layer(2.0, 400, 20), layer(3.0, 0, 30)]
@@ -72,7 +72,7 @@ def test_segments_count_a_group_as_its_stage_is_counted() -> None:
     segments, cuts = Segments(problem), np.arange(4)
     kept = KeepAll(problem, cuts)
     for cut in (1, 2):
-        stages = evaluate(problem, Decision.keeping_all((0, cut, 3))).stages
+        stages = evaluate_decision(problem, Decision.keeping_all((0, cut, 3))).stages
         for s, (i, j) in enumerate(((0, cut), (cut, 3))):
             block = segments.block(s, cuts, cuts)
             assert block.compute_s[i, j] == pytest.approx(stages[s].compute_s)

@@ -9,7 +9,7 @@ from jvpipe.planners.joint.cut_windows import Reach, area, bounded
 from jvpipe.planners.joint.surrogate import pricing_of, solve
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Segments
-from jvpipe.planners.model.stage_cost import evaluate, once_s, stage_cost
+from jvpipe.planners.model.stage_cost import evaluate_decision, once_s, stage_cost
 from tests.planners.small import chain, limited, problems, works_with
 
 
@@ -48,7 +48,7 @@ def test_windows_hold_every_plan_that_keeps_the_cap(problem: Problem) -> None:
     if not solution.feasible:
         return
     decision = solution.decision()
-    slowest_s = max(stage.seconds for stage in evaluate(problem, decision).stages)
+    slowest_s = max(stage.seconds for stage in evaluate_decision(problem, decision).stages)
     reach = Reach.of(pricing)
     assert reach.least_cap_s() <= slowest_s * (1 + 1e-3)
     for bound, window in zip(decision.bounds, reach.windows(slowest_s * (1 + 1e-9)), strict=True):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 
 
@@ -29,6 +29,6 @@ def test_alike_stages_take_what_the_simulator_says(
     costs = Costs((layer,) * stages, edges)
     # Chunks leave no gaps where micro-batches go round in whole turns.
     problem = Problem(costs, stages, schedule, turns * devices)
-    evaluation = evaluate(problem, Decision.keeping_all(range(stages + 1)))
+    evaluation = evaluate_decision(problem, Decision.keeping_all(range(stages + 1)))
     simulated_s = simulated_step_s(problem, evaluation.stages)
     assert evaluation.step_s == pytest.approx(simulated_s)

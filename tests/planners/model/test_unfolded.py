@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, SplitCost
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.forecast import bubble_fraction, forecast, simulated_step_s
+from jvpipe.planners.model.forecast import forecast, simulated_bubble_fraction, simulated_step_s
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
-from jvpipe.planners.model.stage_cost import evaluate
+from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.interleaved import Interleaved
 from jvpipe.schedules.schedule import Schedule
@@ -53,9 +53,11 @@ def test_a_device_holds_what_its_forecast_shows(
     layers = [layer(float(n[0]), n[1], split) for n, split in zip(numbers, splits, strict=True)]
     problem = problem_of(layers, schedule, devices, m)
     decision = find_planner("even").decide(problem)
-    found, evaluation = forecast(problem, decision), evaluate(problem, decision)
+    found, evaluation = forecast(problem, decision), evaluate_decision(problem, decision)
     assert found.step_s == pytest.approx(simulated_step_s(problem, evaluation.stages))
-    assert found.bubble_fraction == pytest.approx(bubble_fraction(problem, evaluation.stages))
+    assert found.bubble_fraction == pytest.approx(
+        simulated_bubble_fraction(problem, evaluation.stages)
+    )
     for most, peak in zip(evaluation.device_bytes, found.peak_bytes, strict=False):
         assert (
             most <= peak
@@ -68,11 +70,11 @@ def decided(problem: Problem, limit: int) -> tuple[int, int]:
     """The limit and what the fullest device holds, or what the planner says would do and what its plan then holds."""
     tight = replace(problem, memory_limit_bytes=limit)
     try:
-        return limit, evaluate(tight, find_planner("jvpipe").decide(tight)).peak_bytes
+        return limit, evaluate_decision(tight, find_planner("jvpipe").decide(tight)).peak_bytes
     except Infeasible as error:
         nearest = error
     assert nearest.decision
-    return nearest.smallest_limit_bytes, evaluate(tight, nearest.decision).peak_bytes
+    return nearest.smallest_limit_bytes, evaluate_decision(tight, nearest.decision).peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def decided(problem: Problem, limit: int) -> tuple[int, int]:
 )
 def test_limits_hold_for_all_stages_of_a_device_together(schedule: Schedule) -> None:
     problem = problem_of([layer(1.0 + i % 3) for i in range(8)], schedule, 2, 6)
-    free = evaluate(problem, find_planner("jvpipe").decide(problem)).peak_bytes
+    free = evaluate_decision(problem, find_planner("jvpipe").decide(problem)).peak_bytes
     for limit in (free, int(0.8 * free)):
         found, peak = decided(problem, limit)
         assert peak <= found == limit
@@ -93,12 +95,12 @@ def test_halves_of_a_layer_without_a_cotangent_are_in_the_second_task() -> None:
     problem = problem_of(
         [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 1, 4
     )
-    (stage,) = evaluate(problem, Decision.keeping_all((0, 3))).stages
+    (stage,) = evaluate_decision(problem, Decision.keeping_all((0, 3))).stages
     assert stage.halves_s == (0.0, 0.0)  # on one device backwards are whole
     problem = problem_of(
         [layer(split=split), layer(split=split), layer()], find_schedule("zb-h1"), 3, 4
     )
-    stages = evaluate(problem, Decision.keeping_all((0, 1, 2, 3))).stages
+    stages = evaluate_decision(problem, Decision.keeping_all((0, 1, 2, 3))).stages
     assert [x.halves_s for x in stages] == [(0.0, 2.0), (1.5, 0.5), (2.0, 0.0)]
     assert [x.held.handed if x.held else None for x in stages] == [9, 7, 0]
 
