@@ -153,7 +153,7 @@ class Splitter:
         seconds = work_s(planned.problem.costs.layers)
         together = {
             layer
-            for group in planned.problem.costs.together
+            for group in planned.problem.together
             for layer in range(min(group), max(group) + 1)
         }
         apart = (i for i in range(len(seconds)) if i not in together)
@@ -313,7 +313,7 @@ def _cuts(
         for k in range(edge.producer + 1, last + 1):
             crossing[k] += edge.bytes
             over[k] += edge.bytes if k < last else 0
-    joined = bounds_inside(costs.together)
+    joined = bounds_inside(planned.problem.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):
