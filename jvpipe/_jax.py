@@ -108,7 +108,8 @@ def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | N
 
     Args:
         device: or a group.
-        spec: the axes of the group that each dimension is cut along; without one each device has the whole.
+        spec: the axes of the group that each dimension is cut along; without one each device has
+            the whole.
         memory_kind: the memory; where arrays lie usually unless given.
     """
     if isinstance(device, DeviceGroup):
@@ -208,10 +209,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program; it has no derivative.
+    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program.
 
-    A CPU's compiler does not merge it into its caller. Others do: their kernels differ by the layouts that the readers
-    of a result would like, so there results lie as they do between programs.
+    It has no derivative. A CPU's compiler does not merge it into its caller. Others do: their
+    kernels differ by the layouts that the readers of a result would like, so there results lie as
+    they do between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -287,10 +289,10 @@ def _row_major(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
-# micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks them, `device_put` serves.
-# Between CPU devices even those wake a thread for each copy (36 microseconds); for a few bytes that are there it pays
-# to copy them at once.
+# `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice
+# per stage and micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks
+# them, `device_put` serves. Between CPU devices even those wake a thread for each copy (36
+# microseconds); for a few bytes that are there it pays to copy them at once.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
@@ -306,8 +308,9 @@ def is_ready(array: jax.Array) -> bool:
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options under which a value is bitwise identical in all programs that compute it.
 
-    On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
-    other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
+    On CPUs XLA hands a product to a library together with the elementwise work and the sums before
+    it, if these have no other reader: then a normalised row differs from the same row computed
+    where it has. Products alone go there.
     """
     options: dict[str, str | bool] = {
         "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -382,7 +385,9 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
 def feeder(
     device: Device, spec: tuple[Any, ...] = ()
 ) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once.
+    """A function that copies an array, mostly of the host, to the device.
+
+    The host may overwrite its own at once.
 
     Args:
         device: or a group.
@@ -454,7 +459,9 @@ def process_of() -> tuple[int, int]:
 
 
 def absent_device(platform: str, topology: str, config: str) -> Device:
-    """A device that programs can be compiled for though it is not here; it wakes the plugin of its platform.
+    """A device that programs can be compiled for though it is not here.
+
+    It wakes the plugin of its platform.
 
     Args:
         platform: `cuda`, `tpu`, or `cpu` for the one that is here.
@@ -476,8 +483,8 @@ _NO_TILES = "find output tile sizes"
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
     """The first line of a compiled program, and its bytes: arguments, results, both at once, temporaries, code.
 
-    With the GPU at hand the compiler would try more tilings, and then the library of products; where the first one does
-    not fit, the library is asked for at once.
+    With the GPU at hand the compiler would try more tilings, and then the library of products;
+    where the first one does not fit, the library is asked for at once.
 
     Args:
         text: of the program, in StableHLO.

@@ -1,6 +1,7 @@
 """Losses that compute in float16: their gradients are scaled, so that small ones do not vanish.
 
-The scale lies beside the parameters, for the backward of the loss reads it and the update writes it:
+The scale lies beside the parameters, for the backward of the loss reads it and the update writes
+it:
 
     forward    the loss as it is
     backward   begins with the scale in place of 1
@@ -62,7 +63,8 @@ def scaled(
 class ScaledLoss:
     """What a pipeline trains in place of a loss: `Pipeline(made, made.optimizer)`, `pipe.init(made.init(params), ...)`.
 
-    Parameters are `{"params": ..., "scale": ...}`: `pipe.params(state)["params"]` are those of the loss.
+    Parameters are `{"params": ..., "scale": ...}`: `pipe.params(state)["params"]` are those of the
+    loss.
     """
 
     loss_fn: Callable[..., Any]

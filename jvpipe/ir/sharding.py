@@ -33,7 +33,8 @@ class Sharding:
             shapes: of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot be cut so.
+            ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot
+                be cut so.
         """
         ruled: dict[str, tuple[str, Spec]] = {}
         for rule, spec in self.rules.items():
