@@ -2,8 +2,7 @@
 
 Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
 its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
-waits for nothing else, says whose connection it was. A process that ends in order says farewell
-before.
+waits for nothing else, says whose connection it was. Whoever ends in order says farewell before.
 """
 
 import asyncio
@@ -38,8 +37,7 @@ def read_secret(path: str | None) -> bytes:
         path: as `--secret-file` names it; without one as the environment does.
 
     Raises:
-        ValueError: the file cannot be read, others than its owner may read or change it, or it is
-            empty.
+        ValueError: the file is empty, cannot be read, or is open to others than its owner.
     """
     named, path = (
         ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
@@ -164,8 +162,7 @@ class SignedLines:
         return line[:-1]
 
 
-# The meeting of a command's processes before JAX brings them together: who each is, and what it was
-# given.
+# The meeting of a command's processes before JAX joins them: who each is, what it was given.
 
 
 @dataclass(frozen=True)
@@ -178,11 +175,9 @@ class Patience:
         say_s: between two lines of whoever waits, which say for whom.
         farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody
             that it leaves.
-        crowd: connections that are open at a time: strangers must not use up the files of the
-            process.
+        crowd: connections open at a time: strangers must not use up the process's files.
         look_s: between two looks at whether a run goes on, while processes train.
-        grace_s: the thread that trains has to say itself that another process is gone: it knows the
-            task.
+        grace_s: the thread that trains, which knows the task, has to say that a process is gone.
         ending_s: a process that ends lets the others say why they do.
     """
 

@@ -148,8 +148,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     """Orders the devices of all processes as stages take them: a block of stages for each process.
 
     Raises:
-        ValueError: there are fewer stages than processes, or a process has fewer devices than its
-            block has stages.
+        ValueError: fewer stages than processes, or fewer devices of a process than its stages.
     """
     processes = list(dict.fromkeys(device.process_index for device in devices))
     if len(processes) == 1:
@@ -331,10 +330,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
 
 
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
-    """Checks that there are rules by which parameters lie over axes.
-
-    These are looked at once the meshes are known.
-    """
+    """Checks that there are rules for the axes of parameters; what they say is checked later."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
@@ -483,9 +479,7 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """Returns the number of stages, or a plan, as a schedule runs them.
-
-    Returns None if that is to be decided.
+    """Returns the stages, a number or a plan, as a schedule runs them; None: to be decided.
 
     Args:
         stages: their number or a plan, if that is given.
