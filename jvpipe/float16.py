@@ -78,7 +78,7 @@ class ScaledLoss:
         return {"params": params, "scale": jnp.float32(self.scale)}
 
     def __call__(self, params: dict[str, Any], *others: Any) -> Any:
-        """The loss, whose gradients are scaled; what is returned beside it stays as it is."""
+        """Returns the loss, whose gradients are scaled; what is returned beside it stays as it is."""
         value, scale = self.loss_fn(params["params"], *others), params["scale"]
         if isinstance(value, tuple) and not isinstance(value, Weighted):
             loss, *beside = value
@@ -87,7 +87,7 @@ class ScaledLoss:
 
 
 def _with_scale(loss: Any, scale: Any) -> Any:
-    """A loss, whose gradients are scaled."""
+    """Returns a loss, whose gradients are scaled."""
     if isinstance(loss, Weighted):
         return loss._replace(total=_times(loss.total, scale))
     return _times(loss, scale)
@@ -95,7 +95,7 @@ def _with_scale(loss: Any, scale: Any) -> Any:
 
 @jax.custom_vjp
 def _times(loss: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """The loss; what comes back to it is multiplied."""
+    """Returns the loss; what comes back to it is multiplied."""
     return loss
 
 
@@ -118,7 +118,7 @@ class ScaledState(NamedTuple):
 
 
 def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTransformation:
-    """An optimizer of `{"params": ..., "scale": ...}`, whose gradients are scaled."""
+    """Returns an optimizer of `{"params": ..., "scale": ...}`, whose gradients are scaled."""
 
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))

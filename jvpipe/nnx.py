@@ -89,7 +89,7 @@ class NnxLoss:
         return module
 
     def __call__(self, params: Tree, *others: Any) -> Any:
-        """The loss of (params, batch, key), or that of (params, model state, batch, key) with the new state."""
+        """Computes the loss; with a model state, which then stands behind `params`, also the new one."""
         *model_state, batch, rng = others
         module = self.module(params, model_state[0] if model_state else None, rng)
         value = self.loss_fn(module, batch)
@@ -110,7 +110,7 @@ class NnxLoss:
 
 
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
-    """The streams of random numbers, each at its beginning, with a key of its own."""
+    """Returns the streams of random numbers, each at its beginning, with a key of its own."""
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 

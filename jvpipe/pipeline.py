@@ -291,7 +291,10 @@ class Pipeline:
         self.session.check_losses(state, wait=bool(state.stream_steps))
 
     def needs(self) -> list[str]:
-        """The names of the batch leaves that this process reads; of others a `ShapeDtypeStruct` is enough."""
+        """Returns the names of the batch leaves that this process reads.
+
+        A `ShapeDtypeStruct` is enough for the others.
+        """
         return self.session.needs()
 
     def drain(self, state: State) -> State:
@@ -344,17 +347,23 @@ class Pipeline:
     # What a state holds
 
     def params(self, state: State) -> Tree:
-        """The parameters as the caller gave them, as numpy arrays; of several processes the first alone gets them."""
+        """Returns the parameters as the caller gave them, as numpy arrays.
+
+        If there are several processes, the first alone gets them.
+        """
         leaves = self.session.host_values(state, ValueKind.PARAMETER)
         return None if leaves is None else self.session.trees.join_params(leaves)
 
     def model_state(self, state: State) -> Tree:
-        """The model state as the caller gave it, as numpy arrays (keys as keys); of several processes to the first."""
+        """Returns the model state as the caller gave it, as numpy arrays (keys as keys).
+
+        If there are several processes, the first alone gets it.
+        """
         leaves = self.session.host_values(state, ValueKind.STATE)
         return None if leaves is None else self.session.trees.join_model_state(leaves)
 
     def optimizer_state(self, state: State) -> Tree:
-        """The optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
+        """Returns the optimizer's state as `optimizer.init(params)` gives it, as numpy arrays (keys as keys).
 
         Where layers are stacked, so is what belongs to them. In place of what only the gradient of
         a frozen parameter would fill there is `optax.MaskedNode()`. Averaged parameters or counts
