@@ -213,11 +213,13 @@ class Adapter:
             self._link = self._measured_link()
         judge.link = self._link
         if hosts is None:
+            # Alone: what the thread has prepared by now is all that there is to know.
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
         if step % ADAPTING.round_steps:
             return
+        # All processes come here at the same step, so each exchange is of the same round for all.
         words = hosts.exchange("seconds", judge.news().to_json().encode())
         news = [Told.from_json(word.decode()) for word in words]
         proposal = news[0].proposal
@@ -383,7 +385,7 @@ class _Judge:
             self._trigger = Trigger(
                 layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
-        if plan == self._replaced:
+        if plan == self._replaced:  # a proposal to leave this plan is on its way
             return
         self._replaced, trigger = None, self._trigger
         replan = trigger.observe(plan, seconds)

@@ -209,6 +209,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
             sharding=settings.sharding,
             reductions=_LAST,
         )
+    # Forwards alone, of one micro-batch: no schedule matters, and no optimizer.
     return CompiledPlan(
         model.traced,
         _along(session.compiled, model.traced.graph),

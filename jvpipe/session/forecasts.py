@@ -234,6 +234,7 @@ class _Asking:
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
         if cluster.host_memory_bytes is not None:
+            # What the state takes of the host is gone for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
         away = replace(self, question=question, cluster=cluster)._answer(limits)
@@ -244,6 +245,7 @@ class _Asking:
         assert best.evaluation is not None
         problem, schedule = away.problem, away.problem.schedule
         places = [schedule.device_of(s, problem.devices) for s in range(problem.stages)]
+        # Room is counted with all of the state away, so whatever comes back into it still fits.
         room = {
             device: (problem.limit_of(place) or 0) - best.evaluation.device_bytes[place]
             for stage, place in zip(best.plan.stages, places, strict=True)

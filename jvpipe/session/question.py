@@ -404,6 +404,7 @@ def check_sums(problem: Problem) -> None:
         "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
+        # Written so that NaN, which is in no order, is refused too.
         if not seconds <= MOST_S:
             raise ValueError(
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
@@ -413,6 +414,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
+    # What one device for all layers holds if it keeps everything: none holds more under any plan.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(

@@ -164,6 +164,7 @@ class Splitter:
             for group in planned.problem.costs.together
             for layer in range(min(group), max(group) + 1)
         }
+        # Layers that must share a stage have no cut between them, so a cut inside of one is no use.
         apart = (i for i in range(len(seconds)) if i not in together)
         worth = [i for i in apart if seconds[i] >= SPLITTING.worth_s]
         inside = places_inside(traced, worth, self._equation_s)
@@ -282,6 +283,7 @@ def even_places(
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
     stages = evaluate_decision(problem, planned.decision).stages
+    # How many times the seconds of its layers each stage takes now: the places do not change that.
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
         for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
@@ -289,7 +291,7 @@ def even_places(
     cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * sum(layer_s) / len(stages))
     at_s = np.array([cut.at_s for cut in cuts])
     link_s = np.array([2 * problem.peer.seconds(cut.sent_bytes) for cut in cuts])
-    link_s[0] = 0.0
+    link_s[0] = 0.0  # nothing comes in before the first layer
 
     def matrices() -> Iterator[Matrix]:
         """What each stage takes from any place to any other, with the time that it waits for what comes in."""
