@@ -15,9 +15,9 @@ Legend:
                     and each step adds layer i to all rows
 
 With a larger quantum than the divisor a stage of n layers may leave n quanta unused. So cuts are
-compared with `PAPER.quanta`, and the stages of the best cuts choose again with `PAPER.fine_quanta`. If a stage can
-keep everything no quanta are counted. The largest cap is counted beside all bytes that are held, which
-is never less than `stage_cost.py` counts.
+compared with `PAPER.quanta`, and the stages of the best cuts choose again with `PAPER.fine_quanta`.
+If a stage can keep everything no quanta are counted. The largest cap is counted beside all bytes
+that are held, which is never less than `stage_cost.py` counts.
 """
 
 from collections.abc import Iterator, Sequence

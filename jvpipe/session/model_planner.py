@@ -51,7 +51,7 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
 
 
 def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
-    """Counts the seconds of a step that the fullest device's state is on its way to the host and back.
+    """Counts the seconds of a step that the fullest device's state is on its ways.
 
     Args:
         plan: whose state fates count.
@@ -111,7 +111,7 @@ def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) 
     return room
 
 
-def state_placed(
+def place_state(
     kept: A, away: Callable[[], A], judged: Callable[[A], tuple[Planned, float] | None]
 ) -> A:
     """Decides where the optimizer's state lies: on the devices, unless that leaves too little room.
@@ -122,7 +122,8 @@ def state_placed(
     Args:
         kept: the answer with all of it on the devices.
         away: finds the answer with it on the host.
-        judged: says what was planned in an answer, and the seconds of a step; None if that keeps no limit.
+        judged: says what was planned in an answer, and the seconds of a step; None if that keeps
+            no limit.
     """
     here = judged(kept)
     if here is not None and not pays_for_room(here[0]):
@@ -161,9 +162,10 @@ class ModelPlanner:
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
+        """Plans, unless the plan is given, and compiles what was planned.
 
-        Under a limit that is decided with and without the optimizer's state on the devices (`state_placed`).
+        Also says what that was decided on. Under a limit that is planned with and without the
+        optimizer's state on the devices (`place_state`).
 
         Args:
             traced: the model, in whole layers.
@@ -186,7 +188,7 @@ class ModelPlanner:
 
         kept = _attempted(lambda: self._planned(traced, finer=finer))
         away = partial(_attempted, lambda: self._state_away(traced, sizes, finer=finer))
-        chosen = state_placed(kept, away, judged)
+        chosen = place_state(kept, away, judged)
         if isinstance(chosen, MemoryLimitExceeded):
             raise chosen
         return chosen

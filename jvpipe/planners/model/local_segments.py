@@ -25,7 +25,7 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between some cuts of the shapes of a model: `cuts` are all, `coarse` the `most` looked at."""
+    """The segments between some cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
         self.shapes, self.pins, self.most = shapes, shapes.pins, most

@@ -274,7 +274,7 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Returns the limit of the roomiest device, and a group of each device; no groups if all are alike.
+    """Returns the limit of the roomiest device, and a group of each; none if all are alike.
 
     Args:
         slowness: of each device.
