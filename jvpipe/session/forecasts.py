@@ -47,9 +47,9 @@ from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
     brought_back,
+    place_state,
     room_left,
     state_bytes,
-    place_state,
 )
 from jvpipe.session.options import PLAN_FOR, checked
 from jvpipe.session.planning import ASKING, Planned, ask_shapes
