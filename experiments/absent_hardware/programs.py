@@ -8,6 +8,8 @@ wants `jvpipe[aot-cuda]` or `jvpipe[aot-tpu]`. A cell of the table takes minutes
 
 import sys
 
+import jax
+
 from experiments.absent_hardware.table import MIB, planned
 from jvpipe.cli.job import keep_compiled
 from jvpipe.cost.archive import Archive
@@ -39,7 +41,7 @@ def main(model: str, hardware: str, stages: str = "2", layer: str = "", kind: st
         each = ("F", own.forward, forward_program), ("B", own.backward, backward_program)
         for name, closed, program in each:
             counted = temporary_bytes(closed, device)
-            (absent,) = store.compile([(program(own), found.question.devices[0])])
+            (absent,) = store.compile([(program(own), jax.devices()[0])])
             compiled = absent.temp_size_in_bytes
             print(f"{number:3} {name} {counted / MIB:9.1f} {compiled / MIB:9.1f}", flush=True)
 

@@ -16,6 +16,8 @@ On a GPU:
                place of the last of them, so all their results exist at once
     parts      products whose sums are cut need more while they run (`split_products.py`)
     turned     a scattered sum that is transposed is copied for the products that read it
+    across     a value that is summed over one axis and over another is made once, in memory, if that takes
+               an exponential or the like: no kernel sums over both
     pools      the backward of a maximum over windows finds the place of each maximum, as a whole
                number per dimension
 
@@ -31,7 +33,7 @@ On a TPU, with the bytes that arrays take in tiles:
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,7 +41,7 @@ from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.products import product_of
-from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
+from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
@@ -81,7 +83,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         elsewhere |= _inside_results(jaxpr, kernels)
     if device.platform == "cuda":
-        steps = _with_siblings(steps)
+        steps = _with_siblings(_with_once(steps, _summed_across(jaxpr, kernels)))
     if device.platform == "tpu":
         elsewhere -= _laid_twice(jaxpr, kernels)
         steps = _with_relaid(steps, _relaid(jaxpr))
@@ -143,6 +145,35 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
+
+
+def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
+    """Finds the values that are summed over several axes apart, and dear to make; with these sums."""
+    axes: dict[Var, set[tuple[int, ...]]] = {}
+    sums: dict[Var, set[Var]] = {}
+    dear: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        read = [kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)]
+        if eqn.primitive.name in REDUCTIONS:
+            for v in read:
+                axes.setdefault(v, set()).add(tuple(eqn.params["axes"]))
+                sums.setdefault(v, set()).update(eqn.outvars)
+        elif (loop := _loop(eqn)) is not None:
+            as_large = (_jax.aval(v).shape == loop for v in dear.intersection(read))
+            if eqn.primitive.name in DEAR or any(as_large):
+                dear.update(eqn.outvars)
+    return {v: sums[v] for v in dear - kernels.written if len(axes.get(v, ())) > 1}
+
+
+def _with_once(steps: Iterable[_Step], once: Mapping[Var, set[Var]]) -> list[_Step]:
+    """Returns the steps, of which the first of several sums also writes what they all add up."""
+    marked, missing = [], set(once)
+    for step in steps:
+        added = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
+        made = added & missing
+        missing -= made
+        marked.append(replace(step, writes=step.writes | made, reads=step.reads | (added - made)))
+    return marked
 
 
 def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
