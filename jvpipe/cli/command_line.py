@@ -81,7 +81,9 @@ def read_options(
 def add_options(
     parser: argparse.ArgumentParser, options: Mapping[str, Option]
 ) -> list[argparse.Action]:
-    """Adds options to a parser, each in its group, and `--version`; returns what argparse makes of the options.
+    """Adds options to a parser, each in its group, and `--version`.
+
+    Returns what argparse makes of the options.
 
     Args:
         parser: of a command.
@@ -275,9 +277,10 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 
 
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
+    """Reads the options in the file of --config: TOML, YAML or JSON.
 
-    A run's config.json also holds what is not an option, or held for one start alone: that is passed over.
+    Names may have hyphens as on the command line. A run's config.json also holds what is not an
+    option, or held for one start alone: that is passed over.
 
     Raises:
         ValueError: it is not such a file, names an unknown option, or a value is of another type.
@@ -357,7 +360,9 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
-    r"""Reads a document in which no mapping has a name twice; also tells the line of each name at its top.
+    r"""Reads a document in which no mapping has a name twice.
+
+    Also tells the line of each name at its top.
 
     Raises:
         ValueError: it is not YAML, or a name is there twice; the message has the line.

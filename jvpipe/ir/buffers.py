@@ -11,7 +11,10 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 
 HOST = -1
-"""Stands for the host's memory where a place's number would; tables by place have a last row for it."""
+"""Stands for the host's memory where a place's number would.
+
+Tables by place have a last row for it.
+"""
 
 
 class Copy(StrEnum):

@@ -5,7 +5,10 @@ from enum import Enum, StrEnum
 
 
 class Kind(StrEnum):
-    """The kinds of tasks and rows; their values are their letters in lists, timelines and traces."""
+    """The kinds of tasks and rows.
+
+    Their values are their letters in lists, timelines and traces.
+    """
 
     F = "F"  # forward
     B = "B"  # backward

@@ -1,8 +1,9 @@
 """Plans for hardware that is not here, from shapes alone: planners are asked, and the hardware's compiler.
 
-A plan that this compiler signs is asked for again and again, with what it said of programs, until one keeps the limits.
-Two things can make a plan hold more than was counted: programs whose temporaries the roofline has too low, of which the
-next plan knows, and what no word on programs explains, by which the limits that planners see are lowered.
+A plan that this compiler signs is asked for again and again, with what it said of programs, until
+one keeps the limits. Two things can make a plan hold more than was counted: programs whose
+temporaries the roofline has too low, of which the next plan knows, and what no word on programs
+explains, by which the limits that planners see are lowered.
 """
 
 import logging
@@ -90,36 +91,41 @@ def plan_for(
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
 
-    With `compile` the compiler of that hardware says what the programs of the plan take, each once: another plan is
-    made where one takes more than the limit. What it said is kept in JAX's compilation cache.
+    With `compile` the compiler of that hardware says what the programs of the plan take, each once:
+    another plan is made where one takes more than the limit. What it said is kept in JAX's
+    compilation cache.
 
-    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given is decided.
+    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given
+    is decided.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
         stages: how many; 2 unless given or decided.
-        devices: how many all stages share; all of the hardware's unless given or told by `replicas`.
+        devices: how many all stages share; all of the hardware's unless given or told by
+            `replicas`.
         replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
         cuts: layers of each stage.
-        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
-            "a100-40gb" unless given.
-        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
+        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices
+            are used. "a100-40gb" unless given.
+        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they
+            have unless given.
         microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
-        planner: by name; several are compared, all of them with "all". Replicas are planned by "jvpipe",
-            "pipedream" or "dapple".
+        planner: by name; several are compared, all of them with "all". Replicas are planned by
+            "jvpipe", "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
-        state_fates: where the optimizer's state of parameters lies between updates. Unless given, one
-            planner that chooses fates decides: on the host where else nothing fits, or where its way there takes less
-            than what is computed again to make room for it.
-        compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
+        state_fates: where the optimizer's state of parameters lies between updates. Unless given,
+            one planner that chooses fates decides: on the host where else nothing fits, or where
+            its way there takes less than what is computed again to make room for it.
+        compile: for the devices of the hardware; or the name of a compile target, such as
+            "v5e:4x4".
         title: of the figure.
 
     Raises:
@@ -228,6 +234,7 @@ class _Asking:
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
         if cluster.host_memory_bytes is not None:
+            # What the state takes of the host is gone for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
         away = replace(self, question=question, cluster=cluster)._answer(limits)
@@ -238,6 +245,7 @@ class _Asking:
         assert best.evaluation is not None
         problem, schedule = away.problem, away.problem.schedule
         places = [schedule.device_of(s, problem.devices) for s in range(problem.stages)]
+        # Room is counted with all of the state away, so whatever comes back into it still fits.
         room = {
             device: (problem.limit_of(place) or 0) - best.evaluation.device_bytes[place]
             for stage, place in zip(best.plan.stages, places, strict=True)
@@ -296,7 +304,9 @@ def _with_seconds(forecast: Forecast) -> Forecast:
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """Reads names of planners: all of them, some with commas between, or a list; an `option` gives them.
+    """Reads names of planners: all of them, some with commas between, or a list.
+
+    An `option` gives them.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
@@ -363,7 +373,8 @@ class Signer:
             answer: with a plan.
 
         Raises:
-            ValueError: the compiler does not take a program, or the plan swaps where there is no host memory.
+            ValueError: the compiler does not take a program, or the plan swaps where there is no
+                host memory.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None

@@ -133,7 +133,8 @@ class Bench:
         runs: what was measured of programs before and is not measured again; the others are added.
         room_bytes: that the device has for a program; what needs more is not run.
         archive: where seconds are found that earlier processes have measured, and others are kept.
-        between_hosts: the link from the devices of one process to those of another, if there are several.
+        between_hosts: the link from the devices of one process to those of another, if there are
+            several.
     """
 
     store: ProgramStore
@@ -287,7 +288,8 @@ class Measurement:
         devices, layers = [self.devices[d] for d in self.used], self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
-        # A program that is long enough shows what an idle device lends; short ones are all dispatch.
+        # A program that is long enough shows what an idle device lends; short ones are all
+        # dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
         programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
@@ -389,7 +391,8 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
-# How many devices each stage of a pipeline is to have: layers are measured on slices, and the planner is asked.
+# How many devices each stage of a pipeline is to have: layers are measured on slices, and the
+# planner is asked.
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ class ModelPlanner:
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
+        """Plans, unless the plan is given, and compiles what was planned.
 
-        Under a limit the optimizer's state goes to the host where else nothing fits, or where its way there takes less
-        than what is computed again to make room for it.
+        Also says what that was decided on. Under a limit the optimizer's state goes to the host
+        where else nothing fits, or where its way there takes less than what is computed again to
+        make room for it.
 
         Args:
             traced: the model, in whole layers.

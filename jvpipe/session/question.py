@@ -45,9 +45,9 @@ Tree = Any
 class Question(Training):
     """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
 
-    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. `said` is what
-    the compiler of the hardware has said of programs, `models` remembers what was traced, if the question is put again
-    and again.
+    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key ->
+    params`. `said` is what the compiler of the hardware has said of programs, `models` remembers
+    what was traced, if the question is put again and again.
     """
 
     params: Tree
@@ -71,7 +71,8 @@ class Question(Training):
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut by itself.
+            present: the model with other examples, whose layers it is to have; None: it is cut by
+                itself.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -214,7 +215,9 @@ class Question(Training):
         pins: Pins,
         memory_limit: int | tuple[int, ...] | None = None,
     ) -> tuple[Shapes, LayerGraph]:
-        """Describes the shapes that a planner may choose from; also returns the layers of the model.
+        """Describes the shapes that a planner may choose from.
+
+        Also returns the layers of the model.
 
         Args:
             cluster: whose first devices are used.
@@ -233,7 +236,8 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A loss of other layers or operations at this size has no replicas with so few examples.
+            # A loss of other layers or operations at this size has no replicas with so few
+            # examples.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
@@ -306,7 +310,8 @@ def given_pins(
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
+        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless
+            given.
         stages: as all that follows, None if it is to be decided.
         replicas: devices of each stage; "auto" is None.
         cuts: layers of each stage.
@@ -365,7 +370,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the local batches at which layers are looked at beside the whole micro-batch.
 
-    They are a replica's share, the least, and what is the least where one example is another program.
+    They are a replica's share, the least, and what is the least where one example is another
+    program.
 
     Args:
         examples: of a micro-batch.
@@ -398,6 +404,7 @@ def check_sums(problem: Problem) -> None:
         "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
+        # Written so that NaN, which is in no order, is refused too.
         if not seconds <= MOST_S:
             raise ValueError(
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
@@ -407,6 +414,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
+    # What one device for all layers holds if it keeps everything: none holds more under any plan.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(
