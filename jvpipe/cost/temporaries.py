@@ -9,6 +9,7 @@ rule holds.
     results    a value of which one elementwise kernel makes a result lies where the result will be; a
                product that is added to a sum is added up where the sum lies
     twins      what two equations compute alike is computed once
+    early      a kernel that makes results alone runs as soon as what it reads is there
 
 On a GPU:
 
@@ -18,6 +19,7 @@ On a GPU:
     turned     a scattered sum that is transposed is copied for the products that read it
     across     a value that is summed over one axis and over another is made once, in memory, if that takes
                an exponential or the like: no kernel sums over both
+    filters    a convolution over pixels of channels reads a copy of its kernel that lies so, too
     pools      the backward of a maximum over windows finds the place of each maximum, as a whole
                number per dimension
 
@@ -33,7 +35,7 @@ On a TPU, with the bytes that arrays take in tiles:
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -49,7 +51,7 @@ from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
-_SUMMED = ("dot_general", "scatter-add")
+_SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
 """The equations whose results are added to a sum as they are made."""
 _ADDED = ("add", "add_any")
 _LANES = 128
@@ -88,6 +90,8 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
         elsewhere -= _laid_twice(jaxpr, kernels)
         steps = _with_relaid(steps, _relaid(jaxpr))
         size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
+    if device.platform != "cpu":
+        steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
     # Bytes that are alive, and those that end with each step, apart for small buffers (True) and others.
     alive, peak = {True: 0, False: 0}, 0
@@ -138,13 +142,26 @@ class _Step:
 
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     turned = _turned_scatters(jaxpr, kernels) if device.platform == "cuda" else set[Var]()
+    inputs = {*jaxpr.invars}
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
         outputs = kernels.written.intersection(eqn.outvars)
         own_bytes = _own_bytes(eqn, device)
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
+        elif device.platform == "cuda" and _copies_filter(eqn):
+            own_bytes += sum(nbytes(v) for v in eqn.invars[1:] if kernels.root.get(v) in inputs)
         yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
+
+
+def _copies_filter(eqn: JaxprEqn) -> bool:
+    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies otherwise."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    last = len(numbers.lhs_spec) - 1
+    channels_last = (0, last, *range(1, last))
+    return numbers.lhs_spec == channels_last and numbers.rhs_spec != channels_last
 
 
 def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
@@ -282,6 +299,19 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
         marked.append(replace(step, writes=step.writes | (step.reads & without_copy)))
         without_copy -= step.reads
     return marked
+
+
+def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> list[_Step]:
+    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what they need."""
+    made_at: dict[Var, int] = {}
+    places = []
+    for i, step in enumerate(steps):
+        needed = [made_at[v] for v in step.reads if v in made_at]
+        is_early = needed and step.writes <= elsewhere
+        place = max(needed) if is_early else i
+        made_at |= dict.fromkeys(step.writes, place)
+        places.append(place)
+    return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
 
 
 def _tpu_bytes(v: Var, halves: set[Var]) -> int:
