@@ -9,12 +9,14 @@ rule holds.
     results    a value of which one elementwise kernel makes a result lies where the result will be; a
                product that is added to a sum is added up where the sum lies
     twins      what two equations compute alike is computed once
+    sums       a sum of sums is one
     early      a kernel that makes results alone runs as soon as what it reads is there
 
 On a GPU:
 
     siblings   elementwise kernels over arrays of one shape that read the same array become one, at the
                place of the last of them, so all their results exist at once
+    lodgers    a buffer lies where a result will be, if nobody reads it when the result is written
     parts      products whose sums are cut need more while they run (`split_products.py`)
     turned     a scattered sum that is transposed is copied for the products that read it
     across     a value that is summed over one axis and over another is made once, in memory, if that takes
@@ -42,6 +44,7 @@ from functools import partial
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.heap import Buffer, Room, peak_bytes, without_lodgers
 from jvpipe.cost.products import product_of
 from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
@@ -55,8 +58,6 @@ _SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
 """The equations whose results are added to a sum as they are made."""
 _ADDED = ("add", "add_any")
 _LANES = 128
-_SMALL = 4
-"""A small buffer takes less than this part of the memory beside the cores."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -83,7 +84,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
-        elsewhere |= _inside_results(jaxpr, kernels)
+        elsewhere |= _inside_results(jaxpr, kernels) | _inner_sums(jaxpr, kernels)
     if device.platform == "cuda":
         steps = _with_siblings(_with_once(steps, _summed_across(jaxpr, kernels)))
     if device.platform == "tpu":
@@ -93,20 +94,12 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    # Bytes that are alive, and those that end with each step, apart for small buffers (True) and others.
-    alive, peak = {True: 0, False: 0}, 0
-    ending: dict[int, list[tuple[bool, int]]] = {}
-    for i, step in enumerate(steps):
-        for v in step.writes - elsewhere:
-            buffer_bytes = size(v)
-            is_small = buffer_bytes < device.scratch_bytes // _SMALL
-            alive[is_small] += buffer_bytes
-            ending.setdefault(last.get(v, i), []).append((is_small, buffer_bytes))
-        overflow = max(0, alive[True] - device.scratch_bytes)
-        peak = max(peak, alive[False] + overflow + step.own_bytes)
-        for is_small, buffer_bytes in ending.get(i, ()):
-            alive[is_small] -= buffer_bytes
-    return peak
+    made = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
+    buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in made.items() if v not in elsewhere]
+    buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
+    if device.platform == "cuda":
+        buffers = without_lodgers(buffers, _rooms(jaxpr, kernels, steps, elsewhere))
+    return peak_bytes(buffers, device.scratch_bytes)
 
 
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
@@ -150,7 +143,7 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         elif device.platform == "cuda" and _copies_filter(eqn):
-            own_bytes += sum(nbytes(v) for v in eqn.invars[1:] if kernels.root.get(v) in inputs)
+            own_bytes += sum(map(nbytes, inputs.intersection(map(kernels.root.get, eqn.invars[1:]))))
         yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
 
 
@@ -247,6 +240,35 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         if not (eqn.primitive.name in _ADDED and inputs.intersection(jaxprs.variables(eqn.invars))):
             inside |= set(list(alone - summed)[:1])
     return inside
+
+
+def _inner_sums(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """Finds the reductions of which another of their kind alone is made: both are one."""
+    kind = {v: eqn.primitive for eqn in jaxpr.eqns for v in eqn.outvars}
+    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    reductions = (jaxpr.eqns[i] for i in kernels.of)
+    reductions = (eqn for eqn in reductions if eqn.primitive.name in REDUCTIONS)
+    read = {kernels.root.get(v, v): eqn for eqn in reductions for v in jaxprs.variables(eqn.invars)}
+    return {v for v, eqn in read.items() if kind.get(v) is eqn.primitive and readers[v] == 1}
+
+
+def _rooms(
+    jaxpr: Jaxpr, kernels: Kernels, steps: Sequence[_Step], elsewhere: Collection[Var]
+) -> Iterator[Room]:
+    """Yields the results that are not written over an input; they are taken from where something lies in them."""
+    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    inputs = {*jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        read = {kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)}
+        if eqn.primitive.name in _ADDED and not inputs.isdisjoint(read):
+            results.difference_update(eqn.outvars)
+    taken: dict[Var, int] = {}
+    for i, step in enumerate(steps):
+        inside = [taken[v] for v in step.reads if v in taken]
+        for v in step.writes.intersection(elsewhere):
+            taken[v] = min((i, *inside))
+            if v in results:
+                yield Room(nbytes(v), taken[v])
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:
