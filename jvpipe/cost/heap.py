@@ -1,9 +1,11 @@
 """Buffers of a program's steps: what they take at once, and which of them lie where a result will be.
 
-    step            0    1    2    3
-    a result                  w-----
-    a buffer        w----r                lies in the result, which nobody has written yet
-    another              w----r           does not: the result is written while it is read
+By the number of the step:
+
+step            0    1    2    3
+a result                  w-----
+a buffer        w----r                lies in the result, which nobody has written yet
+another              w----r           does not: the result is written while it is read
 """
 
 from collections import Counter
@@ -30,14 +32,17 @@ class Room(NamedTuple):
 
 
 def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
-    """Returns the buffers that do not lie in a result: the largest come first, into the smallest that holds them.
+    """Returns the buffers that do not lie in a result.
 
-    >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2), Room(3, 2)])
-    [Buffer(bytes=4, first=1, last=2)]
+    The largest find room first, in the smallest result that holds them; of equal ones those that are
+    read last.
+
+    >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
+    [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
     lodgers: list[tuple[Room, list[Buffer]]] = [(room, []) for room in sorted(rooms)]
     left = []
-    for buffer in sorted(buffers, key=lambda buffer: -buffer.bytes):
+    for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
         for room, there in lodgers:
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             if holds and all(b.last < buffer.first or buffer.last < b.first for b in there):
@@ -49,7 +54,11 @@ def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Bu
 
 
 def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
-    """Counts the most bytes that buffers take at once; small ones lie in the memory beside the cores while there is room.
+    """Counts the most bytes that buffers take at once.
+
+    Args:
+        buffers: of a program.
+        scratch_bytes: of the memory beside the cores, where small buffers lie while there is room.
 
     >>> peak_bytes([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 2, 2)], 0)
     8

@@ -32,14 +32,17 @@ On a TPU, with the bytes that arrays take in tiles:
     relaid     an input that elementwise kernels read beside a batch of products is copied into the
                layout of these; a product of more than 128 rows with a transposed table is copied if
                it is a result that kernels read, too
+    images     what convolutions read and make lies with its channels along the 128 columns of tiles, so
+               inputs and results that lie otherwise between programs are copied
     scratch    small buffers lie in the memory beside the cores while there is room
 """
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jvpipe import _jax
 from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -56,8 +59,11 @@ from jvpipe.trace.primitives import is_heavy
 
 _SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
 """The equations whose results are added to a sum as they are made."""
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 _ADDED = ("add", "add_any")
 _LANES = 128
+Size = Callable[[Var], int]
+"""Counts the bytes of a value."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -88,9 +94,11 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform == "cuda":
         steps = _with_siblings(_with_once(steps, _summed_across(jaxpr, kernels)))
     if device.platform == "tpu":
-        elsewhere -= _laid_twice(jaxpr, kernels)
-        steps = _with_relaid(steps, _relaid(jaxpr))
-        size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
+        images = _images(jaxpr)
+        elsewhere -= _laid_twice(jaxpr, kernels) | images
+        steps = _with_relaid(steps, _relaid(jaxpr) | images.intersection(jaxpr.invars))
+        size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels, images), images=images)
+        steps = _with_turned(steps, images, size)
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
@@ -143,7 +151,9 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         elif device.platform == "cuda" and _copies_filter(eqn):
-            own_bytes += sum(map(nbytes, inputs.intersection(map(kernels.root.get, eqn.invars[1:]))))
+            own_bytes += sum(
+                map(nbytes, inputs.intersection(map(kernels.root.get, eqn.invars[1:])))
+            )
         yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
 
 
@@ -276,18 +286,37 @@ def _is_batched(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
-def _halves(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+def _images(jaxpr: Jaxpr) -> set[Var]:
+    """Finds the values that lie as convolutions want them: what these read and make, and all of such a shape."""
+    shapes: set[tuple[int, ...]] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+            # Of the gradient of a kernel both operands are images.
+            is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
+            shapes |= {left, right if is_gradient else made}
+    every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    return {v for v in every if _jax.aval(v).shape in shapes and _is_wider(_jax.aval(v))}
+
+
+def _is_wider(aval: Any) -> bool:
+    """Tells whether an array takes more bytes with its last dimension along columns than at its best."""
+    itemsize = aval.dtype.itemsize
+    return tiled_bytes(aval.shape, itemsize, aval.ndim - 1) > tiled_bytes(aval.shape, itemsize)
+
+
+def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
     """Finds the values of float32 that elementwise kernels make for products alone, none of which is batched.
 
-    Reductions that read them do not count: they run where the values are made.
+    Reductions that read them do not count: they run where the values are made. So do copies of images for convolutions.
     """
-    made_in_loops: set[Var] = set()
+    made_in_loops = images.intersection(jaxpr.invars)
     read_by_others: set[Var] = set()
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
         if _loop(eqn) is not None:
             made_in_loops.update(eqn.outvars)
-        if eqn.primitive.name not in ("dot_general", *REDUCTIONS) or _is_batched(eqn):
+        if eqn.primitive.name not in (*_PRODUCTS, *REDUCTIONS) or _is_batched(eqn):
             read_by_others.update(kernel.reads)
     return {v for v in made_in_loops - read_by_others if _jax.aval(v).dtype == "float32"}
 
@@ -336,10 +365,26 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> l
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
 
 
-def _tpu_bytes(v: Var, halves: set[Var]) -> int:
-    """Counts the bytes of a value in tiles, with two bytes per element for values in `halves`."""
+def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
+    """Returns the steps, of which convolutions take their results once more: with examples along rows."""
+    turned = [step.writes & images if step.loop is None else () for step in steps]
+    return [
+        replace(step, own_bytes=step.own_bytes + sum(map(size, twice)))
+        for step, twice in zip(steps, turned, strict=True)
+    ]
+
+
+def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
+    """Counts the bytes of a value in tiles.
+
+    Args:
+        v: the value.
+        halves: those with two bytes per element.
+        images: those with their channels along the columns.
+    """
     aval = _jax.aval(v)
-    return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1))
+    lanes = aval.ndim - 1 if v in images else None
+    return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1), lanes)
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
