@@ -169,7 +169,7 @@ def test_gradients_of_kernels_are_added_at_once() -> None:
 
 
 def test_images_of_a_tpu_lie_with_their_channels_in_lanes() -> None:
-    """As compiled for a v5e: VGG's second convolution takes eight times what its pixels do in its backward."""
+    """As compiled for a v5e: VGG's second convolution holds four arrays of 784 MiB in its backward, for pixels of 392."""
     image, kernel = (
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 64, 16), (3, 3, 16, 16))
     )
@@ -179,10 +179,9 @@ def test_images_of_a_tpu_lie_with_their_channels_in_lanes() -> None:
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
     lanes = image.size // 16 * 128 * 4
-    counted_bytes = temporary_bytes(flatten(forward, image, kernel), presets.TPU_V5E)
-    assert counted_bytes == lanes // 2 + 2 * lanes, (
-        "a copy of the image in bfloat16, the result, and that turned"
-    )
+    large = replace(presets.TPU_V5E, scratch_bytes=0)
+    # A copy of the image in bfloat16, the result, and that turned.
+    assert temporary_bytes(flatten(forward, image, kernel), large) == lanes // 2 + 2 * lanes
 
 
 def test_the_backward_of_a_pool_has_numbers_of_places() -> None:
