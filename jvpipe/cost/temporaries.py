@@ -96,9 +96,9 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform == "tpu":
         images = _images(jaxpr)
         elsewhere -= _laid_twice(jaxpr, kernels) | images
-        steps = _with_relaid(steps, _relaid(jaxpr) | images.intersection(jaxpr.invars))
         size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels, images), images=images)
         steps = _with_turned(steps, images, size)
+        steps = _with_relaid(steps, _relaid(jaxpr) | images.intersection(jaxpr.invars))
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
