@@ -32,7 +32,7 @@ import optax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
-from tests.checked import check  # noqa: E402
+from tests.checked import check, check_again  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -133,6 +133,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("thorough")]
     items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_setup() -> None:
+    """Lets each test find calls whose arguments are not what annotations tell."""
+    check_again()
 
 
 def pytest_collection_finish() -> None:
