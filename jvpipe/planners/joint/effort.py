@@ -68,10 +68,10 @@ class LimitEffort:
     """How closely it is decided whether a limit can be kept, and which one could be.
 
     Attributes:
-        few_layers: of models of so many layers the plans that hold the least begin at all cuts.
+        every_cut_layers: of models of so many layers the plans that hold the least begin at all cuts.
         plans: that are lowered to see what they hold.
         plans_of_few: the same of models of few layers.
-        near: how many times what a plan holds may be counted for one that holds less.
+        held_times: how many times what a plan holds may be counted for one that holds less.
         exact_layers: for models of more layers the limit is one that would do, near the smallest.
         rounds_with_plan: after so many rounds the best plan of such a model is taken.
         rounds_without_plan: after so many none is looked for.
@@ -81,10 +81,10 @@ class LimitEffort:
         moved_cuts: so many are looked at where there are more of these.
     """
 
-    few_layers: int = 16
+    every_cut_layers: int = 16
     plans: int = 60
     plans_of_few: int = 600
-    near: float = 1.05
+    held_times: float = 1.05
     exact_layers: int = 128
     rounds_with_plan: int = 3
     rounds_without_plan: int = 60
