@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all is collected: nothing that is imported is garbage
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # No test finds what another one compiled, or what the user's own runs did.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = ""
@@ -33,6 +34,7 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 from tests.checked import check, check_again  # noqa: E402
+from tests.compiled_once import share_compilations  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -145,6 +147,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+    share_compilations()
 
 
 @pytest.fixture

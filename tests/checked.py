@@ -63,7 +63,7 @@ class Checker:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.left -= 1
-        if self.left == 0:
+        if self.left <= 0:
             self.made.__code__ = self.own
             Checker.resting.append(self)
         self.checked = self.checked or beartype(self.plain)  # the uncalled need not be made ready
