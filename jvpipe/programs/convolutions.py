@@ -1,13 +1,15 @@
 """Convolutions with their axes in the order in which a library takes them.
 
-At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library. In a function that
-is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and sums in another order.
+At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library.
+In a function that is called it does not: there a convolution whose axes lie otherwise is a loop,
+which is slow and sums in another order.
 
     batch, features, rows  ->  batch, rows, features       the operand, and back again the result
     out, in, rows          ->  rows, in, out               the filter
 
-That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its readers but those that
-widen it again. These it would not find behind a transpose, so here the rounding comes last.
+That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its
+readers but those that widen it again. These it would not find behind a transpose, so here the
+rounding comes last.
 
     conv, transpose  ->  round  ->  bfloat16 readers
                      ->  readers that widen
@@ -26,7 +28,8 @@ from jvpipe.trace import jaxprs
 
 
 def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function with transposes around its convolutions, as XLA would have put them there.
+    """Returns the same function with transposes around its convolutions, as XLA would have put them
+    there.
 
     Other devices than CPUs run the convolutions as they are.
     """
@@ -60,7 +63,9 @@ def _widens(eqn: JaxprEqn) -> bool:
 
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
-    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs alone."""
+    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs
+    alone.
+    """
     dtype = _jax.aval(eqn.outvars[0]).dtype
 
     def here(*values: Any) -> tuple[Any, Any]:
@@ -80,7 +85,8 @@ def _exact(dtype: Any) -> Any:
 
 
 def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded yet.
+    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded
+    yet.
 
     >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
@@ -95,11 +101,16 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
         _last(*numbers.out_spec),
     )
     usual = tuple(range(len(operand)))
-    inner = type(numbers)(_first(usual), (usual[-1], usual[-2], *usual[:-2]), _first(usual))
+    inner = type(numbers)(
+        _first(usual),
+        (usual[-1], usual[-2], *usual[:-2]),
+        _first(usual),
+    )
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
-        # This widens operands, too. Behind the barrier nobody finds what they were before they were rounded.
+        # This widens operands, too. Behind the barrier nobody finds what they were before they were
+        # rounded.
         values = jax.lax.optimization_barrier(values)
     moved = [_moved(x, axes) for x, axes in zip(values, (operand, filters), strict=True)]
     (out,) = _jax.bind(eqn.replace(params=params), moved)

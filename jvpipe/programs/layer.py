@@ -1,9 +1,9 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
-The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
-barrier; everything else is recomputed in the backward. Candidates and outputs are made by calls that are compiled
-alike in all programs (see `outline`), and what is made of them is the same whether they were kept or recomputed. So
-results are bitwise identical for any choice.
+The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates,
+each behind a barrier; everything else is recomputed in the backward. Candidates and outputs are
+made by calls that are compiled alike in all programs (see `outline`), and what is made of them is
+the same whether they were kept or recomputed. So results are bitwise identical for any choice.
 
     forward     inputs -> outputs, residuals                       residuals: the candidates that are kept
     backward    sources, cotangents, sums -> sums, cotangents      sources: inputs, outputs and residuals that it reads
@@ -37,7 +37,8 @@ class LayerPrograms:
 
     Attributes:
         forward: `(inputs) -> (outputs, residuals)`.
-        backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of inputs)`.
+        backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of
+            inputs)`.
         signature: what these are, by the layer's own numbers of its inputs and outputs.
     """
 
@@ -58,7 +59,9 @@ class LayerPrograms:
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The backward in two programs; None if all of it yields cotangents, or all of it gradients."""
+        """The backward in two programs; None if all of it yields cotangents, or all of it
+        gradients.
+        """
         return halve(self.backward, self.signature)
 
     @cached_property
@@ -74,27 +77,40 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
     return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
 
 
-def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
+def differentiate(
+    body: Body,
+    kept: Collection[str],
+    partial: Collection[int],
+) -> LayerPrograms:
     """Makes a layer's forward and backward.
 
     Args:
         body: the layer's equations.
         kept: the names of the candidates that the forward saves.
-        partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
+        partial: tensors (by id) that later layers read too: their cotangents come in as partial
+            sums.
     """
     summed = [
         i
         for i in body.moving
         if body.reads[i].kind == ValueKind.TENSOR and body.reads[i].index in partial
     ]
-    # The forward is traced with everything that its derivative closes over; what of this are residuals comes below.
+    # The forward is traced with everything that its derivative closes over; what of this are
+    # residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
-    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.debug_calls(closed))
-    # The forward yields only those residuals that the backward turned out to read; they are numbered again.
+    backward, signature = _trace_backward(
+        body,
+        tree,
+        shapes,
+        summed,
+        jaxprs.debug_calls(closed),
+    )
+    # The forward yields only those residuals that the backward turned out to read; they are
+    # numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
     renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
@@ -111,7 +127,9 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
+    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle
+    `reduce_precision`.
+    """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
         if eqn.primitive.name == "name":
@@ -127,10 +145,11 @@ def inference(body: Body) -> ClosedJaxpr:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its equations.
+    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its
+    equations.
 
-    So everything is computed twice: by equations through which gradients flow, and by calls, which no gradient enters.
-    The compiler drops what is read of neither.
+    So everything is computed twice: by equations through which gradients flow, and by calls, which
+    no gradient enters. The compiler drops what is read of neither.
     """
     env = dict(zip(body.inputs, inputs, strict=True))
     fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
@@ -154,13 +173,16 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
     return results
 
 
-# The value of its second argument, with the derivative of its first one, which is equal to it except for roundings.
+# The value of its second argument, with the derivative of its first one, which is equal to it
+# except for roundings.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _candidate(x: jax.Array, name: str) -> jax.Array:
-    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as JAX demands."""
+    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as
+    JAX demands.
+    """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
     parts = checkpoint_name(jax.lax.optimization_barrier(jnp.stack([x.real, x.imag])), name)
@@ -168,12 +190,15 @@ def _candidate(x: jax.Array, name: str) -> jax.Array:
 
 
 def _trace_forward(
-    body: Body, kept: Collection[str], summed: Sequence[int]
+    body: Body,
+    kept: Collection[str],
+    summed: Sequence[int],
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward, with every leaf that the backward closes over as an output.
 
-    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with their partial sums,
-    as if the layers that read them later were part of this one: where layers are cut changes no sum.
+    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with
+    their partial sums, as if the layers that read them later were part of this one: where layers
+    are cut changes no sum.
 
     Args:
         body: the layer's equations.
@@ -198,7 +223,8 @@ def _trace_forward(
             active = [x for x, a in zip(out, body.active, strict=True) if a]
             return [*active, *passed], out
 
-        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the forward.
+        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the
+        # forward.
         _, pull, out = jax.vjp(pick, *(xs[i] for i in body.moving), has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
@@ -214,7 +240,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
     outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
-    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as that.
+    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
+    # that.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
@@ -267,8 +294,8 @@ def _trace_backward(
 ) -> tuple[ClosedJaxpr, Signature]:
     """Traces the backward, with all gradients and cotangents that there could be.
 
-    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off again, only after
-    everything is done on which the rounding of the rest depends.
+    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off
+    again, only after everything is done on which the rounding of the rest depends.
 
     Args:
         body: the layer's equations.
@@ -283,7 +310,10 @@ def _trace_backward(
     shapes = dict(leaves)
 
     def backward(
-        left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]
+        left: list[Any],
+        cotangents: list[Any],
+        sums: list[Any],
+        accumulators: list[Any],
     ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
@@ -291,7 +321,8 @@ def _trace_backward(
         incoming |= zip(parts.taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
-        # In the order in which the forward listed what gradients come from: active outputs, then summed inputs.
+        # In the order in which the forward listed what gradients come from: active outputs, then
+        # summed inputs.
         pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
         moved = dict(zip(body.moving, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
@@ -322,9 +353,13 @@ def _trace_backward(
 
 
 def _without_unread(
-    closed: ClosedJaxpr, body: Body, sources: Sequence[Source], gradients: Sequence[int]
+    closed: ClosedJaxpr,
+    body: Body,
+    sources: Sequence[Source],
+    gradients: Sequence[int],
 ) -> tuple[ClosedJaxpr, list[Source]]:
-    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what is frozen.
+    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what
+    is frozen.
 
     Args:
         closed: the backward; its inputs begin with the sources and end with the sums of gradients.
@@ -349,7 +384,9 @@ def _without_unread(
 
 
 def _cotangent(body: Body, i: int) -> jax.Array:
-    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of others zeros."""
+    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of
+    others zeros.
+    """
     if body.writes[i] == _LOSS:
         return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
     return _zeros(body.outputs[i])

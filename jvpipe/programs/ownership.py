@@ -1,9 +1,11 @@
-"""The places of an optimizer's equations: with the layer that owns their operands, everywhere, or once for all layers.
+"""The places of an optimizer's equations: with the layer that owns their operands, everywhere,
+or once for all layers.
 
-What is computed only from replicated values is recomputed by whoever needs it. What mixes layers runs in the global
-program, and only small values may go there. Layers and the global program take turns, in phases: the global program of
-a phase reads what layers sent in it, layers read the results in the next phase. One pass over the equations in their
-order places them all, since an equation's place depends on those of its operands.
+What is computed only from replicated values is recomputed by whoever needs it. What mixes layers
+runs in the global program, and only small values may go there. Layers and the global program take
+turns, in phases: the global program of a phase reads what layers sent in it, layers read the
+results in the next phase. One pass over the equations in their order places them all, since an
+equation's place depends on those of its operands.
 """
 
 import math
@@ -33,7 +35,8 @@ class Place(NamedTuple):
     def ready(self, reader: Home) -> int:
         """Returns the phase from which on a layer or the global program can have the value."""
         if self.home == "everywhere":
-            # Layers have what is made of the global program's results a phase later than that program itself.
+            # Layers have what is made of the global program's results a phase later than that
+            # program itself.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
@@ -73,7 +76,9 @@ class Placement:
 
 
 def place_operands(
-    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    outputs: Sequence[Output],
 ) -> Placement:
     """Finds a place for every equation of `straight_line`.
 
@@ -93,7 +98,10 @@ def place_operands(
 
 
 def check_owned(
-    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    outputs: Sequence[Output],
+    at: Placement,
 ) -> None:
     """Checks that no large result is made by one layer and needed by another.
 
@@ -117,7 +125,9 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns by value the only layer whose results depend on it; "everywhere" if there are several."""
+    """Returns by value the only layer whose results depend on it; "everywhere" if there are
+    several.
+    """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
 
@@ -144,7 +154,10 @@ class _Placing:
     """
 
     def __init__(
-        self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]
+        self,
+        eqns: Sequence[JaxprEqn],
+        inputs: Mapping[Var, Input],
+        goes_to: Mapping[Var, Home],
     ) -> None:
         self.eqns = eqns
         self.inputs = inputs
@@ -161,7 +174,8 @@ class _Placing:
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
         layers = {p.home for p in operands.values() if isinstance(p.home, int)}
-        # Large arrays of several layers cannot meet: either the equation comes apart, or the optimizer is refused.
+        # Large arrays of several layers cannot meet: either the equation comes apart, or the
+        # optimizer is refused.
         large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
@@ -179,7 +193,8 @@ class _Placing:
         layers: set[int],
         large: Collection[Home],
     ) -> Home:
-        """Returns where an equation runs: with its only layer, or that of its large operand, else with none.
+        """Returns where an equation runs: with its only layer, or that of its large operand, else
+        with none.
 
         Args:
             eqn: the equation.
@@ -195,9 +210,11 @@ class _Placing:
         return "global" if self._belongs_together(eqn, operands) else "everywhere"
 
     def send_early(self, results: Iterable[Var]) -> None:
-        """Moves a layer's arithmetic on scalars that only the global program reads into the global program.
+        """Moves a layer's arithmetic on scalars that only the global program reads into the global
+        program.
 
-        So layers that are alike have programs that are alike, wherever their parameters stand in the tree.
+        So layers that are alike have programs that are alike, wherever their parameters stand in
+        the tree.
 
         Args:
             results: that layers need.
@@ -214,7 +231,8 @@ class _Placing:
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
         """Tells whether what is made of global values is best made once, and sent.
 
-        It is if it serves many, is no larger than they are, and of their type: a vector per type is sent.
+        It is if it serves many, is no larger than they are, and of their type: a vector per type is
+        sent.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
@@ -228,9 +246,13 @@ class _Placing:
         return True
 
     def _continues_a_reduction(
-        self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home
+        self,
+        eqn: JaxprEqn,
+        operands: Mapping[Var, Place],
+        layer: Home,
     ) -> bool:
-        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
+        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares
+        over all parameters.
 
         Then the result stays global: else each layer in turn would wait for the one before.
         """
@@ -249,7 +271,12 @@ class _Placing:
             return True
         return any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
 
-    def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
+    def _split(
+        self,
+        index: int,
+        eqn: JaxprEqn,
+        operands: Mapping[Var, Place],
+    ) -> None:
         """Places the results of a scan over several layers as if it were one scan per layer."""
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
@@ -276,7 +303,11 @@ class _Placing:
         )
 
 
-def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Iterable[Atom]) -> str:
+def _origins(
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    atoms: Iterable[Atom],
+) -> str:
     """Returns the parameters that values are made of, as text."""
     origins: dict[str, None] = {}
     for atom in atoms:
@@ -295,7 +326,9 @@ def _stacks(eqn: JaxprEqn) -> bool:
 
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column leave, say."""
+    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column
+    leave, say.
+    """
     return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
 
 

@@ -1,7 +1,8 @@
 """A scan over values of several layers as one scan per layer, where its body does not mix them.
 
-Which layers each result depends on is found by following them through the body, from carries to carries until nothing
-is added. A part then keeps those equations of the body, and those carries, that its results need.
+Which layers each result depends on is found by following them through the body, from carries to
+carries until nothing is added. A part then keeps those equations of the body, and those carries,
+that its results need.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ class SplitScan:
         return all(result is None or len(result) <= 1 for result in self.layers)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
+        """Runs one scan for each set of results that depend on the same layer; None stands for what
+        is not used.
+        """
         results: dict[int, Any] = {}
         for layers in dict.fromkeys(result for result in self.layers if result is not None):
             outputs = [i for i, result in enumerate(self.layers) if result == layers]
@@ -78,9 +81,11 @@ class SplitScan:
     def _narrowed(
         self, outputs: Sequence[int], carry_in: Sequence[Var]
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """Returns the carries that some results need, and the equations of the body behind all these.
+        """Returns the carries that some results need, and the equations of the body behind all
+        these.
 
-        A carry that is read in one iteration is needed from the one before: it ends when no carry is added.
+        A carry that is read in one iteration is needed from the one before: it ends when no carry
+        is added.
         """
         results = self.body.jaxpr.outvars
         carries = {i for i in outputs if i < len(carry_in)}
@@ -94,7 +99,11 @@ class SplitScan:
             carries |= added
 
 
-def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) -> SplitScan:
+def split_scan(
+    eqn: JaxprEqn,
+    operands: Sequence[Layers],
+    used: Sequence[bool],
+) -> SplitScan:
     """Finds the layers that each result of a scan depends on.
 
     Args:
@@ -103,14 +112,19 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
         used: whether anything depends on each of its results.
     """
     body = straight_body(eqn)
-    # A carry depends on what the iteration before has put into it. It ends, since carries only gain layers.
+    # A carry depends on what the iteration before has put into it. It ends, since carries only gain
+    # layers.
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
             layers = zip(results, used, strict=True)
-            return SplitScan(eqn, body, tuple(result if u else None for result, u in layers))
+            return SplitScan(
+                eqn,
+                body,
+                tuple(result if u else None for result, u in layers),
+            )
         operands = [*constants, *grown, *xs]
 
 

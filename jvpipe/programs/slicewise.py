@@ -6,8 +6,8 @@ An array whose slices lie apart travels as `Rows`:
     reduces over the layers            to each slice, then to what that leaves  Rows -> array
     anything else                      to the whole array                       Rows -> array
 
-Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that is the same all
-along an axis travels as `Even`, so that its slices are known without the whole.
+Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that
+is the same all along an axis travels as `Even`, so that its slices are known without the whole.
 """
 
 import math
@@ -161,7 +161,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps what is the same along an axis; None for others."""
+    """Returns the results of an equation that makes or keeps what is the same along an axis; None
+    for others.
+    """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         one = values[0].one if isinstance(values[0], Even) else values[0]
@@ -179,14 +181,21 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # Along an axis the result is the same if all operands are: else it has as many elements as those that are not.
+    # Along an axis the result is the same if all operands are: else it has as many elements as
+    # those that are not.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
     return [Even(out.shape, one) for one in _jax.bind(eqn, ones)]
 
 
-def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> list[Any]:
+def _on_each(
+    eqn: JaxprEqn,
+    values: list[Any],
+    like: Rows,
+    *,
+    thin: bool,
+) -> list[Any]:
     """Returns the results of an equation that is done to each part alone.
 
     Args:
@@ -219,7 +228,8 @@ _BATCH, _CONTRACTED, _FREE = range(3)
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Returns a product of arrays of which one or both are `Rows`.
 
-    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the first of these counts:
+    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the
+    first of these counts:
 
         batch        a product per layer, with that layer's part of the other operand
         contracted too, and the products are added up in the order of the layers
@@ -237,7 +247,8 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     side = min(sides, key=rank)
     rows, other, meaning = values[side], values[1 - side], rank(side)
     count = len(rows.parts)
-    # The result has the batch axes first, then the free axes of the first operand, then those of the second.
+    # The result has the batch axes first, then the free axes of the first operand, then those of
+    # the second.
     if meaning == _FREE:
         others = (whole(other),) * count
         before = len(batch[0]) + (len(_free_axes(eqn, 0)) if side == 1 else 0)
@@ -256,7 +267,9 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
-    """Returns the axes of a product's operand that are neither contracted nor batch axes: the result has them."""
+    """Returns the axes of a product's operand that are neither contracted nor batch axes: the
+    result has them.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     others = {*contracted[side], *batch[side]}
     rank = len(_jax.aval(eqn.invars[side]).shape)
@@ -266,8 +279,8 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries are in parts is found by running the body: a carry that it leaves in parts begins in such parts, too.
-    It ends, since carries are only ever taken apart, and each at most once.
+    Which carries are in parts is found by running the body: a carry that it leaves in parts begins
+    in such parts, too. It ends, since carries are only ever taken apart, and each at most once.
     """
     body = straight_body(eqn)
     constants, carry, xs = _jax.scan_operands(eqn, list(map(_without_even, values)))
@@ -331,8 +344,9 @@ def _stacked(arrays: Sequence[Any]) -> jax.Array:
 
 
 _Shaped = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
-"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for a part,
-and the axis that the parts have in the result. None if they do not stay apart."""
+"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for
+a part, and the axis that the parts have in the result. None if they do not stay apart.
+"""
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
@@ -341,8 +355,11 @@ def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int
 
 
 def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
-    """Keeps parts apart along an axis with as many elements before it, and whose size their number divides."""
-    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3 are 3 times 1.
+    """Keeps parts apart along an axis with as many elements before it, and whose size their number
+    divides.
+    """
+    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3
+    # are 3 times 1.
     if eqn.params["dimensions"] is not None:
         return None
     before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])

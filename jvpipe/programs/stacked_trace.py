@@ -1,8 +1,8 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
-A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the optimizer is to see
-what the user gave it: it is traced over the stacks, and that trace is run on slices (`slicewise`), as far as what it
-does leaves them apart.
+A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the
+optimizer is to see what the user gave it: it is traced over the stacks, and that trace is run on
+slices (`slicewise`), as far as what it does leaves them apart.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,9 +56,22 @@ def trace_stacked(
     """
     options: Any = {"grad_norm": grad_norm, "frozen": frozen}
     if stacks:
-        traced = _trace_stacks(optimizer, params, readers, microbatches, stacks, **options)
+        traced = _trace_stacks(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            stacks,
+            **options,
+        )
     else:
-        traced = trace_optimizer(optimizer, params, readers, microbatches, **options)
+        traced = trace_optimizer(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            **options,
+        )
     return without_frozen(traced, readers, frozen)
 
 
@@ -77,14 +90,26 @@ def _trace_stacks(
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
     # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
-    core = trace_optimizer(optimizer, joined, one_reader, 1, grad_norm=False, frozen=hidden)
+    core = trace_optimizer(
+        optimizer,
+        joined,
+        one_reader,
+        1,
+        grad_norm=False,
+        frozen=hidden,
+    )
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     state = _settled(core, parameters, leaves)
     shapes = state.shapes(_state(core))
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
-    def update(sums: list[list[Any]], weight: Any, params: Any, moments: Any) -> list[Any]:
+    def update(
+        sums: list[list[Any]],
+        weight: Any,
+        params: Any,
+        moments: Any,
+    ) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
         # Nobody reads the gradient of what is frozen: the parameter stands in for it.
         grads = [
@@ -99,7 +124,13 @@ def _trace_stacks(
         return [*new, norm(seen)] if grad_norm else new
 
     def init(params: Any) -> list[Any]:
-        return state.taken_apart(jaxprs.evaluate(core.init, parameters.joined(params), apply))
+        return state.taken_apart(
+            jaxprs.evaluate(
+                core.init,
+                parameters.joined(params),
+                apply,
+            )
+        )
 
     # The pipeline sees the state with `Slices` in place of what was taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
@@ -114,7 +145,8 @@ def _trace_stacks(
 
 @dataclass(frozen=True)
 class _Split:
-    """A way to take leaves apart along their first axis: into how many slices each, None for not at all.
+    """A way to take leaves apart along their first axis: into how many slices each, None for not at
+    all.
 
     >>> split = _Split((2, None))
     >>> split.taken_apart(split.joined([1.0, 2.0, 3.0]))[2]
@@ -175,9 +207,11 @@ class _Split:
 
 
 def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Split:
-    """Returns how the state is taken apart: what belongs to a stack and is as long, and what updates make of slices.
+    """Returns how the state is taken apart: what belongs to a stack and is as long, and what
+    updates make of slices.
 
-    The latter is found by running an update abstractly, until it takes apart nothing more: at most once per leaf.
+    The latter is found by running an update abstractly, until it takes apart nothing more: at most
+    once per leaf.
 
     Args:
         core: the optimizer over stacks.
@@ -188,9 +222,15 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
     while True:
         results: list[Any] = []
 
-        def update(grads: Any, params: Any, moments: Any, state: _Split = state) -> None:
+        def update(
+            grads: Any,
+            params: Any,
+            moments: Any,
+            state: _Split = state,
+        ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-            results[:] = jaxprs.evaluate(core.update, list(chain(*split)), apply)  # noqa: B023 - it is called at once
+            arrays = list(chain(*split))
+            results[:] = jaxprs.evaluate(core.update, arrays, apply)  # noqa: B023 - called at once
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
         new = results[len(parameters.lengths) :]
@@ -204,7 +244,9 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns for each leaf of the state the length of its parameter's stack, if it is as long itself."""
+    """Returns for each leaf of the state the length of its parameter's stack, if it is as long
+    itself.
+    """
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]

@@ -1,4 +1,5 @@
-"""The small programs around an asynchronous update: weights predicted, corrected, and what each update leaves behind.
+"""The small programs around an asynchronous update: weights predicted, corrected,
+and what each update leaves behind.
 
 w         a parameter
 u         its last applied update
@@ -49,8 +50,9 @@ def difference(shapes: Shapes) -> Program:
 def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
     """Returns PipeMare's T1 and T2 as a program that works in place.
 
-    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the update, the t-th, by
-    max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 - gamma) u.
+    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
+    update, the t-th, by max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 -
+    gamma) u.
 
     Args:
         shapes: of the parameters.
