@@ -1,4 +1,5 @@
-"""One order of dispatch for the lists of all devices: each task as early as what it waits for allows.
+"""One order of dispatch for the lists of all devices:
+each task as early as what it waits for allows.
 
 The controller dispatches all tasks from one thread, so the lists of all stages have to become one
 list. It is the order in which tasks would start if every stage were equally fast:
@@ -10,8 +11,8 @@ list. It is the order in which tasks would start if every stage were equally fas
 
 A heap holds the next task of each stage whose needs are met, with the time from which it may start;
 stages that still wait are asked again after each task. If several tasks could start at the same
-time, the one of the latest stage goes first. Every turn either starts the earliest task or puts it off to
-when its device is free, so it ends.
+time, the one of the latest stage goes first. Every turn either starts the earliest task or puts it
+off to when its device is free, so it ends.
 """
 
 import heapq
@@ -87,7 +88,8 @@ def dispatch_order(
 
 
 class _Neighbours:
-    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward.
+    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in
+    its backward.
 
     Those follow from the edges between layers, and from tied parameters: the owner sends each
     version on to the other readers, and its update takes the gradients of all.
@@ -176,7 +178,8 @@ def order(
     done: Collection[Task] = (),
     waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
-    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were equally fast.
+    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were
+    equally fast.
 
     The order follows from the plan alone, never from measured seconds: it decides what a device
     holds at which moment, and that has to be known before anything runs.
@@ -202,7 +205,8 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that have to add to the same sums of gradients before a task does.
+    """Yields the tasks of other stages that have to add to the same sums of gradients before a task
+    does.
 
     Args:
         plans: of each micro-batch.

@@ -47,7 +47,9 @@ class Placement:
         return slices
 
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
-        """Returns the examples that each replica of a layer's stage works on; (None,) where it is alone."""
+        """Returns the examples that each replica of a layer's stage works on; (None,) where it is
+        alone.
+        """
         return self._slices[self.stage[layer]]
 
     @cached_property
@@ -79,7 +81,9 @@ class Placement:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """Returns the places that hold a leaf of the model state: of its readers, else of its writers."""
+        """Returns the places that hold a leaf of the model state: of its readers, else of its
+        writers.
+        """
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
@@ -90,7 +94,9 @@ class Placement:
         return states_away(self.graph, self.plan)
 
     def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
-        """Tells which copy of a value there is between updates: at its place, or on the host of its place."""
+        """Tells which copy of a value there is between updates: at its place, or on the host of its
+        place.
+        """
         if value.kind is not ValueKind.OPTIMIZER:
             return Copy.OWN
         parameter = optimizer.state[value.index].parameter
@@ -106,7 +112,12 @@ class Placement:
         graph = self.graph
         buffers: list[Buffer] = []
 
-        def add(value: Value, places: Iterable[int], size: int, copy: Copy = Copy.OWN) -> None:
+        def add(
+            value: Value,
+            places: Iterable[int],
+            size: int,
+            copy: Copy = Copy.OWN,
+        ) -> None:
             buffers.extend(Buffer(value, place, size, copy) for place in places)
 
         # A parameter has a copy wherever one of its readers runs.

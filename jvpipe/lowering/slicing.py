@@ -1,4 +1,5 @@
-"""Slicing: an operation of a stage that is replicated becomes one for each replica, on its part of the micro-batch.
+"""Slicing: an operation of a stage that is replicated becomes one for each replica,
+on its part of the micro-batch.
 
     F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
@@ -34,7 +35,9 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""The ways over the examples without an axis of them, in which the whole still follows from what the replicas have."""
+"""The ways over the examples without an axis of them, in which the whole still follows from what
+the replicas have.
+"""
 
 
 class Slicing(ReplicaParts):
@@ -59,7 +62,9 @@ class Slicing(ReplicaParts):
         self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
-        """Yields an operation for each replica, after what joins its inputs and before what cuts its results."""
+        """Yields an operation for each replica, after what joins its inputs and before what cuts
+        its results.
+        """
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
                 for number, examples in enumerate(self.where.slices(op.layer)):
@@ -111,12 +116,15 @@ class Slicing(ReplicaParts):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts what lies beside the gradients of a layer while they are added up: those of another, and the sums."""
+        """Counts what lies beside the gradients of a layer while they are added up: those of
+        another, and the sums.
+        """
         parameters = self.graph.trained(self.graph.layers[layer].reading(ValueKind.PARAMETER))
         return 2 * sum(self.graph.parameters[p].array.bytes for p in parameters)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts what a backward, or its second half, lets go of at least, of what was left for it alone.
+        """Counts what a backward, or its second half, lets go of at least, of what was left for it
+        alone.
 
         Args:
             op: of all replicas.
@@ -168,7 +176,8 @@ class Slicing(ReplicaParts):
         )
 
     def _remembered(self, op: Operation) -> Iterator[Operation]:
-        """Yields what makes the model state of what a layer's replicas have made of it, for the next micro-batch.
+        """Yields what makes the model state of what a layer's replicas have made of it, for the
+        next micro-batch.
 
         Every replica gets it, that of the layer itself too, for the loss may read it.
 
@@ -208,7 +217,8 @@ class Slicing(ReplicaParts):
         return [Delivery(value, (layer,), self.where.slices(layer)) for layer in layers]
 
     def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
-        """Yields what joins the parts that have come from a stage of another width, once for each stage.
+        """Yields what joins the parts that have come from a stage of another width, once for each
+        stage.
 
         Args:
             op: that reads them.
@@ -225,9 +235,14 @@ class Slicing(ReplicaParts):
                 yield from self._join(op, value, source, examples)
 
     def _join(
-        self, op: Operation, value: Value, source: int, examples: Slice
+        self,
+        op: Operation,
+        value: Value,
+        source: int,
+        examples: Slice,
     ) -> Iterator[Operation]:
-        """Yields what makes a replica's part of an edge or its cotangent, unless it came as it is read.
+        """Yields what makes a replica's part of an edge or its cotangent, unless it came as it is
+        read.
 
         Args:
             op: that reads it.
@@ -266,7 +281,8 @@ class Slicing(ReplicaParts):
                 yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
 
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns how much of what each of the others has goes into what a replica of another stage gets.
+        """Returns how much of what each of the others has goes into what a replica of another stage
+        gets.
 
         Each replica gets its share of a sum, so that theirs add up to the whole again; each gets
         the whole of a mean. Cotangents go the other way, by the transposed weights:
@@ -286,7 +302,10 @@ class Slicing(ReplicaParts):
         return tuple(map(self.share, others))
 
     def _delivered(
-        self, op: Operation, number: int, examples: Slice
+        self,
+        op: Operation,
+        number: int,
+        examples: Slice,
     ) -> tuple[list[Delivery], list[Operation]]:
         """Returns what a replica delivers as it is, and the operations that cut the rest.
 
@@ -332,7 +351,12 @@ class Slicing(ReplicaParts):
         return direct, cuts
 
     def _edges(
-        self, maker: int, value: Value, layers: Sequence[int], number: int, examples: Slice
+        self,
+        maker: int,
+        value: Value,
+        layers: Sequence[int],
+        number: int,
+        examples: Slice,
     ) -> Iterator[Delivery]:
         """Yields the parts of an edge that a replica sends to layers of other stages.
 
@@ -367,7 +391,11 @@ class Slicing(ReplicaParts):
                 yield Delivery(mine, (layer,), receivers[:1])
 
     def _cut(
-        self, op: Operation, part: Value, delivers: Sequence[Delivery], examples: Slice
+        self,
+        op: Operation,
+        part: Value,
+        delivers: Sequence[Delivery],
+        examples: Slice,
     ) -> Operation:
         """Makes what cuts a part out of a result of a replica.
 

@@ -24,13 +24,19 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.place import Block
 
 Swapped = Callable[[Task], tuple[int, Sequence[int]]]
-"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be swapped."""
+"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be
+swapped.
+"""
 
 
 def swap(
-    blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapped: Swapped
+    blocks: Iterable[Block],
+    buffers: list[Buffer],
+    lists: TaskLists,
+    swapped: Swapped,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each block with those of the swaps around them; copies are added to the buffers.
+    """Yields the rows of each block with those of the swaps around them; copies are added to the
+    buffers.
 
     Args:
         blocks: of tasks in the order of their dispatch.
@@ -68,7 +74,8 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written; devices are numbered as their lists.
+    """The swapped values of all stages while their rows are written; devices are numbered as their
+    lists.
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -84,7 +91,9 @@ class _Swaps:
         self._fetched: dict[int, int] = {}  # a buffer, and its copy that has come back
 
     def before(self, task: Task) -> Iterator[Row]:
-        """Yields the rows before a task: its own values come back, those of the next task begin to, room is made."""
+        """Yields the rows before a task: its own values come back, those of the next task begin to,
+        room is made.
+        """
         d, following = self._device[task.stage], self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
@@ -151,8 +160,21 @@ class _Swaps:
         return len(self._buffers) - 1
 
     def _row(
-        self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]
+        self,
+        kind: Kind,
+        left: _Left,
+        b: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
     ) -> Row:
         """Makes a row of a buffer's swap, at the buffer's place."""
         place, layer = self._buffers[b].place, self._layer[left]
-        return Row(kind, place, left.stage, layer, left.microbatch, tuple(reads), tuple(writes))
+        return Row(
+            kind,
+            place,
+            left.stage,
+            layer,
+            left.microbatch,
+            tuple(reads),
+            tuple(writes),
+        )

@@ -1,4 +1,5 @@
-"""Layers that change places while a stream flows: what follows them at once, and when what they left is freed.
+"""Layers that change places while a stream flows: what follows them at once,
+and when what they left is freed.
 
 task        ... 7     8      9   10   11  ...
 rows            MOVE                  FREE old   DROP new
@@ -19,7 +20,9 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy delays no task."""
+"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy
+delays no task.
+"""
 
 
 class _Moved(NamedTuple):
@@ -78,8 +81,22 @@ class Departures:
 
     def _free(self, old: int, new: int) -> None:
         placer = self._placer
-        placer.row(Kind.FREE, placer.buffers[old].place, NONE, NONE, [old, new], [])
-        placer.row(Kind.DROP, placer.buffers[new].place, NONE, NONE, [new], [])
+        placer.row(
+            Kind.FREE,
+            placer.buffers[old].place,
+            NONE,
+            NONE,
+            [old, new],
+            [],
+        )
+        placer.row(
+            Kind.DROP,
+            placer.buffers[new].place,
+            NONE,
+            NONE,
+            [new],
+            [],
+        )
 
 
 def settle(placer: Placer, plan: Plan) -> None:
@@ -119,10 +136,15 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
 
 
 class LastReads:
-    """The last reads of each version of a parameter at a place: after them its update may overwrite it."""
+    """The last reads of each version of a parameter at a place: after them its update may overwrite
+    it.
+    """
 
     def __init__(
-        self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]
+        self,
+        timeline: StreamTimeline,
+        weights: StreamWeights,
+        tasks: Sequence[Task],
     ) -> None:
         self._timeline = timeline
         self._last: dict[tuple[int, int, int], int] = {}  # by parameter, place, version: a task
@@ -151,7 +173,8 @@ class LastReads:
         return self._last.get((p, place, version), -1) > task
 
     def _left(self, p: int, v: int, m: int) -> set[int]:
-        """Finds the places at which a version's owner has been since it was made, and is no more in a micro-batch.
+        """Finds the places at which a version's owner has been since it was made, and is no more in
+        a micro-batch.
 
         Args:
             p: the parameter.

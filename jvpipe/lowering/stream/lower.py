@@ -1,4 +1,5 @@
-"""A stream lowered: the steps of an asynchronous schedule as rows, with every version of the weights a buffer.
+"""A stream lowered: the steps of an asynchronous schedule as rows,
+with every version of the weights a buffer.
 
     order -> expand -> place -> swap -> prefetch -> period
 
@@ -108,7 +109,12 @@ class StreamLowering:
     def _lower(self, steps: int, *, drained: bool) -> Unrolled:
         """Lowers the first steps of the stream, and its end if it is `drained` after them."""
         timeline = StreamTimeline(
-            self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained
+            self.graph,
+            self.spans,
+            self.schedule,
+            self.microbatches,
+            steps,
+            drained=drained,
         )
         lists = timeline.parts if drained else timeline.parts[:-1]
         return _Unrolling(self, timeline, lists).unrolled(drained=drained)
@@ -116,7 +122,8 @@ class StreamLowering:
 
 @dataclass
 class _Marks:
-    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the names of buffers.
+    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the
+    names of buffers.
 
     `uses` are those of each step, `left` is what each forward leaves to be swapped.
     """
@@ -131,7 +138,10 @@ class _Unrolling:
     """The passes over the steps of a timeline."""
 
     def __init__(
-        self, stream: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]
+        self,
+        stream: StreamLowering,
+        timeline: StreamTimeline,
+        lists: Sequence[TaskLists],
     ) -> None:
         self.timeline, self.lists = timeline, lists
         self.in_flight_at_switch = stream.in_flight_at_switch
@@ -152,7 +162,12 @@ class _Unrolling:
         ordered: list[list[Task]] = []
         done: list[Task] = []
         for part in self.lists:
-            step = order(self.timeline.waits, part, done, self.timeline.versions)
+            step = order(
+                self.timeline.waits,
+                part,
+                done,
+                self.timeline.versions,
+            )
             ordered.append(step)
             done += step
         return ordered
@@ -167,7 +182,10 @@ class _Unrolling:
         marks = self._place_steps(drained=drained)
         placer.enter(timeline.spans[-1].layout.plan)
         swapped = swap(
-            placer.blocks, placer.buffers, _within_steps(self.lists), marks.left.__getitem__
+            placer.blocks,
+            placer.buffers,
+            _within_steps(self.lists),
+            marks.left.__getitem__,
         )
         blocks = list(swapped)
         groups: list[list[Row]] = []
@@ -305,7 +323,9 @@ class _Unrolling:
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
-        """Finds the buffers that outlive every step: the newest of each kind, and what is remembered."""
+        """Finds the buffers that outlive every step: the newest of each kind, and what is
+        remembered.
+        """
         lasting = {b for _, b in self.placer.lasting()}
         for (value, _), b in self.placer.current.items():
             if VALUES[value.kind].remembered:

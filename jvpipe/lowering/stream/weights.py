@@ -1,4 +1,5 @@
-"""The weights of a stream: which version each task reads, what is computed of it first, what an update remembers.
+"""The weights of a stream: which version each task reads, what is computed of it first,
+what an update remembers.
 
     PipeDream, 2BW   F and B read the same version: the one that the rule says
     PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
@@ -28,7 +29,8 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared with the expander.
+    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared
+    with the expander.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -51,7 +53,9 @@ class StreamWeights:
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
-        """Tells whether several stages read a parameter in a micro-batch, and its versions are those of the first."""
+        """Tells whether several stages read a parameter in a micro-batch, and its versions are
+        those of the first.
+        """
         parameter = self.graph.parameters[p]
         if parameter.frozen:
             return False
@@ -60,7 +64,8 @@ class StreamWeights:
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
-        """Returns the version of a parameter that the forward, or the backward, of a micro-batch reads.
+        """Returns the version of a parameter that the forward, or the backward, of a micro-batch
+        reads.
 
         Args:
             p: the parameter.
@@ -99,9 +104,15 @@ class StreamWeights:
         return self.graph.parameter(p, self.version(p, m, back=back))
 
     def shifts(
-        self, layer: Layer, m: int, parameters: Iterable[int], *, back: bool
+        self,
+        layer: Layer,
+        m: int,
+        parameters: Iterable[int],
+        *,
+        back: bool,
     ) -> Iterator[Operation]:
-        """Predicts or corrects a layer's weights along what is remembered of their updates, all at once.
+        """Predicts or corrects a layer's weights along what is remembered of their updates, all at
+        once.
 
         Args:
             layer: whose weights.
@@ -154,7 +165,9 @@ class StreamWeights:
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """Delivers, to all who read them, the versions of a layer's own parameters that a micro-batch reads first."""
+        """Delivers, to all who read them, the versions of a layer's own parameters that a
+        micro-batch reads first.
+        """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
             parameter = self.graph.parameters[p]
@@ -218,10 +231,18 @@ class StreamUpdates:
             batch = range(m + 1 - every, m + 1)
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
-            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], SumRun(every))
+            yield self.expander.operation(
+                Kind.WEIGHT,
+                layer.id,
+                m,
+                reads,
+                [total],
+                SumRun(every),
+            )
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
-        """Yields what adds up the gradients of a layer's own parameters, where devices have taken turns in them.
+        """Yields what adds up the gradients of a layer's own parameters, where devices have taken
+        turns in them.
 
         Args:
             layer: whose update comes.
@@ -260,17 +281,37 @@ class StreamUpdates:
                 for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
             ]
             run = PieceRun(number)
-            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
+            operations.append(
+                self.expander.operation(
+                    Kind.U,
+                    layer,
+                    m,
+                    reads,
+                    writes,
+                    run,
+                )
+            )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # its last piece ends what the layer remembered at earlier stages
             operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
-        return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
+        return LayerUpdate(
+            layer,
+            update + 1,
+            before,
+            remembers,
+            tuple(operations),
+        )
 
     def _remembered(
-        self, layer: int, before: dict[int, int], m: int, tau: int
+        self,
+        layer: int,
+        before: dict[int, int],
+        m: int,
+        tau: int,
     ) -> Iterator[Operation]:
-        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one.
+        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last
+        one.
 
         Args:
             layer: that was updated.
@@ -292,11 +333,25 @@ class StreamUpdates:
         if corrects:  # a running mean counts what it has seen
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
         if memory[0].value not in self.expander.existing:
-            yield self.expander.operation(Kind.ZERO, layer, m, [], remembered, ZeroRun(kind))
+            yield self.expander.operation(
+                Kind.ZERO,
+                layer,
+                m,
+                [],
+                remembered,
+                ZeroRun(kind),
+            )
         reads = [*old, *(write.value for write in (*new, *remembered))]
         # PipeMare also scales the update down while it anneals, so its parameters are written, too.
         writes = [*new, *remembered] if corrects else memory
-        yield self.expander.operation(Kind.SETTLE, layer, m, reads, writes, SettleRun(tau))
+        yield self.expander.operation(
+            Kind.SETTLE,
+            layer,
+            m,
+            reads,
+            writes,
+            SettleRun(tau),
+        )
 
     def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
         """Ends what a layer brought to the last stage, where nothing is remembered."""
