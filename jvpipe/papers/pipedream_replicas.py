@@ -1,7 +1,8 @@
-"""PipeDream's planner of replicated stages on the devices of a cluster, for one size of micro-batches.
+"""PipeDream's planner of replicated stages on the devices of a cluster,
+for one size of micro-batches.
 
-The program itself is `replication.py`. The paper does not say how to choose the size of a micro-batch:
-callers try several, and simulate the plans.
+The program itself is `replication.py`. The paper does not say how to choose the size of a
+micro-batch: callers try several, and simulate the plans.
 """
 
 from dataclasses import replace
@@ -16,14 +17,16 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts; None if none fits.
+    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts; None if none
+    fits.
 
     Args:
         segments: of the model.
         size: examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more of them than pieces of the model.
+        ValueError: the devices do not fill the machines, or there are more of them than pieces of
+            the model.
     """
     shapes, pieces = segments.shapes, len(segments.coarse) - 1
     if shapes.devices > pieces:
