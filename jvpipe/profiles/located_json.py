@@ -1,7 +1,7 @@
 """JSON whose objects know the line where they start, so that errors in their fields can name it.
 
-Python's parser reports no lines for objects. It makes them in a known order, though, and a search for
-opening braces outside of strings finds their lines in another known order.
+Python's parser reports no lines for objects. It makes them in a known order, though, and a search
+for opening braces outside of strings finds their lines in another known order.
 """
 
 import bisect
