@@ -138,42 +138,14 @@ def measured_costs(
     pairs += _halves(kept["all"]) if split else ()
     updates = optimizer.update if optimizer is not None else ()
     pairs += ((piece_program(piece), piece.program) for piece in updates)
-    # A program without results, such as the backward of a frozen layer, is never dispatched.
-    idle: Runs = {}
-    busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
-    for program, jaxpr in pairs:
-        if jaxpr.jaxpr.outvars:
-            busy[program.key] = program, jaxpr
-        else:
-            idle[program.key] = Run(0.0, 0)
-    to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(
-        store,
-        to_run,
-        device,
-        earlier,
-        room_bytes,
-        archive,
-    )
-    runs = idle | runs | _estimated(store, device, runs, busy)
+    runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
-        works.append(
-            Work(
-                f.seconds,
-                b.seconds,
-                f.temporary_bytes,
-                b.temporary_bytes,
-            )
-        )
+        works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
     if optimizer is not None:
-        works = with_update_seconds(
-            works,
-            traced.graph.loss_layer,
-            optimizer,
-            partial(_update_s, runs),
-        )
+        update_s = partial(_update_s, runs)
+        works = with_update_seconds(works, traced.graph.loss_layer, optimizer, update_s)
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
@@ -184,15 +156,38 @@ def measured_costs(
         inputs = own_inputs(traced.graph, signatures)
         options = _measured_options(traced, inputs, kept["nothing"], measured, store, device)
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
-    return costs_of(
-        traced.graph,
-        signatures,
-        works,
-        options,
-        optimizer,
-        microbatches,
-        splits,
-    )
+    return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _all_runs(
+    store: ProgramStore,
+    pairs: Iterable[tuple[Program, ClosedJaxpr]],
+    device: Device,
+    earlier: Runs | None,
+    room_bytes: int | None,
+    archive: Archive | None,
+) -> Runs:
+    """Measures programs, or estimates those for which the device has no room.
+
+    Args:
+        store: where they are compiled.
+        pairs: the programs with their jaxprs.
+        device: where they run.
+        earlier: earlier measurements, to which new ones are added.
+        room_bytes: the bytes that the device has for a program.
+        archive: where seconds of earlier processes are found, and new ones kept.
+    """
+    # A program without results, such as the backward of a frozen layer, is never dispatched.
+    idle: Runs = {}
+    busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
+    for program, jaxpr in pairs:
+        if jaxpr.jaxpr.outvars:
+            busy[program.key] = program, jaxpr
+        else:
+            idle[program.key] = Run(0.0, 0)
+    to_run = [program for program, _ in busy.values()]
+    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
+    return idle | runs | _estimated(store, device, runs, busy)
 
 
 def _measured_options(

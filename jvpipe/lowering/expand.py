@@ -150,15 +150,8 @@ class Expander:
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
-        yield self.operation(
-            Kind.F,
-            layer.id,
-            m,
-            reads,
-            writes,
-            LayerRun(layout.number),
-            delivers,
-        )
+        run = LayerRun(layout.number)
+        yield self.operation(Kind.F, layer.id, m, reads, writes, run, delivers)
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
@@ -174,7 +167,8 @@ class Expander:
         for ref in layer.writes:
             copy = Copy.UNUSED if ref.kind is ValueKind.STATE else Copy.OWN
             writes.append(self._write(ref, m, copy))
-        delivers = [d for d in self._deliveries(layer, m) if d.value.kind is not ValueKind.STATE]
+        deliveries = self._deliveries(layer, m)
+        delivers = [x for x in deliveries if x.value.kind is not ValueKind.STATE]
         yield self.operation(
             Kind.E,
             layer.id,
@@ -193,13 +187,8 @@ class Expander:
             m: the micro-batch.
             layout: of the micro-batch.
         """
-        yield from self._backward(
-            Kind.B,
-            layer,
-            m,
-            layout,
-            layout.signatures[layer.id],
-        )
+        signature = layout.signatures[layer.id]
+        yield from self._backward(Kind.B, layer, m, layout, signature)
 
     def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """Yields what a layer does for the cotangents of its inputs, in a backward that is split.
@@ -283,21 +272,15 @@ class Expander:
         delivers = []
         for i in signature.returned:
             ref = layer.reads[i]
-            cotangent, tensor = self._cotangent(ref, m), self.graph.tensors[ref.index]
+            tensor = self.graph.tensors[ref.index]
+            cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
             # The sum so far goes to the next earlier reader, from the first one to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
-        yield self.operation(
-            kind,
-            layer.id,
-            m,
-            reads,
-            writes,
-            LayerRun(layout.number),
-            delivers,
-        )
+        run = LayerRun(layout.number)
+        yield self.operation(kind, layer.id, m, reads, writes, run, delivers)
 
     def _before_backward(
         self,
@@ -356,17 +339,18 @@ class Expander:
         layout: MicrobatchLayout,
         copy: Copy,
     ) -> list[Write]:
-        residuals = layout.signatures[layer.id].residuals
-        return [
-            Write(Value(ValueKind.RESIDUAL, i, layer.id, m), array.bytes, copy)
-            for i, array in enumerate(residuals)
-        ]
+        writes = []
+        for i, array in enumerate(layout.signatures[layer.id].residuals):
+            residual = Value(ValueKind.RESIDUAL, i, layer.id, m)
+            writes.append(Write(residual, array.bytes, copy))
+        return writes
 
     def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
-        return [
-            Write(Value(ValueKind.HANDED, i, layer.id, m), array.bytes)
-            for i, array in enumerate(arrays)
-        ]
+        writes = []
+        for i, array in enumerate(arrays):
+            handed = Value(ValueKind.HANDED, i, layer.id, m)
+            writes.append(Write(handed, array.bytes))
+        return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
         """Lists what a forward makes for other layers; losses are summed where they are made."""
@@ -392,9 +376,9 @@ class Expander:
         that write it.
         """
         layers = self.graph.layers
-        reading = tuple(layer.id for layer in layers if k in layer.reading(ValueKind.STATE))
-        writing = tuple(layer.id for layer in layers if k in layer.writing(ValueKind.STATE))
-        return reading or writing
+        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
+        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
+        return tuple(reading or writing)
 
     def _sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
         """Names the sums to which a backward adds its gradients."""
@@ -423,17 +407,12 @@ class Expander:
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Makes fresh accumulators for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
-        writes = [
-            Write(self.weights.gradient(p, layer.id, m), self._parameter_bytes(p)) for p in trained
-        ]
-        return self.operation(
-            Kind.ZERO,
-            layer.id,
-            m,
-            [],
-            writes,
-            ZeroRun(ValueKind.GRADIENT),
-        )
+        writes = []
+        for p in trained:
+            gradient = self.weights.gradient(p, layer.id, m)
+            writes.append(Write(gradient, self._parameter_bytes(p)))
+        run = ZeroRun(ValueKind.GRADIENT)
+        return self.operation(Kind.ZERO, layer.id, m, [], writes, run)
 
     def _ensure(
         self,
@@ -470,14 +449,8 @@ class Expander:
             copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED
             writes.append(self._write(ref, m, copy))
         writes += self._residuals(layer, m, layout, Copy.OWN)
-        yield self.operation(
-            Kind.R,
-            layer.id,
-            m,
-            reads,
-            writes,
-            LayerRun(layout.number),
-        )
+        run = LayerRun(layout.number)
+        yield self.operation(Kind.R, layer.id, m, reads, writes, run)
 
 
 def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
@@ -486,7 +459,8 @@ def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
     >>> [str(value) for value in metrics_of(LayerGraph((), (), (), aux_groups=((0,),)), 8)]
     ['metric 0 micro-batch 8', 'metric 1 micro-batch 8']
     """
-    return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(1 + len(graph.aux_groups))]
+    count = 1 + len(graph.aux_groups)  # the loss, then a metric per group
+    return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(count)]
 
 
 def gradient_norm(graph: LayerGraph) -> Value:

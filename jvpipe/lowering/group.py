@@ -40,9 +40,13 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     """
     rows = list(_gathered(lowered.rows, joins))
     ended = {b for row in lowered.rows for b in row.frees}
-    touched = Counter(b for row in rows for b in {*row.reads, *row.writes})
+    touched: Counter[int] = Counter()
+    for row in rows:
+        touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    made_within = {b for b in ended if b >= lowered.persistent and touched[b] == 1}
+    # Of buffers that end, those of a single row: nobody outside of it sees them.
+    passing = {b for b in ended if touched[b] == 1}
+    made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
@@ -75,7 +79,9 @@ class _Group:
         """Tells whether a row can be its next part: none that overwrites what a copy has yet to
         read.
         """
-        copied = {b for copy in self.copies for b in (*copy.reads, *copy.writes)}
+        copied: set[int] = set()
+        for copy in self.copies:
+            copied.update(copy.reads, copy.writes)
         return key == self.key and copied.isdisjoint(row.writes)
 
     def precedes(self, row: Row) -> bool:
@@ -91,7 +97,10 @@ class _Group:
 
     def rows(self) -> Iterator[Row]:
         """Yields its row, and the copies after it."""
-        yield _one(self.parts, self.key.kind) if len(self.parts) > 1 else self.parts[0]
+        if len(self.parts) > 1:
+            yield _one(self.parts, self.key.kind)
+        else:
+            yield self.parts[0]
         yield from self.copies
 
 
@@ -106,9 +115,10 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
     for part in parts:
         reads |= dict.fromkeys(b for b in part.reads if b not in made)
         made.update(part.writes)
-    writes = dict.fromkeys(
-        [*(b for b in reads if b in made), *(b for p in parts for b in p.writes)]
-    )
+    # What a part adds to comes first, as if the group read and wrote it in one go.
+    writes = dict.fromkeys(b for b in reads if b in made)
+    for part in parts:
+        writes |= dict.fromkeys(part.writes)
     run = GroupRun(tuple(parts))
     return replace(
         parts[0],

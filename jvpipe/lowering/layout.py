@@ -75,7 +75,10 @@ class MicrobatchLayout:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        stage_of: dict[int, int] = {}
+        for s, stage in enumerate(self.plan.stages):
+            stage_of |= dict.fromkeys(stage.layers, s)
+        return stage_of
 
     def layers(self, stage: int) -> list[Layer]:
         """Returns the layers of a stage, in the order of their forwards."""
@@ -99,7 +102,8 @@ class MicrobatchLayout:
         values: list[Value] = []
         read: set[Ref] = set()
         for layer in layers:
-            signature, swapped = self.signatures[layer.id], self.fates.swapped[layer.id]
+            signature = self.signatures[layer.id]
+            swapped = self.fates.swapped[layer.id]
             read.update(_edges_read(layer, signature))
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:

@@ -80,9 +80,12 @@ def dispatch_order(
         position[stage] += 1
         waiting.add(stage)
         waiting -= {s for s in tuple(waiting) if offer(s)}
+    # Nothing can start any more: either all tasks have ended, or they wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
     if stuck:
-        missing = {task: [t for t in waits_for(task) if t not in ended] for task in stuck}
+        missing: dict[Task, list[Task]] = {}
+        for task in stuck:
+            missing[task] = [other for other in waits_for(task) if other not in ended]
         raise cannot_progress(missing)
     return order
 
@@ -96,7 +99,9 @@ class _Neighbours:
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
-        self.stage = {layer: s for s, members in enumerate(plan.stages) for layer in members.layers}
+        self.stage: dict[int, int] = {}
+        for s, members in enumerate(plan.stages):
+            self.stage |= dict.fromkeys(members.layers, s)
         self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
@@ -166,7 +171,8 @@ class Waits:
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of the micro-batch before whose model state a stage reads."""
         here, before = self.at[m].stage, self.at[m - 1].stage
-        stages = {before[writer] for reader, writer in self._carried if here[reader] == s}
+        writers = [writer for reader, writer in self._carried if here[reader] == s]
+        stages = {before[writer] for writer in writers}
         for w in stages:
             if w != s:
                 yield Task(w, Kind.F, m - 1)

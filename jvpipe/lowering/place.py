@@ -188,7 +188,8 @@ class Placer(BufferTable):
         """
         copy = self.where.resting(value, self.optimizer)
         b = self.current.get((value, target))
-        if b is not None and (copy is Copy.AWAY) == (self.spots[b].copy is Copy.AWAY):
+        is_away = copy is Copy.AWAY
+        if b is not None and is_away == (self.spots[b].copy is Copy.AWAY):
             return b
         source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
@@ -288,7 +289,8 @@ class Placer(BufferTable):
             writes,
             run,
         )
-        self._return(op, {away: b for away, b in fetched.items() if b in writes})
+        written = {away: b for away, b in fetched.items() if b in writes}
+        self._return(op, written)
         self._deliver(op, here)
         for value in op.forgets:
             holder = self._holder_near(value, here)
@@ -340,21 +342,11 @@ class Placer(BufferTable):
             value, place, copy = self.spots[b]
             if copy is not Copy.AWAY:
                 continue
-            fetched[b] = self.fresh(
-                value,
-                place,
-                self.buffers[b].bytes,
-                Copy.FETCHED,
-            )
+            size = self.buffers[b].bytes
+            fetched[b] = self.fresh(value, place, size, Copy.FETCHED)
             if b in reads:
-                self.row(
-                    Kind.IN,
-                    place,
-                    op.layer,
-                    op.microbatch,
-                    [b],
-                    [fetched[b]],
-                )
+                new = [fetched[b]]
+                self.row(Kind.IN, place, op.layer, op.microbatch, [b], new)
         return fetched
 
     def _return(self, op: Operation, written: Mapping[int, int]) -> None:
@@ -367,14 +359,7 @@ class Placer(BufferTable):
         for away, b in written.items():
             value, place, _ = self.spots[away]
             new = self.fresh(value, place, self.buffers[away].bytes, Copy.AWAY)
-            self.row(
-                Kind.OUT,
-                place,
-                op.layer,
-                op.microbatch,
-                [b],
-                [new],
-            )
+            self.row(Kind.OUT, place, op.layer, op.microbatch, [b], [new])
 
     def _fed_bytes(self, value: Value) -> int:
         """Returns the bytes of what comes from the host: of a replica's examples, if it is theirs."""
@@ -446,14 +431,8 @@ class Placer(BufferTable):
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
             if old < self.persistent:
-                self.row(
-                    Kind.FREE,
-                    self.buffers[old].place,
-                    NONE,
-                    NONE,
-                    [old, new],
-                    [],
-                )
+                place = self.buffers[old].place
+                self.row(Kind.FREE, place, NONE, NONE, [old, new], [])
         leaving = [b for b in range(self.persistent) if b not in staying]
         for place in self.places:  # what the new plan has elsewhere, or newer
             for on_host in (False, True):
@@ -491,11 +470,11 @@ class Placer(BufferTable):
         """Names a leaf of the model state as the last micro-batch left it: the whole, not a
         replica's part.
         """
-        versions = [
-            value
-            for value, _ in self.current
-            if value.kind is ValueKind.STATE and value.index == k and value.examples is None
-        ]
+        versions = []
+        for value, _ in self.current:
+            is_whole = value.kind is ValueKind.STATE and value.examples is None
+            if is_whole and value.index == k:
+                versions.append(value)
         return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:

@@ -31,7 +31,10 @@ class Placement:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        stage_of: dict[int, int] = {}
+        for s, stage in enumerate(self.plan.stages):
+            stage_of |= dict.fromkeys(stage.layers, s)
+        return stage_of
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, ...]]:
@@ -126,6 +129,7 @@ class Placement:
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
         # Optimizer state lies where the update runs, one copy of it.
         places = self.updating(optimizer)
+        # The global program's state comes before all layers': their numbers are sorted.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
@@ -137,8 +141,9 @@ class Placement:
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):
-            readers = [layer.id for layer in graph.layers if c in layer.reading(ValueKind.CONSTANT)]
-            add(Value(ValueKind.CONSTANT, c), self._of_all(readers), array.bytes)
+            constant = Value(ValueKind.CONSTANT, c)
+            readers = [layer.id for layer in graph.layers if c in layer.reading(constant.kind)]
+            add(constant, self._of_all(readers), array.bytes)
         return tuple(buffers)
 
 

@@ -46,14 +46,8 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
             rows.append(replace(row, writes=(), run=OfferRun(number, x.target)))
         else:  # the target's half runs where the copy will be
             place = lowered.buffers[x.copy].place
-            rows.append(
-                replace(
-                    row,
-                    place=place,
-                    reads=(),
-                    run=AskRun(number, x.source),
-                )
-            )
+            run = AskRun(number, x.source)
+            rows.append(replace(row, place=place, reads=(), run=run))
     return replace(lowered, rows=tuple(rows), metrics=local(lowered.metrics))
 
 

@@ -140,8 +140,8 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
             waiting[row.place] ^= news
             for x in crossing:
                 if news & bit[x.row]:
-                    buffer = next(b for b in local if ancestors.get(b, 0) & bit[x.row])
-                    witnesses[x.row] = _Witness(number, buffer)
+                    behind = (b for b in local if ancestors.get(b, 0) & bit[x.row])
+                    witnesses[x.row] = _Witness(number, next(behind))
         for b in row.writes:
             ancestors[b] = depends | bit.get(number, 0)
     return witnesses
@@ -179,7 +179,8 @@ def _following(
     first.
     """
     # Copies have the same number here exactly if only copies stand between them.
-    runs = list(accumulate(KINDS[row.kind].link is not Link.PEER for row in lowered.rows))
+    are_runs = [KINDS[row.kind].link is not Link.PEER for row in lowered.rows]
+    runs = list(accumulate(are_runs))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
     for x, until in deadlines:
         source = lowered.rows[x.row].place
@@ -230,7 +231,8 @@ class _Receipts:
         """
         number = copies[-1].row
         row = self.lowered.rows[number]
-        here, there = row.place, self.buffers[copies[-1].copy].place
+        here = row.place
+        there = self.buffers[copies[-1].copy].place
         value = Value(ValueKind.MARK, number, row.layer, row.microbatch)
         mark, returned = len(self.buffers), len(self.buffers) + 1
         self.buffers += [Buffer(value, place, MARK_BYTES) for place in (there, here)]

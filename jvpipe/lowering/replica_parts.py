@@ -89,7 +89,9 @@ class ReplicaParts:
         """Tells whether replicas make parts of a leaf of the model state, rather than each all of
         it.
         """
-        return value.kind is ValueKind.STATE and self.batching.state[value.index] is not None
+        if value.kind is not ValueKind.STATE:
+            return False
+        return self.batching.state[value.index] is not None
 
     def whole(self, examples: Slice) -> Examples:
         """Returns the examples of a slice."""
@@ -99,7 +101,8 @@ class ReplicaParts:
         """Returns the examples that two slices share, which there must be."""
         x, y = self.whole(a), self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
-        return None if shared == self.whole(None) else shared
+        everything = self.whole(None)
+        return None if shared == everything else shared
 
     def meeting(self, examples: Slice, layer: int) -> list[Slice]:
         """Finds the slices of a layer's replicas that share examples with a slice."""

@@ -75,7 +75,9 @@ class Slicing(ReplicaParts):
                 if op.kind is Kind.F:
                     yield from self._remembered(op)
             case Kind.LOSS:
-                reads = [self.named(value, e) for value in op.reads for e in self.makers(value)]
+                reads: list[Value] = []
+                for value in op.reads:
+                    reads += [self.named(value, examples) for examples in self.makers(value)]
                 yield replace(op, reads=tuple(reads))
             case Kind.U:
                 delivers: list[Delivery] = []
@@ -119,8 +121,9 @@ class Slicing(ReplicaParts):
         """Counts what lies beside the gradients of a layer while they are added up: those of
         another, and the sums.
         """
-        parameters = self.graph.trained(self.graph.layers[layer].reading(ValueKind.PARAMETER))
-        return 2 * sum(self.graph.parameters[p].array.bytes for p in parameters)
+        read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
+        trained = self.graph.trained(read)
+        return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
         """Counts what a backward, or its second half, lets go of at least, of what was left for it
@@ -136,11 +139,15 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        return min((sum(array.bytes for array in arrays) for arrays in left), default=0)
+        sizes = [sum(array.bytes for array in arrays) for arrays in left]
+        return min(sizes, default=0)
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """Lists the parts of a value that the replicas of a layer have, each with its place."""
-        return [(self.named(value, e), self.where.of(layer, e)) for e in self.where.slices(layer)]
+        parts = []
+        for examples in self.where.slices(layer):
+            parts.append((self.named(value, examples), self.where.of(layer, examples)))
+        return parts
 
     def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
         """Names the part of what a layer writes that one of its replicas writes."""
@@ -166,10 +173,12 @@ class Slicing(ReplicaParts):
         if examples is not None and KINDS[op.kind].runs is Runs.LAYER:
             layout = run.layout if isinstance(run, LayerRun) else 0
             run = LayerRun(layout, examples)
+        reads = [self.named(value, examples) for value in op.reads]
+        writes = [self._part(op, write, examples) for write in op.writes]
         return replace(
             op,
-            reads=tuple(self.named(value, examples) for value in op.reads),
-            writes=tuple(self._part(op, write, examples) for write in op.writes),
+            reads=tuple(reads),
+            writes=tuple(writes),
             run=run,
             delivers=tuple(delivers),
             examples=examples,
@@ -230,7 +239,8 @@ class Slicing(ReplicaParts):
                 continue
             key = self.named(value, examples), stage[op.layer]
             source = self.source(value, op.layer)
-            if stage[source] != stage[op.layer] and key not in self._joined:
+            is_elsewhere = stage[source] != stage[op.layer]
+            if is_elsewhere and key not in self._joined:
                 self._joined.add(key)
                 yield from self._join(op, value, source, examples)
 
@@ -260,7 +270,8 @@ class Slicing(ReplicaParts):
             examples=examples,
         )
         ref, spread = Ref(value.kind, value.index), self.spread(value)
-        slices, others = self.where.slices(op.layer), self.where.slices(source)
+        slices = self.where.slices(op.layer)
+        others = self.where.slices(source)
         theirs = tuple(self.named(value, other) for other in others)
         if spread.over is Over.ALONG:
             parts = [self.overlap(examples, other) for other in self.meeting(examples, source)]
@@ -320,6 +331,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
+            # Who is on the same stage has the value: nothing is delivered there.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -367,13 +379,15 @@ class Slicing(ReplicaParts):
             number: of the replica.
             examples: of the replica.
         """
-        over, mine = self.spread(value).over, self.named(value, examples)
+        over = self.spread(value).over
+        mine = self.named(value, examples)
         senders = self.where.slices(maker)
         for layer in layers:
             receivers = self.where.slices(layer)
             if over is Over.ALONG:
-                for e in self.meeting(examples, layer):
-                    yield Delivery(self.named(value, self.overlap(examples, e)), (layer,), (e,))
+                for theirs in self.meeting(examples, layer):
+                    part = self.named(value, self.overlap(examples, theirs))
+                    yield Delivery(part, (layer,), (theirs,))
             elif value.kind is ValueKind.TENSOR and over is Over.NONE:
                 # Every replica has all of it: they share the receivers.
                 producer = self.graph.tensors[value.index].producer
@@ -405,18 +419,20 @@ class Slicing(ReplicaParts):
             delivers: where it goes.
             examples: of the replica.
         """
-        array, spread = self.graph.tensors[part.index].array, self.spread(part)
+        array = self.graph.tensors[part.index].array
+        spread = self.spread(part)
         first = self.whole(examples).start
         rows = array.shape[spread.axis] // self.graph.examples  # an example may have several
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
+        run = SliceRun(Ref(part.kind, part.index), spread.axis, start, stop)
         return Operation(
             Kind.SLICE,
             op.layer,
             op.microbatch,
             reads=(part._replace(examples=examples),),
             writes=(write,),
-            run=SliceRun(Ref(part.kind, part.index), spread.axis, start, stop),
+            run=run,
             delivers=tuple(delivers),
             examples=examples,
         )

@@ -216,17 +216,7 @@ def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
         if b not in dropped and b not in final:
             transient.setdefault(move.buffers[b].place, []).append(b)
     for place, ids in transient.items():
-        drops.append(
-            Row(
-                Kind.DROP,
-                place,
-                NONE,
-                NONE,
-                NONE,
-                tuple(ids),
-                (),
-            )
-        )
+        drops.append(Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()))
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),
@@ -259,7 +249,8 @@ def lower_evaluation(
     ['0E0[layer 0]', '0SEND0[layer 0]', '1E0[layer 1]', '1LOSS[layer 1]']
     """
     batch = range(microbatches)
-    lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in range(len(plan.stages)))
+    stages = range(len(plan.stages))
+    lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in stages)
     expander = Expander(graph, OneVersion(graph), set())
     placer = Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None

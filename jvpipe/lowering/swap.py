@@ -82,8 +82,11 @@ class _Swaps:
 
     def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
         self._buffers, self._swapped = buffers, swapped
-        self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
-        self._device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+        self._next: dict[Task, Task] = {}
+        self._device: dict[int, int] = {}  # by stage
+        for d, tasks in enumerate(lists):
+            self._next.update(pairwise(tasks))
+            self._device.update((task.stage, d) for task in tasks)
         self._layer: dict[_Left, int] = {}  # the first layer of the stage, which rows name
         self._hosted: dict[_Left, dict[int, int]] = {}  # buffers, and their copies on the host
         self._leaving: list[list[_Left]] = [[] for _ in lists]  # by device: the oldest first
@@ -94,11 +97,15 @@ class _Swaps:
         """Yields the rows before a task: its own values come back, those of the next task begin to,
         room is made.
         """
-        d, following = self._device[task.stage], self._next.get(task)
+        d = self._device[task.stage]
+        following = self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        if following and KINDS[following.kind].back and _left_by(following) in self._hosted:
-            yield from self._fetch(_left_by(following))
+        # What the next task reads comes back while this one runs.
+        if following and KINDS[following.kind].back:
+            coming = _left_by(following)
+            if coming in self._hosted:
+                yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave a second one: whatever else is there must have gone before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
@@ -121,7 +128,8 @@ class _Swaps:
         """Returns a row that reads what has come back, where it reads what went out."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
-        return replace(row, reads=tuple(self._fetched.get(b, b) for b in row.reads))
+        reads = (self._fetched.get(b, b) for b in row.reads)
+        return replace(row, reads=tuple(reads))
 
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""

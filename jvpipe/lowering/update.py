@@ -35,7 +35,9 @@ class Slots:
         self.graph, self.optimizer = graph, optimizer
         self.newest = [0] * len(graph.parameters)  # by parameter
         pieces = [*optimizer.update, *optimizer.init]
-        slots = dict.fromkeys(slot for piece in pieces for slot in (*piece.reads, *piece.writes))
+        slots: dict[Slot, None] = {}
+        for piece in pieces:
+            slots |= dict.fromkeys((*piece.reads, *piece.writes))
         # What pieces exchange has no index: its slot is numbered instead.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
@@ -57,19 +59,9 @@ class Slots:
         match slot.kind:
             case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
                 reader = self.graph.parameters[slot.index].readers[slot.source]
-                return Value(
-                    ValueKind.GRADIENT,
-                    slot.index,
-                    reader,
-                    version=update,
-                )
+                return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
             case SlotKind.WEIGHT:
-                return Value(
-                    ValueKind.WEIGHT,
-                    0,
-                    self.graph.loss_layer,
-                    version=update,
-                )
+                return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
             case SlotKind.PARAMETER:
                 return self.graph.parameter(slot.index, self.newest[slot.index])
             case SlotKind.STATE:
@@ -128,12 +120,5 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
             writes.append(write)
             if slot.kind is SlotKind.PARAMETER:
                 delivers.append(Delivery(write.value, parameters[slot.index].readers))
-        yield expander.operation(
-            Kind.U,
-            layer,
-            NONE,
-            reads,
-            writes,
-            PieceRun(number),
-            delivers,
-        )
+        run = PieceRun(number)
+        yield expander.operation(Kind.U, layer, NONE, reads, writes, run, delivers)

@@ -55,7 +55,8 @@ def same_bits(
         return False
     values: _Arrays = {}
     for v, ref in zip(body.inputs, body.reads, strict=True):
-        values[v] = _drawn(rng, v, is_parameter=ref.kind == ValueKind.PARAMETER)
+        is_parameter = ref.kind == ValueKind.PARAMETER
+        values[v] = _drawn(rng, v, is_parameter=is_parameter)
     # What comes in from later layers, and what earlier micro-batches added up: a sum that begins
     # with nothing hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
@@ -142,12 +143,15 @@ def _value_of(slot: Slot, aval: Any) -> np.ndarray:
         return np.zeros(aval.shape, aval.dtype)
     is_positive = slot.kind in (SlotKind.STATE, SlotKind.WEIGHT, SlotKind.GLOBAL)
     rng = np.random.default_rng([slot.kind.order, slot.index])
-    return rng.uniform(0.0 if is_positive else -1.0, 1.0, aval.shape).astype(aval.dtype)
+    low = 0.0 if is_positive else -1.0
+    return rng.uniform(low, 1.0, aval.shape).astype(aval.dtype)
 
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     """Tells whether arrays are bitwise identical and finite."""
-    return x.tobytes() == y.tobytes() and bool(np.isfinite(x.astype(np.complex128)).all())
+    # Complex128 holds the values of every type.
+    is_finite = np.isfinite(x.astype(np.complex128)).all()
+    return x.tobytes() == y.tobytes() and bool(is_finite)
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,8 @@ def _drawn(
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return np.zeros(aval.shape, aval.dtype)
-    size = 2 / math.sqrt(aval.shape[0]) if is_parameter and aval.shape else 1.0
+    is_matrix = is_parameter and aval.shape
+    size = 2 / math.sqrt(aval.shape[0]) if is_matrix else 1.0
     drawn = rng.uniform(-size, size, aval.shape)
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         drawn = drawn + 1j * rng.uniform(-size, size, aval.shape)

@@ -59,7 +59,8 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float32
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and eqn.params["new_dtype"] == jnp.float32
 
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
@@ -95,24 +96,20 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)), ('transpose', (1, 3, 8))]
     """
     numbers = eqn.params["dimension_numbers"]
-    operand, filters, result = (
-        _last(*numbers.lhs_spec),
-        (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1]),
-        _last(*numbers.out_spec),
-    )
+    operand = _last(*numbers.lhs_spec)
+    filters = (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])
+    result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
-    inner = type(numbers)(
-        _first(usual),
-        (usual[-1], usual[-2], *usual[:-2]),
-        _first(usual),
-    )
+    # Images have one axis of features and filters two, and both have them last.
+    image = _first(usual)
+    inner = type(numbers)(image, (usual[-1], usual[-2], *usual[:-2]), image)
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
         # This widens operands, too. Behind the barrier nobody finds what they were before they were
         # rounded.
         values = jax.lax.optimization_barrier(values)
-    moved = [_moved(x, axes) for x, axes in zip(values, (operand, filters), strict=True)]
+    moved = list(map(_moved, values, (operand, filters)))
     (out,) = _jax.bind(eqn.replace(params=params), moved)
     return _moved(out, tuple(np.argsort(result).tolist()))
 
@@ -127,4 +124,5 @@ def _first(usual: Sequence[int]) -> tuple[int, ...]:
 
 
 def _moved(x: Any, axes: tuple[int, ...]) -> Any:
-    return x if axes == tuple(range(len(axes))) else jax.lax.transpose(x, axes)
+    is_in_order = axes == tuple(range(len(axes)))
+    return x if is_in_order else jax.lax.transpose(x, axes)

@@ -113,7 +113,8 @@ class Flow:
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
-        return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
+        everywhere = self._eqns_of.get("everywhere", [])
+        return [*everywhere, *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
         return isinstance(out.atom, Var) and self.inputs.get(out.atom) == out.slot
@@ -159,7 +160,7 @@ class Flow:
         for phase, run in runs.items():
             is_last = phase == last
             yielded = [(out.atom, out.slot) for out in results] if is_last else []
-            yielded += [(v, slot) for v, slot in kept.items() if v in run.computed]
+            yielded += [(v, kept[v]) for v in kept if v in run.computed]
             slots = {v: kept.get(v) or self._slot(v, home) for v in run.reads}
             vectors = sent.get(phase, [])
             part = Part(

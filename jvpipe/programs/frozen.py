@@ -205,10 +205,15 @@ def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
             zeros.add(v)
 
     def is_zero(atom: Atom) -> bool:
-        return not np.any(atom.val) if isinstance(atom, Literal) else atom in zeros
+        if isinstance(atom, Literal):
+            return not np.any(atom.val)
+        return atom in zeros
+
+    def origin_of(atom: Atom) -> Var | None:
+        return same.get(atom) if isinstance(atom, Var) else None
 
     for eqn in closed.jaxpr.eqns:
-        origins = [same.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+        origins = list(map(origin_of, eqn.invars))
         are_zeros = list(map(is_zero, eqn.invars))
         origin = _origin(eqn, origins, are_zeros)
         if origin is not None:
@@ -297,4 +302,5 @@ def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]
-    return jax.tree.structure(jax.tree.unflatten(tree, leaves))
+    masked = jax.tree.unflatten(tree, leaves)
+    return jax.tree.structure(masked)

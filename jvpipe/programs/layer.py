@@ -90,16 +90,17 @@ def differentiate(
         partial: tensors (by id) that later layers read too: their cotangents come in as partial
             sums.
     """
-    summed = [
-        i
-        for i in body.moving
-        if body.reads[i].kind == ValueKind.TENSOR and body.reads[i].index in partial
-    ]
+    summed = []
+    for i in body.moving:
+        ref = body.reads[i]
+        if ref.kind == ValueKind.TENSOR and ref.index in partial:
+            summed.append(i)
     # The forward is traced with everything that its derivative closes over; what of this are
     # residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
-    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
+    results = closed.jaxpr.outvars
+    outputs, leaves = results[:n_out], results[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
     backward, signature = _trace_backward(
@@ -113,7 +114,9 @@ def differentiate(
     # numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
-    renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
+    renumber: dict[Source, Source] = {}
+    for i, v in enumerate(used):
+        renumber[sources[v]] = ("residual", i)
     forward = jaxprs.yielding(closed, [*outputs, *used])
     # A residual that is not a candidate has no name of its own.
     names = _candidate_names(forward.jaxpr.eqns)
@@ -162,14 +165,16 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
             fixed |= calls[position](fixed)
         for v in eqn.outvars:
             if name := body.candidates.get(v):
-                env[v] = _candidate(_valued(env[v], fixed[v]), name)
+                valued = _valued(env[v], fixed[v])
+                env[v] = _candidate(valued, name)
                 fixed[v] = jax.lax.stop_gradient(env[v])
     last = calls.get(len(body.eqns))
     if last:
         fixed |= last(fixed)
     results = []
     for v in body.outputs:
-        results.append(v.val if isinstance(v, _jax.Literal) else _valued(env[v], fixed[v]))
+        is_literal = isinstance(v, _jax.Literal)
+        results.append(v.val if is_literal else _valued(env[v], fixed[v]))
     return results
 
 
@@ -185,7 +190,8 @@ def _candidate(x: jax.Array, name: str) -> jax.Array:
     """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
-    parts = checkpoint_name(jax.lax.optimization_barrier(jnp.stack([x.real, x.imag])), name)
+    stacked = jnp.stack([x.real, x.imag])
+    parts = checkpoint_name(jax.lax.optimization_barrier(stacked), name)
     return jax.lax.complex(parts[0], parts[1])
 
 
@@ -239,7 +245,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
-    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
+    results = closed.jaxpr.outvars
+    outputs, leaves = results[:n_out], results[n_out:]
     # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
     # that.
     sources: dict[_jax.Atom, Source] = {}
@@ -276,13 +283,11 @@ class _Differentiated:
     @staticmethod
     def of(body: Body) -> "_Differentiated":
         kinds = [ref.kind for ref in body.reads]
+        gradients = [i for i in body.moving if kinds[i] == ValueKind.PARAMETER]
+        returned = [i for i in body.moving if kinds[i] == ValueKind.TENSOR]
         active = [i for i, a in enumerate(body.active) if a]
-        return _Differentiated(
-            gradients=[i for i in body.moving if kinds[i] == ValueKind.PARAMETER],
-            returned=[i for i in body.moving if kinds[i] == ValueKind.TENSOR],
-            active=active,
-            taken=[i for i in active if body.received[i] and body.writes[i] != _LOSS],
-        )
+        taken = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
+        return _Differentiated(gradients, returned, active, taken)
 
 
 def _trace_backward(
@@ -323,17 +328,19 @@ def _trace_backward(
         later |= zip(partial, sums, strict=True)
         # In the order in which the forward listed what gradients come from: active outputs, then
         # summed inputs.
-        pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
+        active = [incoming[i] for i in parts.active]
+        pulled = pull([*active, *later.values()])
         moved = dict(zip(body.moving, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
+    input_shapes = list(map(jaxprs.shape_of, body.inputs))
     flat = flatten(
         backward,
         list(shapes.values()),
         [jaxprs.shape_of(body.outputs[i]) for i in parts.taken],
-        [jaxprs.shape_of(body.inputs[i]) for i in partial],
-        [jaxprs.shape_of(body.inputs[i]) for i in gradients],
+        [input_shapes[i] for i in partial],
+        [input_shapes[i] for i in gradients],
     )
     # First what decides how the compiler rounds, then what only leaves results out.
     quiet = jaxprs.silent(flat, printed)
@@ -341,13 +348,15 @@ def _trace_backward(
     results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
     closed = jaxprs.yielding(closed, [x for i, x in results if body.returned[i]])
     closed, sources = _without_unread(closed, body, list(shapes), gradients)
+    read_gradients = [i for i in gradients if body.returned[i]]
+    read_cotangents = [i for i in returned if body.returned[i]]
     signature = Signature(
         residuals=(),
         sources=tuple(sources),
         cotangents=tuple(parts.taken),
         partial=tuple(partial),
-        gradients=tuple(i for i in gradients if body.returned[i]),
-        returned=tuple(i for i in returned if body.returned[i]),
+        gradients=tuple(read_gradients),
+        returned=tuple(read_cotangents),
     )
     return closed, signature
 
@@ -387,9 +396,10 @@ def _cotangent(body: Body, i: int) -> jax.Array:
     """Returns the cotangent of an output that comes from no later layer: of the loss its share, of
     others zeros.
     """
+    output = body.outputs[i]
     if body.writes[i] == _LOSS:
-        return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
-    return _zeros(body.outputs[i])
+        return jnp.full((), body.share, _jax.aval(output).dtype)
+    return _zeros(output)
 
 
 def _zeros(atom: _jax.Atom) -> jax.Array:

@@ -48,7 +48,8 @@ class Parts:
         # examples.
         examples = sum(s.size for s in self.slices)
         shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
-        return added_up([x * share for x, share in zip(values, shares, strict=True)])
+        pairs = zip(values, shares, strict=True)
+        return added_up([x * share for x, share in pairs])
 
 
 def loss_program(
@@ -73,7 +74,8 @@ def loss_program(
 
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = _columns(values, microbatches, parts)
-        losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
+        n_losses = 1 + graph.weighted
+        losses, aux = columns[:n_losses], columns[n_losses:]
         loss = added_up(losses[0])
         # The weight has its own sum, and only the quotient of both is the loss, however the items
         # were spread.
@@ -120,7 +122,8 @@ def _columns(
 ) -> list[Sequence[jax.Array]]:
     """Returns what each loss and leaf of aux was in each micro-batch."""
     if not parts:
-        return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
+        starts = range(0, len(values), microbatches)
+        return [values[i : i + microbatches] for i in starts]
     # Column after column; in a column micro-batch after micro-batch; of each of these slice after
     # slice.
     left, columns = iter(values), list[Sequence[jax.Array]]()

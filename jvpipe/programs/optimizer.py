@@ -100,7 +100,8 @@ class OptimizerCut:
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
         """Returns the leaves of the state that a layer, or the global program, has."""
-        return tuple(sorted(i for i, holder in self.holders if holder == layer))
+        leaves = (i for i, holder in self.holders if holder == layer)
+        return tuple(sorted(leaves))
 
 
 def cut_optimizer(
@@ -193,7 +194,8 @@ def _homes(
     """
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
     homes = {slot: of_leaf[slot.index] for slot in (*gradients, *init.inputs)}
-    for slot, leaf in zip(update.of_kind(SlotKind.STATE), traced.parameter_of, strict=True):
+    states = update.of_kind(SlotKind.STATE)
+    for slot, leaf in zip(states, traced.parameter_of, strict=True):
         if leaf is not None:
             homes[slot] = of_leaf[leaf]
     # The norm is a number of all layers, which the global program yields.
@@ -266,7 +268,8 @@ class _Program:
         """Returns the home of each input; constants are everywhere."""
         named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
         constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
-        return constants | {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
+        inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
+        return constants | inputs
 
     def placed(self, homes: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
         """Places all equations; scans over several layers are split first.
@@ -413,7 +416,8 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
-        if slot.kind is SlotKind.STATE and is_copied and "global" in flow.readers[v]:
+        is_read = "global" in flow.readers[v]
+        if slot.kind is SlotKind.STATE and is_copied and is_read:
             read.add(slot)
     return frozenset(read)
 

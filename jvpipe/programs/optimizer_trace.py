@@ -84,7 +84,8 @@ def trace_optimizer(
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
     def init(leaves: list[Any]) -> Tree:
-        return _call_optimizer(optimizer.init, tree.unflatten([leaves[i] for i in seen]))
+        params = tree.unflatten([leaves[i] for i in seen])
+        return _call_optimizer(optimizer.init, params)
 
     def update(
         sums: list[list[Any]],
@@ -254,8 +255,10 @@ def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
-    results = [jaxprs.evaluate(branch, operands, _expand) for branch in eqn.params["branches"]]
-    which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
+    branches = eqn.params["branches"]
+    results = [jaxprs.evaluate(branch, operands, _expand) for branch in branches]
+    last = np.int32(len(branches) - 1)
+    which = jax.lax.clamp(np.int32(0), index, last)
     return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
@@ -289,7 +292,8 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
     """Returns what an optimizer's `update` has returned; raises ValueError unless that is (updates,
     state).
     """
-    if isinstance(answer, tuple) and len(answer) == 2 and jax.tree.structure(answer[0]) == tree:
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    if is_pair and jax.tree.structure(answer[0]) == tree:
         return answer
     raise ValueError(
         "the optimizer's update must return (updates, state), the updates in the containers of the parameters, not "
@@ -400,7 +404,9 @@ def _type(leaf: Any) -> tuple[Any, bool]:
 
 def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     array = jnp.asarray(value)
-    return array if array.dtype == like.dtype else jax.lax.convert_element_type(array, like.dtype)
+    if array.dtype == like.dtype:
+        return array
+    return jax.lax.convert_element_type(array, like.dtype)
 
 
 def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:

@@ -173,10 +173,11 @@ class _Placing:
                 f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
-        layers = {p.home for p in operands.values() if isinstance(p.home, int)}
+        layers = {place.home for place in operands.values() if isinstance(place.home, int)}
         # Large arrays of several layers cannot meet: either the equation comes apart, or the
         # optimizer is refused.
-        large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
+        large_homes = {place.home for v, place in operands.items() if not _is_small(v)}
+        large = large_homes & layers
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
             return
@@ -260,8 +261,8 @@ class _Placing:
         serves_others = any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
         if not (mixes and serves_others):
             return False
-        are_reduced = (p.home != layer or v in self.reductions for v, p in operands.items())
-        return all(are_reduced) and all(_size(v) == 1 for v in operands)
+        own = [v for v, place in operands.items() if place.home == layer]
+        return self.reductions.issuperset(own) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number of an array, or of such numbers."""
@@ -315,14 +316,16 @@ def _origins(
         named = (inputs[v].parameter for v in [*read, atom] if v in inputs)
         origins |= dict.fromkeys(filter(None, named))
     names = [f"'{name}'" for name in origins]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def _stacks(eqn: JaxprEqn) -> bool:
     """Tells whether an equation stacks arrays along an axis that each of them has one element of."""
     if eqn.primitive.name != "concatenate":
         return False
-    return all(_jax.aval(v).shape[eqn.params["dimension"]] == 1 for v in eqn.invars)
+    axis = eqn.params["dimension"]
+    return all(_jax.aval(v).shape[axis] == 1 for v in eqn.invars)
 
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:

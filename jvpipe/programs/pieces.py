@@ -119,7 +119,11 @@ class Part:
     def reads(self) -> tuple[Slot, ...]:
         """The arrays that the piece takes, each once."""
         slots = set(self.read.values())
-        return tuple(sorted(slots, key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
+
+        def place(slot: Slot) -> tuple[int, int, int, str]:
+            return slot.kind.order, slot.index, slot.source, slot.dtype
+
+        return tuple(sorted(slots, key=place))
 
     def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
         """Returns the program of these equations; the last of a layer may overwrite what the layer
@@ -151,13 +155,16 @@ class Part:
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
+        inputs = [*self.read, *constants]
         # Which argument, and which part of it, each variable stands for.
         place = {slot: i for i, slot in enumerate(self.reads)}
-        layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
+        layout = []
+        for var, slot in self.read.items():
+            layout.append((place[slot], *self._span(slot, var)))
         return (
-            structure(self.eqns, [*self.read, *constants], outputs, rules=False),
+            structure(self.eqns, inputs, outputs, rules=False),
             tuple(map(comparable, constants.values())),
-            layout,
+            tuple(layout),
             tuple(map(len, packed)),
         )
 
@@ -182,7 +189,8 @@ class Part:
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
-        return jax.ShapeDtypeStruct((sum(map(_size, variables)),), _jax.aval(variables[0]).dtype)
+        length = sum(map(_size, variables))
+        return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
     def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
         start, _ = self._span(slot, var)
@@ -234,7 +242,8 @@ def _donated(
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []
     for i, slot in enumerate(reads):
-        if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE) and slot in writes:
+        is_lasting = slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)
+        if is_lasting and slot in writes:
             again.append(i)
         elif slot.kind is SlotKind.GRADIENT:
             sums.append(i)
@@ -248,7 +257,8 @@ def _donated(
 
 
 def _packed(values: Sequence[jax.Array]) -> jax.Array:
-    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in values], 0)
+    flat = [jax.lax.reshape(x, (x.size,)) for x in values]
+    return jax.lax.concatenate(flat, 0)
 
 
 def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:

@@ -59,9 +59,11 @@ def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
     """Returns a product with its operands exchanged, bound to another result."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
+    if isinstance(precision, tuple):  # one for each operand
+        precision = precision[::-1]
     params = product.params | {
         "dimension_numbers": (contracting[::-1], batch[::-1]),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+        "precision": precision,
     }
     return product.replace(
         invars=product.invars[::-1],

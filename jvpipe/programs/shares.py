@@ -26,7 +26,8 @@ def updating(
         plan: their stages.
         optimizer: whose state is shared out.
     """
-    state_bytes, parameter_bytes = [0] * len(graph.layers), [0] * len(graph.layers)
+    state_bytes = [0] * len(graph.layers)
+    parameter_bytes = [0] * len(graph.layers)
     for j, layer in optimizer.holders:
         if layer is not None:
             state_bytes[layer] += optimizer.state[j].array.bytes
@@ -35,7 +36,8 @@ def updating(
     replicas: dict[int, int] = {}
     for stage in plan.stages:
         sizes = [(state_bytes[layer], parameter_bytes[layer]) for layer in stage.layers]
-        replicas |= zip(stage.layers, packed(sizes, len(stage.devices)), strict=True)
+        keepers = packed(sizes, len(stage.devices))
+        replicas |= zip(stage.layers, keepers, strict=True)
     return replicas
 
 

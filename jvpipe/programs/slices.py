@@ -86,12 +86,13 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
         left, wholes = iter(values), list[jax.Array]()
         for leaf in parts:
             if leaf.spread.over is not Over.ADDED:
-                wholes.append(leaf.whole(list(islice(left, len(leaf.slices)))))
+                of_slices = list(islice(left, len(leaf.slices)))
+                wholes.append(leaf.whole(of_slices))
                 continue
             # What the leaf was, and what each slice has added to it.
             before = next(left)
-            of_slices = islice(left, len(leaf.slices))
-            wholes.append(added_up([before, *(part - before for part in of_slices)]))
+            added = [part - before for part in islice(left, len(leaf.slices))]
+            wholes.append(added_up([before, *added]))
         return wholes
 
     return Program(("state", types_of(leaves), tuple(parts)), join, tuple(leaves))

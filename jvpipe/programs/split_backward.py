@@ -100,7 +100,8 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
             eqns.append(shared[id(eqn)].equation())
         else:
             eqns += _held(eqn, [v for v in eqn.outvars if v in handed])
-    return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), backward.consts)
+    needed = jaxprs.prune(eqns, jaxpr.outvars)
+    return ClosedJaxpr(jaxpr.replace(eqns=needed), backward.consts)
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
@@ -130,14 +131,19 @@ def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
         yield eqn
         return
     bare = {v: _jax.new_variable(_jax.aval(v)) for v in values}
-    shapes = [jax.ShapeDtypeStruct(_jax.aval(v).shape, _jax.aval(v).dtype) for v in values]
-    laid_out = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier([*map(_jax.laid_out, xs)]))(
-        shapes
-    ).jaxpr
-    ends = dict(zip((*laid_out.invars, *laid_out.outvars), (*bare.values(), *values), strict=True))
+
+    def laid(xs: list[jax.Array]) -> list[jax.Array]:
+        return jax.lax.optimization_barrier([_jax.laid_out(x) for x in xs])
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, values)]
+    laid_out = jax.make_jaxpr(laid)(shapes).jaxpr
+    # The equations of `laid` stand between the bare values and those that others read.
+    inner = (*laid_out.invars, *laid_out.outvars)
+    ends = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
     for each in laid_out.eqns:
-        invars, outvars = ([ends.get(v, v) for v in vs] for vs in (each.invars, each.outvars))
+        invars = [ends.get(v, v) for v in each.invars]
+        outvars = [ends.get(v, v) for v in each.outvars]
         yield each.replace(invars=invars, outvars=outvars)
 
 
@@ -156,7 +162,8 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
     jaxpr, count = backward.jaxpr, len(signature.gradients)
     cut = _Cut.of(backward, count)
     sums, returned = jaxpr.outvars[:count], jaxpr.outvars[count:]
-    partial = jaxpr.invars[len(signature.sources) + len(signature.cotangents) : -count]
+    first_sum = len(signature.sources) + len(signature.cotangents)
+    partial = jaxpr.invars[first_sum:-count]
     accumulators = jaxpr.invars[-count:]
     first = replace(signature, gradients=())
     second = replace(signature, partial=(), returned=())
@@ -194,10 +201,13 @@ def _half(
     """
     jaxpr = whole.jaxpr
     read = {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
-    sources = {v: s for v, s in zip(jaxpr.invars, signature.sources, strict=False) if v in read}
     others = jaxpr.invars[len(signature.sources) :]
-    cotangents = {v: c for v, c in zip(others, signature.cotangents, strict=False) if v in read}
-    constants = {v: c for v, c in zip(jaxpr.constvars, whole.consts, strict=True) if v in read}
+    of_sources = zip(jaxpr.invars, signature.sources, strict=False)
+    of_cotangents = zip(others, signature.cotangents, strict=False)
+    of_constants = zip(jaxpr.constvars, whole.consts, strict=True)
+    sources = {v: source for v, source in of_sources if v in read}
+    cotangents = {v: cotangent for v, cotangent in of_cotangents if v in read}
+    constants = {v: constant for v, constant in of_constants if v in read}
     invars = [*sources, *cotangents, *taken]
     computed = {v for eqn in eqns for v in eqn.outvars}
     assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"

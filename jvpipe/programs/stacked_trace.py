@@ -112,10 +112,10 @@ def _trace_stacks(
     ) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
         # Nobody reads the gradient of what is frozen: the parameter stands in for it.
-        grads = [
-            x if i in frozen else mean(parts, by, x.dtype)
-            for i, (parts, x) in enumerate(zip(sums, params, strict=True))
-        ]
+        grads = list(params)
+        for i, parts in enumerate(sums):
+            if i not in frozen:
+                grads[i] = mean(parts, by, params[i].dtype)
         split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
         results = jaxprs.evaluate(core.update, list(chain(*split)), apply)
         new = parameters.taken_apart(results)
@@ -167,8 +167,8 @@ class _Split:
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
         """Returns the leaves that these are the slices of."""
-        leaves = self.slices(values)
-        return [x if n is None else stacked(x) for x, n in zip(leaves, self.lengths, strict=True)]
+        pairs = zip(self.slices(values), self.lengths, strict=True)
+        return [x if n is None else stacked(x) for x, n in pairs]
 
     def taken_apart(self, values: Sequence[Any]) -> list[Any]:
         """Returns the slices of these leaves."""
@@ -234,10 +234,8 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
         new = results[len(parameters.lengths) :]
-        grown = tuple(
-            len(x.pieces) if n is None and _is_stack(x) else n
-            for n, x in zip(state.lengths, new, strict=True)
-        )
+        pairs = zip(state.lengths, new, strict=True)
+        grown = tuple(len(x.pieces) if n is None and _is_stack(x) else n for n, x in pairs)
         if grown == state.lengths:
             return state
         state = _Split(grown)
@@ -260,9 +258,10 @@ def _is_stack(value: Any) -> bool:
 
 def _state(core: TracedOptimizer) -> Shapes:
     """Returns the shapes of the state as the optimizer sees it."""
-    avals = core.init.out_avals
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+    shape = jax.ShapeDtypeStruct
+    return [shape(x.shape, x.dtype, weak_type=x.weak_type) for x in core.init.out_avals]
 
 
 def _stacked_shape(*slices: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((len(slices), *slices[0].shape), slices[0].dtype)
+    first = slices[0]
+    return jax.ShapeDtypeStruct((len(slices), *first.shape), first.dtype)

@@ -82,7 +82,8 @@ class Program:
 
 def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Returns shapes and types of arrays, as a part of a program's key."""
-    return tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
+    types = [(tuple(array.shape), str(array.dtype)) for array in arrays]
+    return tuple(types)
 
 
 def added_up(values: Sequence[Any]) -> Any:
@@ -237,7 +238,7 @@ def _layer_key(
 ) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same."""
     # Which tensors, parameters or keys a layer reads does not count, only what it does with them.
-    places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
+    places = [ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads]
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)
     return (

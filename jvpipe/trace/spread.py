@@ -256,7 +256,6 @@ class Spreading:
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
         """Returns how a result of values with parts for each example lies.
 
-
         Args:
             eqn: makes it.
             axis: along which it lies; None if it has none.

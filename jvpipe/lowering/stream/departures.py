@@ -66,7 +66,8 @@ class Departures:
         """
         placer = self._placer
         for old, new in placer.moved:
-            if placer.buffers[old].copy.on_host or placer.buffers[new].copy.on_host:
+            copies = placer.buffers[old].copy, placer.buffers[new].copy
+            if any(copy.on_host for copy in copies):
                 self._free(old, new)
             else:
                 self._waiting.append(_Moved(task, old, new))
@@ -74,29 +75,16 @@ class Departures:
 
     def free(self, task: int) -> None:
         """Frees what was moved a few tasks ago, once it has arrived."""
-        stages = len(self._placer.where.plan.stages)
-        while self._waiting and self._waiting[0].task + _WINDOW * stages < task:
+        window = _WINDOW * len(self._placer.where.plan.stages)
+        while self._waiting and self._waiting[0].task + window < task:
             moved = self._waiting.popleft()
             self._free(moved.old, moved.new)
 
     def _free(self, old: int, new: int) -> None:
         placer = self._placer
-        placer.row(
-            Kind.FREE,
-            placer.buffers[old].place,
-            NONE,
-            NONE,
-            [old, new],
-            [],
-        )
-        placer.row(
-            Kind.DROP,
-            placer.buffers[new].place,
-            NONE,
-            NONE,
-            [new],
-            [],
-        )
+        source, target = placer.buffers[old].place, placer.buffers[new].place
+        placer.row(Kind.FREE, source, NONE, NONE, [old, new], [])
+        placer.row(Kind.DROP, target, NONE, NONE, [new], [])
 
 
 def settle(placer: Placer, plan: Plan) -> None:
@@ -125,7 +113,8 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
         newest: by parameter, its newest version.
     """
     graph, where = placer.graph, placer.where
-    for p, (parameter, version) in enumerate(zip(graph.parameters, newest, strict=True)):
+    pairs = zip(graph.parameters, newest, strict=True)
+    for p, (parameter, version) in enumerate(pairs):
         value, owner = graph.parameter(p, version), parameter.owner
         here = where.of(owner)
         reading = [place for layer in parameter.readers for place in where.places[layer]]

@@ -78,7 +78,8 @@ class StreamLowering:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps that differ; all later ones are like the last."""
-        in_flight = max(RoundRobin(span.layout.plan.replicas).in_flight[0] for span in self.spans)
+        turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
+        in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
         # After so many steps the pipeline is full, whatever the rule of versions; two more tell.
         fill = switch + 2 + -(-in_flight // M)
@@ -336,13 +337,16 @@ class _Unrolling:
         """Lists the metrics of step n, then the losses of its micro-batches."""
         M, placer = self.timeline.M, self.placer
         first = n * M
+        batch = range(first, first + M)
         values = metrics_of(placer.graph, first)
-        values += [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(first, first + M)]
+        values += [Value(ValueKind.LOSS, 0, microbatch=m) for m in batch]
         return [b for b in map(placer.metric, values) if b is not None]
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
     """Makes every stage's part of every step a list of its own: swaps do not look beyond a step."""
-    return tuple(
-        tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part
-    )
+    within = []
+    for part in lists:
+        for tasks in part:
+            within.append(tuple(task for task in tasks if task.kind != Kind.U))
+    return tuple(within)

@@ -110,10 +110,8 @@ def parts(
             rest.append(tasks[end:])
         # Tasks that are needed early follow the step's own, in their order.
         moved = early(tuple(first), tuple(rest))
-        part = tuple(
-            (*tasks, *(task for task in later if task in moved))
-            for tasks, later in zip(first, rest, strict=True)
-        )
+        pairs = zip(first, rest, strict=True)
+        part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)
         for tasks in part:
             done.update(tasks)
         result.append(part)

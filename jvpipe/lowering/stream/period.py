@@ -78,8 +78,9 @@ class Unrolled:
         The end of a stream is a step without forwards; it counts from the micro-batch that would
         come next.
         """
-        step = min(n, len(self.bounds) - 1 - (self.end is not None))
-        return step * self.M, step * self.M // self.every
+        last = len(self.bounds) - 1 - (self.end is not None)
+        m = min(n, last) * self.M
+        return m, m // self.every
 
     def _spot(self, b: int, n: int) -> Spot:
         """Names a buffer in step n: as it was called before the step, else after it, else when it
@@ -116,11 +117,14 @@ class Unrolled:
     def step(self, n: int) -> Step:
         """Cuts step n out; the last one of a stream that ends is its end."""
         m0, v0 = self._base(n)
-        rows = self.rows[self.bounds[n] : self.bounds[n + 1]]
-        before, after, metrics = self._alive(n), self._alive(n + 1), self.metrics[n]
+        begin, end = self.bounds[n : n + 2]
+        rows = self.rows[begin:end]
+        before, after = self._alive(n), self._alive(n + 1)
+        metrics = self.metrics[n]
         # Equal steps get equal numbers: what was there before by name, then as it is touched.
-        touched = [b for row in rows for b in (*row.reads, *row.writes)]
-        numbered = dict.fromkeys([*(b for _, b in before), *touched])
+        numbered = dict.fromkeys(b for _, b in before)
+        for row in rows:
+            numbered |= dict.fromkeys((*row.reads, *row.writes))
         ids = {b: i for i, b in enumerate(numbered)}
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
@@ -188,18 +192,7 @@ def dropping(drain: Step, last: Step) -> Step:
     drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
-        drops.append(
-            Row(
-                Kind.DROP,
-                memory,
-                NONE,
-                NONE,
-                NONE,
-                here,
-                (),
-                here,
-            )
-        )
+        drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
     lowered = Lowered(
         rows=(*drops, *renumbered(old.rows, ids)),
         buffers=tuple(buffers),

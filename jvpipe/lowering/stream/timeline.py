@@ -83,7 +83,8 @@ class StreamTimeline:
         *,
         drained: bool,
     ) -> None:
-        self.graph, self.spans, self.schedule, self.M = graph, tuple(spans), schedule, M
+        self.graph, self.spans = graph, tuple(spans)
+        self.schedule, self.M = schedule, M
         self.every = schedule.period(M)
         self._starts = [span.start for span in spans]
         self._layouts = [_layouts_by_turn(span.layout) for span in spans]
@@ -144,8 +145,9 @@ class StreamTimeline:
             waiting += needed
         # Backwards and updates keep their order: what precedes an early one is early, too.
         for tasks in rest:
-            last = max((i for i, task in enumerate(tasks) if task in early), default=-1)
-            early |= {task for task in tasks[: last + 1] if task.kind != Kind.F}
+            places = [i for i, task in enumerate(tasks) if task in early]
+            end = max(places, default=-1) + 1
+            early |= {task for task in tasks[:end] if task.kind != Kind.F}
         return early
 
     def _at(self, m: int) -> int:
@@ -163,7 +165,8 @@ class StreamTimeline:
 
     def replicas(self, layer: int, m: int) -> int:
         """Counts the devices that take turns with the micro-batches of a layer."""
-        return len(self.plan(m).stages[self.stage(layer, m)].devices)
+        stage = self.stage(layer, m)
+        return len(self.plan(m).stages[stage].devices)
 
     def stage(self, layer: int, m: int) -> int:
         """Returns the stage of a layer in a micro-batch."""

@@ -48,7 +48,8 @@ class StreamWeights:
     """
 
     def __init__(self, timeline: StreamTimeline, existing: set[Value]) -> None:
-        self.timeline, self.graph, self.existing = timeline, timeline.graph, existing
+        self.timeline = timeline
+        self.graph, self.existing = timeline.graph, existing
         self.schedule = timeline.schedule
         self.accumulates = timeline.every > 1
 
@@ -73,7 +74,8 @@ class StreamWeights:
             back: of the backward rather than the forward.
         """
         owner = self.graph.parameters[p].owner
-        return self.timeline.version(owner, m, back=back and not self.is_tied(p, m))
+        reads_stale = back and not self.is_tied(p, m)
+        return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
         """Counts the updates between a layer's forward of a micro-batch and its update."""
@@ -135,7 +137,8 @@ class StreamWeights:
             return
         reads, memories, writes = [], [], []
         for p in to_shift:
-            reads.append(Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)))
+            version = self.version(p, m, back=back)
+            reads.append(Value(ValueKind.PARAMETER, p, version=version))
             memories.append(Value(memory, p))
             writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
         # From here on `reading` names the shifted weights.
@@ -159,8 +162,10 @@ class StreamWeights:
             layer: that reads it.
             m: the micro-batch.
         """
-        every, turns = self.timeline.every, self.timeline.replicas(layer, m)
+        every = self.timeline.every
+        turns = self.timeline.replicas(layer, m)
         update = m // every
+        # Devices that take turns have a sum each, named by the first micro-batch of its own.
         first = NEVER if turns == 1 else update * every + m % turns
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
@@ -231,14 +236,8 @@ class StreamUpdates:
             batch = range(m + 1 - every, m + 1)
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
-            yield self.expander.operation(
-                Kind.WEIGHT,
-                layer.id,
-                m,
-                reads,
-                [total],
-                SumRun(every),
-            )
+            run = SumRun(every)
+            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], run)
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
         """Yields what adds up the gradients of a layer's own parameters, where devices have taken
@@ -258,17 +257,16 @@ class StreamUpdates:
             writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
             # The last micro-batches of the update, one for each device, name the devices' own sums.
             turns = weights.timeline.replicas(reader, m)
-            parts = [
-                [weights.gradient(p, reader, last) for p in parameters]
-                for last in range(m + 1 - turns, m + 1)
-            ]
+            last_ones = range(m + 1 - turns, m + 1)
+            parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
             yield from summed(layer, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
         update, graph = m // self.weights.timeline.every, self.weights.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
-        tau, schedule = self.weights.tau(layer, m), self.weights.schedule
+        tau = self.weights.tau(layer, m)
+        schedule = self.weights.schedule
         # On the last stage (tau = 0) forward and backward read the same weights anyway.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
@@ -276,25 +274,15 @@ class StreamUpdates:
             if piece.layer != layer:
                 continue
             reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
-            writes = [
-                self.slots.written(slot, aval, layer, m)
-                for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
-            ]
+            results = zip(piece.writes, piece.program.out_avals, strict=True)
+            writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
             run = PieceRun(number)
-            operations.append(
-                self.expander.operation(
-                    Kind.U,
-                    layer,
-                    m,
-                    reads,
-                    writes,
-                    run,
-                )
-            )
+            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # its last piece ends what the layer remembered at earlier stages
-            operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
+            forgets = self._forgotten(layer, before)
+            operations[-1] = replace(operations[-1], forgets=forgets)
         return LayerUpdate(
             layer,
             update + 1,
@@ -327,7 +315,8 @@ class StreamUpdates:
         for p, version in before.items():
             size = self.weights.graph.parameters[p].array.bytes
             old.append(Value(ValueKind.PARAMETER, p, version=version))
-            new.append(Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size))
+            after = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
+            new.append(Write(after, size))
             memory.append(Write(Value(kind, p), size))
         remembered = list(memory)
         if corrects:  # a running mean counts what it has seen
