@@ -132,7 +132,12 @@ def _device(table: "_Table") -> Accelerator:
     return _accelerator(table, "device", entry, "device.")
 
 
-def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelerator:
+def _accelerator(
+    table: "_Table",
+    key: str,
+    entry: Any,
+    prefix: str,
+) -> Accelerator:
     """Reads a device.
 
     Args:
@@ -287,8 +292,8 @@ class _Table:
 def _line_of(text: str, key: str) -> int | None:
     """Returns the line of a dotted key; if it is missing, the line of its table.
 
-    The parser of Python's library reports no lines. So headers, inline tables and keys are looked for
-    line by line; the n-th `[[name]]` is called `name[n]`.
+    The parser of Python's library reports no lines. So headers, inline tables and keys are looked
+    for line by line; the n-th `[[name]]` is called `name[n]`.
     """
     lines = text.splitlines()
     *tables, last = key.split(".")

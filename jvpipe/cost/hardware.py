@@ -70,10 +70,12 @@ class Accelerator:
         name: of it.
         memory_bytes: its memory.
         memory_bytes_per_s: the rate at which kernels read and write it.
-        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all cores.
+        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all
+            cores.
         launch_s: seconds of each kernel beside its work. So kernels of few bytes reach less of the
             memory's rate, half of it at `launch_s * memory_bytes_per_s` bytes.
-        elementwise_per_s: elementwise operations per second, where these and not bytes are the limit.
+        elementwise_per_s: elementwise operations per second, where these and not bytes are the
+            limit.
         platform: `cuda`, `tpu` or `cpu`; its compiler makes the programs.
         cores: the multiprocessors of a GPU; 0 if the number is not known.
         tiling: how products are dealt out to the cores; None if they are dealt out without loss.
@@ -108,7 +110,8 @@ class Accelerator:
         return self.platform == "cuda"
 
     def products_per_s(self, dtype: str) -> float:
-        """Returns the floating-point operations per second of products, of a similar dtype if need be.
+        """Returns the floating-point operations per second of products, of a similar dtype if need
+        be.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
@@ -171,13 +174,15 @@ class Cluster:
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """Describes an all-reduce as a link for the bytes of one summand; each of the devices holds one.
+        """Describes an all-reduce as a link for the bytes of one summand; each of the devices holds
+        one.
 
             in each machine       reduce-scatter in a ring: every device has the sum of its part
             between machines      the parts are summed in other rings, as many at once as there are networks
             in each machine       all-gather in the ring: every device has all parts
 
-        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run between.
+        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run
+        between.
 
         Args:
             devices: their numbers, machine by machine.
@@ -197,7 +202,8 @@ class Cluster:
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
-        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever they are.
+        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever
+        they are.
 
         For each number of machines the devices are spread evenly, which makes the fullest machine's
         ring the shortest, and as many rings as possible run between machines.
@@ -224,7 +230,8 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Describes as one link the way of a value from devices that hold slices to devices that read slices.
+        """Describes as one link the way of a value from devices that hold slices to devices that
+        read slices.
 
         Slices are equal and pass at once, between machines as many as there are networks.
 

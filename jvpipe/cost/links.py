@@ -1,8 +1,8 @@
 """The links of the devices at hand, measured by copies of two sizes.
 
 OUT goes from a device to the pinned memory of its host, IN back, SEND to another device. A line
-through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and SEND
-share a link.
+through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and
+SEND share a link.
 """
 
 import statistics
@@ -62,7 +62,9 @@ def known_links() -> dict[tuple[str, str], Links]:
 
 
 def links_between(
-    device: Device, other: Device | None = None, archive: Archive | None = None
+    device: Device,
+    other: Device | None = None,
+    archive: Archive | None = None,
 ) -> Links:
     """Returns the links of a device, measured once per process for devices of these kinds.
 
@@ -126,7 +128,9 @@ def _host_memory(device: Device) -> str:
 
 
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
-    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the first."""
+    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the
+    first.
+    """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)
     return jax.block_until_ready([jax.device_put(values, place, may_alias=False) for _ in runs])

@@ -1,9 +1,10 @@
-"""The costs of a model as a function of the local batch: the examples of a micro-batch that one replica works on.
+"""The costs of a model as a function of the local batch:
+the examples of a micro-batch that one replica works on.
 
-Legend: b examples. At the measured sizes costs are as measured. Between two of them each number lies
-on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as they
-were measured. With one size, all is in proportion. The options of a layer are those of the larger
-size, in proportion to what the layer takes.
+Legend: b examples. At the measured sizes costs are as measured. Between two of them each number
+lies on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as
+they were measured. With one size, all is in proportion. The options of a layer are those of the
+larger size, in proportion to what the layer takes.
 """
 
 from bisect import bisect_left
@@ -90,7 +91,12 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
         # What counts per version is a parameter, whatever the batch.
         size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
         shared.append(replace(x, bytes=size))
-    return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
+    return replace(
+        far,
+        layers=tuple(layers),
+        edges=tuple(edges),
+        shared=tuple(shared),
+    )
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:

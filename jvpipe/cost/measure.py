@@ -1,7 +1,7 @@
 """The costs of a model's layers on a device at hand: each distinct program is run and timed once.
 
-A program that the device has no room for is estimated by the roofline, at the pace of those that ran.
-All seconds may come from the archive instead, if an earlier process measured them.
+A program that the device has no room for is estimated by the roofline, at the pace of those that
+ran. All seconds may come from the archive instead, if an earlier process measured them.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.cost import roofline
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
@@ -121,8 +121,8 @@ def measured_costs(
     """Measures the costs of a model on a device at hand.
 
     With fates, backwards are also measured with half of the candidates kept and with none, and the
-    modelled seconds of recomputation are made to agree with these. The extra bytes of each option are
-    those of its backward as compiled.
+    modelled seconds of recomputation are made to agree with these. The extra bytes of each option
+    are those of its backward as compiled.
 
     Args:
         traced: the model.
@@ -133,9 +133,11 @@ def measured_costs(
         fates: whether layers have options other than keeping everything.
         split: whether the halves of backwards are measured too.
         earlier: earlier measurements, to which new ones are added.
-        room_bytes: the bytes that the device has for a program; programs that need more are estimated.
+        room_bytes: the bytes that the device has for a program; programs that need more are
+            estimated.
         archive: where seconds of earlier processes are found, and new ones kept.
-        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were busy.
+        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were
+            busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
@@ -148,36 +150,82 @@ def measured_costs(
     pairs += _halves(kept["all"]) if split else ()
     updates = optimizer.update if optimizer is not None else ()
     pairs += ((piece_program(piece), piece.program) for piece in updates)
-    # A program without results, such as the backward of a frozen layer, is never dispatched.
-    idle = {program.key: Run(0.0, 0) for program, jaxpr in pairs if not jaxpr.jaxpr.outvars}
-    busy = {program.key: (program, jaxpr) for program, jaxpr in pairs if program.key not in idle}
-    to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
-    runs = idle | runs | _estimated(store, device, runs, busy)
+    runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
         works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
     if optimizer is not None:
-        works = with_update_seconds(
-            works, traced.graph.loss_layer, optimizer, partial(_update_s, runs)
-        )
+        update_s = partial(_update_s, runs)
+        works = with_update_seconds(works, traced.graph.loss_layer, optimizer, update_s)
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
-        recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
-        measured = []
-        for layer, recompute in enumerate(recomputed):
-            by_share: dict[Share, Run] = {}
-            for share in shares:
-                by_share[share] = runs[backwards[share][layer].key]
-            measured.append(_calibration(recompute, by_share))
-        options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
-        alike = [id(programs) for programs in kept["nothing"]]
-        options = with_compiled_bytes(traced, options, alike, store, device)
+        measured: list[dict[Share, Run]] = []
+        for layer in range(len(forwards)):
+            measured.append({share: runs[backwards[share][layer].key] for share in shares})
+        inputs = own_inputs(traced.graph, signatures)
+        options = _measured_options(traced, inputs, kept["nothing"], measured, store, device)
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _all_runs(
+    store: ProgramStore,
+    pairs: Iterable[tuple[Program, ClosedJaxpr]],
+    device: Device,
+    earlier: Runs | None,
+    room_bytes: int | None,
+    archive: Archive | None,
+) -> Runs:
+    """Measures programs, or estimates those for which the device has no room.
+
+    Args:
+        store: where they are compiled.
+        pairs: the programs with their jaxprs.
+        device: where they run.
+        earlier: earlier measurements, to which new ones are added.
+        room_bytes: the bytes that the device has for a program.
+        archive: where seconds of earlier processes are found, and new ones kept.
+    """
+    # A program without results, such as the backward of a frozen layer, is never dispatched.
+    idle: Runs = {}
+    busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
+    for program, jaxpr in pairs:
+        if jaxpr.jaxpr.outvars:
+            busy[program.key] = program, jaxpr
+        else:
+            idle[program.key] = Run(0.0, 0)
+    to_run = [program for program, _ in busy.values()]
+    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
+    return idle | runs | _estimated(store, device, runs, busy)
+
+
+def _measured_options(
+    traced: Traced,
+    inputs: Sequence[Sequence[int]],
+    nothing: Sequence[LayerPrograms],
+    measured: Sequence[Mapping[Share, Run]],
+    store: ProgramStore,
+    device: Device,
+) -> list[tuple[Option, ...]]:
+    """Returns the options of each layer, with measured seconds, and with bytes as compiled.
+
+    Args:
+        traced: the model.
+        inputs: the tensors that each layer holds alone.
+        nothing: the programs of its layers with no candidate kept.
+        measured: of each layer, its backward by the share of candidates that is kept.
+        store: where backwards are compiled.
+        device: where they run.
+    """
+    recomputed = recomputes(traced, nothing, accelerator_of(device))
+    calibrations = list(map(_calibration, recomputed, measured))
+    options = layer_options(traced, inputs, recomputed, calibrations)
+    # Equal layers share their programs: one of them is compiled.
+    alike = [id(programs) for programs in nothing]
+    return with_compiled_bytes(traced, options, alike, store, device)
 
 
 def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
@@ -202,7 +250,9 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates the programs that were not run by the roofline, at the median pace of those that were."""
+    """Estimates the programs that were not run by the roofline, at the median pace of those that
+    were.
+    """
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
@@ -239,7 +289,9 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
 
 
 def _needed_bytes(needs: Any) -> int:
-    """Counts the bytes of a program while it runs: arguments and results, less those in place, and temporaries."""
+    """Counts the bytes of a program while it runs: arguments and results, less those in place, and
+    temporaries.
+    """
     arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 

@@ -17,7 +17,8 @@ BACKWARD = 2
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
-    """Counts the floating-point operations of products and convolutions, by the type of their operands.
+    """Counts the floating-point operations of products and convolutions, by the type of their
+    operands.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
@@ -37,7 +38,8 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
-    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them evenly.
+    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them
+    evenly.
 
     Products of the forward count three times because the backward has two for each of them. Neither
     recomputation nor elementwise operations count. A step's utilisation is this over its seconds.

@@ -1,4 +1,6 @@
-"""Compares the plan of another system with ours: both are simulated on the costs that ours was planned with."""
+"""Compares the plan of another system with ours:
+both are simulated on the costs that ours was planned with.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise

@@ -1,4 +1,5 @@
-"""The format of another system: which parts of a plan it covers, and how an export is refused that would lose some.
+"""The format of another system: which parts of a plan it covers,
+and how an export is refused that would lose some.
 
 A plan is written, what was written is read back, and the two plans are compared (`losses`). So no
 format has a list of what it cannot say: whatever comes back changed is lost, and is named.
@@ -37,8 +38,8 @@ class Format:
     """A format, with the functions that write and read it.
 
     `write` may change what the format cannot say to the nearest that it can. `silent` are the parts
-    that the system expects in another file, so their absence is not a loss. `comment` begins a comment
-    line; it is empty if the format has no comments.
+    that the system expects in another file, so their absence is not a loss. `comment` begins a
+    comment line; it is empty if the format has no comments.
     """
 
     name: str
@@ -74,7 +75,8 @@ class Format:
         """Reads a plan.
 
         Raises:
-            ValueError: the text is not of this format or version, or does not fit the model; in one line.
+            ValueError: the text is not of this format or version, or does not fit the model; in one
+                line.
         """
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
@@ -98,8 +100,8 @@ def outline_for(plan: Plan) -> Outline:
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
     """Returns the task lists of a plan's step.
 
-    Other systems update once per step: a plan without a schedule, or one that updates within a step,
-    is exported as 1F1B. `losses` reports the second.
+    Other systems update once per step: a plan without a schedule, or one that updates within a
+    step, is exported as 1F1B. `losses` reports the second.
     """
     schedule = rule_named(plan.schedule or "1f1b")
     if not schedule.synchronous:
@@ -127,12 +129,17 @@ def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
 
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
-    """Sorts task lists by device, as other systems expect them; a plan sorts them by first stage."""
+    """Sorts task lists by device, as other systems expect them.
+
+    A plan sorts them by first stage.
+    """
     return tuple(sorted(lists, key=lambda tasks: plan.stages[tasks[0].stage].devices))
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
-    """Returns the number of the list that runs each stage; raises ValueError unless it is exactly one."""
+    """Returns the number of the list that runs each stage; raises ValueError unless it is exactly
+    one.
+    """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:

@@ -2,8 +2,8 @@
 
     Et*3|t*4|t*4|t*3L    four stages: E the embedding, t a block, L the head and the loss
 
-Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks of
-each stage, as many as `--recompute-num-layers` says, keep only their inputs.
+Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks
+of each stage, as many as `--recompute-num-layers` says, keep only their inputs.
 """
 
 import re
@@ -62,7 +62,9 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns options by name, flags with an empty value. Words before the first option are the layout."""
+    """Returns options by name, flags with an empty value. Words before the first option are the
+    layout.
+    """
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
     name = ""

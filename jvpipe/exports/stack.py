@@ -1,4 +1,6 @@
-"""Plans of stacks: models of an embedding, equal blocks and a head, the only ones that most systems can cut."""
+"""Plans of stacks: models of an embedding, equal blocks and a head,
+the only ones that most systems can cut.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -31,7 +33,9 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them whole."""
+    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them
+    whole.
+    """
 
     counts: tuple[int, ...]
     again: int
@@ -44,7 +48,8 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
     Args:
         outline: of its layers.
-        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike sizes.
+        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike
+            sizes.
 
     Raises:
         ValueError: the model is not a stack; the message says what it has instead.
@@ -70,8 +75,8 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
     """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
 
-    The last layer of the last block may have more values: a trace puts a norm or a gather that comes
-    before the head into the layer that ends the block.
+    The last layer of the last block may have more values: a trace puts a norm or a gather that
+    comes before the head into the layer that ends the block.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
@@ -83,11 +88,17 @@ def _check_alike(outline: Outline, stack: BlockStack) -> None:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 
-def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool = False) -> Layout:
+def layout_of(
+    plan: Plan,
+    outline: Outline,
+    names: tuple[str, ...],
+    equal: bool = False,
+) -> Layout:
     """Returns the layout that is nearest to a plan.
 
-    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its values
-    is not kept; the layout recomputes as many blocks of each stage as the stage with the most of them.
+    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its
+    values is not kept; the layout recomputes as many blocks of each stage as the stage with the
+    most of them.
 
     Args:
         plan: with any cuts and fates.
@@ -148,7 +159,10 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     _check_rounds(rule, layout.devices, outline.microbatches)
     where = [rule.device_of(s, layout.devices) for s in range(stages)]
     plan = Plan.from_cuts(
-        [j - i for i, j in pairwise(bounds)], where, schedule=rule.name, outline=outline
+        [j - i for i, j in pairwise(bounds)],
+        where,
+        schedule=rule.name,
+        outline=outline,
     )
     with_fates = []
     for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
@@ -159,7 +173,9 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
 
 
 def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
-    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these differently."""
+    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these
+    differently.
+    """
     if rule.chunks > 1 and microbatches % devices:
         raise ValueError(
             f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "

@@ -1,13 +1,15 @@
-"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`), a line for each rank.
+"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`),
+a line for each rank.
 
     0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      rank 0: RECV_B receives what rank 1 sends back
     1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD      rank 1
 
-A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus meets
-its sends and receives in one common order, so no two ranks can wait for each other. REDUCE_GRAD, behind
-the last backward of a stage, divides its gradients by the number of micro-batches: torch adds this to
-schedules of its own, but nothing to a file that has sends. The file holds the order of tasks and nothing
-else; the layers of a stage are those of the module that torch is given.
+A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus
+meets its sends and receives in one common order, so no two ranks can wait for each other.
+REDUCE_GRAD, behind the last backward of a stage, divides its gradients by the number of
+micro-batches: torch adds this to schedules of its own, but nothing to a file that has sends. The
+file holds the order of tasks and nothing else; the layers of a stage are those of the module that
+torch is given.
 """
 
 import csv
@@ -122,7 +124,8 @@ def _ready(task: Task, done: set[Task], last: int) -> bool:
 def _read(text: str, outline: Outline) -> Plan:
     """Reads task lists, with sends or without.
 
-    The file does not say which layers a stage has, so the stages get as many layers each as is possible.
+    The file does not say which layers a stage has, so the stages get as many layers each as is
+    possible.
 
     Raises:
         ValueError: the lists or their sends cannot run, or the model has too few layers.
@@ -217,4 +220,10 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     return not waits_for.isdisjoint(done)
 
 
-TORCH_CSV = Format("torch-csv", _write, _read, silent=frozenset({PlanPart.CUTS}), comment="")
+TORCH_CSV = Format(
+    "torch-csv",
+    _write,
+    _read,
+    silent=frozenset({PlanPart.CUTS}),
+    comment="",
+)

@@ -1,4 +1,5 @@
-"""Prefetching: state that lies on the host comes before the updates that read it, and goes back beside them.
+"""Prefetching: state that lies on the host comes before the updates that read it,
+and goes back beside them.
 
 `i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it
 wrote back to the host (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each
@@ -22,11 +23,15 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow one another."""
+"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow
+one another.
+"""
 
 
 class _Copy(NamedTuple):
-    """A row of copies: the update after which it stands (-1: before all), and the one that it serves."""
+    """A row of copies: the update after which it stands (-1: before all), and the one that it
+    serves.
+    """
 
     after: int
     update: int
@@ -61,7 +66,9 @@ class _Visit:
 
 @dataclass
 class _Round:
-    """Updates of a place with none of its forwards or backwards between them; `anchor` is the group of the last one."""
+    """Updates of a place with none of its forwards or backwards between them; `anchor` is the group
+    of the last one.
+    """
 
     anchor: int | None
     visits: list[_Visit] = field(default_factory=list)

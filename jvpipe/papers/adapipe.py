@@ -1,7 +1,7 @@
 """AdaPipe's two dynamic programs: what each stage computes again, and where to cut.
 
-Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and Adaptive
-Partitioning", ASPLOS 2024.
+Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and
+Adaptive Partitioning", ASPLOS 2024.
 
 Legend, in the paper's symbols:
     p, n    stages and micro-batches; stages s count from 0
@@ -16,8 +16,8 @@ stage to the first and keeps, for each first layer of a stage, the cuts for whic
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a flush
-has only the steady phase, so there M_s is minimised.
+M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a
+flush has only the steady phase, so there M_s is minimised.
 """
 
 from dataclasses import dataclass
@@ -95,7 +95,12 @@ def try_adapipe(problem: Problem) -> Decision | None:
     return Decision(tuple(bounds), tuple(choices))
 
 
-def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputation) -> Suffix:
+def _before(
+    after: Suffix,
+    s: int,
+    segments: Segments,
+    recomputation: Recomputation,
+) -> Suffix:
     """Finds the best stages from s on, given those after it; one step of the dynamic program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1

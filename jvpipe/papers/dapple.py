@@ -1,7 +1,8 @@
-"""DAPPLE's planner for straight pipelines: the least latency of a step, estimated around a pivot stage.
+"""DAPPLE's planner for straight pipelines: the least latency of a step,
+estimated around a pivot stage.
 
-Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
-section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
+Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP
+2021, section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
 
 Legend, in the paper's symbols:
     F_s, B_s    forward and backward seconds of stage s; transfers are stages between stages, so that
@@ -15,8 +16,8 @@ Legend, in the paper's symbols:
                 - sum of B_a for Q <= a <= s behind the pivot)
     L           T_w + T_s + T_e (equation 2)
     T_PL(j, m)  the least L found with the first j layers on m of G devices, and the others as one stage
-                that shares the work among the other G - m (equation 4); plans for larger j extend the
-                plan behind it (equation 5)
+                that shares the work among the other G - m (equation 4); plans for larger j extend
+                the plan behind it (equation 5)
     K_s, D      micro-batches in flight on stage s, and the most that a device has memory for
 
     stage 0   F F F F . . B . B . B . B       Q = 1:  T_w  F_0 F_1
@@ -68,7 +69,8 @@ def dapple(problem: Problem) -> Decision:
     kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
-    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is one.
+    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is
+    # one.
     plan, exists = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
@@ -96,9 +98,9 @@ def dapple(problem: Problem) -> Decision:
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one of Q
-    and the work between them together (equation 3). One pass over the stages finds Q and T_e: all sums
-    are differences of running sums.
+    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one
+    of Q and the work between them together (equation 3). One pass over the stages finds Q and T_e:
+    all sums are differences of running sums.
 
     Args:
         stages: in their order, transfers included.
@@ -118,7 +120,8 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <= Q.
+    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <=
+    # Q.
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))

@@ -9,10 +9,10 @@ Legend, in the paper's symbols where it has them:
     F_s, B_s    of a slice of a micro-batch
     AR_s        the all-reduce of a stage's gradients over its devices
 
-From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of three
-policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation 5). One
-plan is kept for each (j, g), so the least L of all is not always found. Extensions that cannot beat
-the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
+From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of
+three policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation
+5). One plan is kept for each (j, g), so the least L of all is not always found. Extensions that
+cannot beat the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,15 @@ Places = tuple[int, ...]
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if no plan that it considers fits.
+    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if no plan that it
+    considers fits.
 
     Args:
         segments: of the model.
         size: examples of a micro-batch.
 
-    Two machines of two devices: gradients are summed inside machines, and activations cross the network.
+    Two machines of two devices: gradients are summed inside machines, and activations cross the
+    network.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Accelerator, Cluster, Link
@@ -73,7 +75,11 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
     >>> fresh_first((2, 4, 4), (4, 4, 4), 6)
     (0, 4, 2)
     """
-    return _in_turn(free, sorted(range(len(free)), key=lambda k: free[k] < whole[k]), m)
+    return _in_turn(
+        free,
+        sorted(range(len(free)), key=lambda k: free[k] < whole[k]),
+        m,
+    )
 
 
 def append_first(free: Free, whole: Free, m: int) -> Free:
@@ -87,7 +93,11 @@ def append_first(free: Free, whole: Free, m: int) -> Free:
     >>> append_first((2, 4, 4), (4, 4, 4), 6)
     (2, 4, 0)
     """
-    return _in_turn(free, sorted(range(len(free)), key=lambda k: free[k] == whole[k]), m)
+    return _in_turn(
+        free,
+        sorted(range(len(free)), key=lambda k: free[k] == whole[k]),
+        m,
+    )
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
@@ -179,7 +189,9 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """Bounds from below the seconds of all devices together for a micro-batch, from each cut on."""
+        """Bounds from below the seconds of all devices together for a micro-batch, from each cut
+        on.
+        """
         # Whatever r is, r devices share the layer; the r that wastes least time is the bound.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
@@ -223,7 +235,8 @@ class _Search:
         after = tuple(a - b for a, b in zip(free, taken, strict=True))
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
-        # Rows: where the stage begins, which is the j of the plan before it; columns: where it ends.
+        # Rows: where the stage begins, which is the j of the plan before it; columns: where it
+        # ends.
         slowest_s = np.maximum(forward_s + backward_s, self.left_s / max(1, len(rest)))
         may_win = self.microbatches * slowest_s < self.best_s
         possible = fits & np.isfinite(before.latency_s)[:, None] & may_win
@@ -232,7 +245,11 @@ class _Search:
         rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
-        stage = Phases(forward_s[rows], backward_s[rows], self.reduce_s(places)[rows])
+        stage = Phases(
+            forward_s[rows],
+            backward_s[rows],
+            self.reduce_s(places)[rows],
+        )
         into = self.transfer(before, places, rows)
         way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
         if rest:
@@ -240,7 +257,11 @@ class _Search:
             last_f, last_b, _ = self.work(len(rest))
             last = Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])
             way += [onward, last]
-        every_s = np.where(possible[rows], latency_s(way, self.microbatches), np.inf)
+        every_s = np.where(
+            possible[rows],
+            latency_s(way, self.microbatches),
+            np.inf,
+        )
         best_rows, ends = every_s.argmin(0), np.arange(len(self.cuts))
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
@@ -286,8 +307,8 @@ class _Search:
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether it fits.
 
-        The last stage has one micro-batch in flight here, others two. A segment that does not fit is
-        counted with all forwards run again; whether it fits then, `judge` finds out.
+        The last stage has one micro-batch in flight here, others two. A segment that does not fit
+        is counted with all forwards run again; whether it fits then, `judge` finds out.
         """
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
@@ -297,7 +318,11 @@ class _Search:
             fits = np.isfinite(fitting_s) & self.inside
             both_s = np.where(fits, fitting_s, self.segments.again_s(b))
             both_s = np.where(self.inside, both_s, 0.0)
-            forward_s = np.where(self.inside, between(forwards_s, self.cuts, self.cuts), 0.0)
+            forward_s = np.where(
+                self.inside,
+                between(forwards_s, self.cuts, self.cuts),
+                0.0,
+            )
             self._work[replicas] = forward_s, both_s - forward_s, fits
         return self._work[replicas]
 
@@ -313,7 +338,12 @@ class _Search:
         link = self.shapes.cluster.way(senders, readers)
         return link.latency_s, 1 / link.bytes_per_s
 
-    def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
+    def transfer(
+        self,
+        before: _Plans,
+        places: Places,
+        rows: Int[np.ndarray, "r"],
+    ) -> Phases:
         """Describes as a stage the transfers from the last stage of some plans, and back.
 
         Args:

@@ -10,9 +10,9 @@ Legend, in the paper's symbols:
     layers   p . . . . . cb . . . . mb . . . . . . . q       the bound between the groups is one of cb to mb
              [ first groups of stages ][ the others  ]       each side is divided in the same way
 
-By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with the
-layers, transfers take less than stages, and what can be saved is spread evenly over the model. The
-paper's recursion takes phi^log2(S) steps; here each segment is planned once and looked up.
+By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with
+the layers, transfers take less than stages, and what can be saved is spread evenly over the model.
+The paper's recursion takes phi^log2(S) steps; here each segment is planned once and looked up.
 """
 
 from bisect import bisect_left, bisect_right
@@ -57,7 +57,8 @@ class StageGroup:
 class BinaryPartition:
     """The best parts for segments between bounds, by segment and stages.
 
-    A bound has a place, by which lists of bounds are indexed: p and q are places, b the one between.
+    A bound has a place, by which lists of bounds are indexed: p and q are places, b the one
+    between.
 
     Args:
         segments: of the problem.
@@ -84,7 +85,8 @@ class BinaryPartition:
         return [float(total[b]) for b in self.bounds]
 
     def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
-        """Finds which bound from p to q divides the seconds best between so many stages on its two sides.
+        """Finds which bound from p to q divides the seconds best between so many stages on its two
+        sides.
 
         Args:
             p: the first bound's place.
@@ -97,7 +99,14 @@ class BinaryPartition:
         best = min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right))
         return self._clip(best, p, q, left, right)
 
-    def floor_s(self, p: int, b: int, q: int, left: int, right: int) -> float:
+    def floor_s(
+        self,
+        p: int,
+        b: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> float:
         """Bounds the seconds of the slowest stage from below, by the means on both sides of b.
 
         Args:
@@ -111,8 +120,16 @@ class BinaryPartition:
         behind_s = self.seconds[q] - self.seconds[b]
         return max(before_s / left, behind_s / right)
 
-    def memory_balanced(self, p: int, q: int, first: int, middle: int, last: int) -> int:
-        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
+    def memory_balanced(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        middle: int,
+        last: int,
+    ) -> int:
+        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to
+        the same level.
 
         Algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection for the
         smallest level at which the stages hold all layers from p to q.
@@ -126,7 +143,9 @@ class BinaryPartition:
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before the middle stage, and how far all come."""
+            """Fills stages to a level; returns the bound before the middle stage, and how far all
+            come.
+            """
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
@@ -143,12 +162,26 @@ class BinaryPartition:
         return self._clip(fill(enough)[0], p, q, middle - first, last - middle)
 
     @staticmethod
-    def _clip(b: int, p: int, q: int, left: int, right: int) -> int:
+    def _clip(
+        b: int,
+        p: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> int:
         """Moves a bound to where each stage on either side can have a layer."""
         return max(p + left, min(q - right, b))
 
-    def between(self, p: int, q: int, first: int, middle: int, last: int) -> Sequence[int]:
-        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one.
+    def between(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        middle: int,
+        last: int,
+    ) -> Sequence[int]:
+        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the
+        memory-balanced one.
 
         Args:
             p: the first bound's place.
@@ -175,7 +208,13 @@ class BinaryPartition:
             q: the last one's.
         """
         changes = self.changes[self.segments.in_flight[s]]
-        chosen = Selection(self.segments, changes, s, self.bounds[p], self.bounds[q])
+        chosen = Selection(
+            self.segments,
+            changes,
+            s,
+            self.bounds[p],
+            self.bounds[q],
+        )
         if chosen.may_fit:
             optimise(chosen)
         return chosen
@@ -203,8 +242,8 @@ class BinaryPartition:
         for b in self.between(p, q, first, middle, last):
             floor_s = self.floor_s(p, b, q, middle - first, last - middle)
             if best and floor_s >= best.seconds:
-                # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had to
-                # be saved, which proves less.
+                # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had
+                # to be saved, which proves less.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):

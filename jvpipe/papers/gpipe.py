@@ -1,10 +1,10 @@
 """GPipe's planner: the least variance of the stages' estimated costs.
 
-Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-NeurIPS 2019, section 2.
+Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", NeurIPS 2019, section 2.
 
-The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least sum
-of squares is the least variance; a dynamic program over the cuts finds it.
+The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least
+sum of squares is the least variance; a dynamic program over the cuts finds it.
 """
 
 import numpy as np

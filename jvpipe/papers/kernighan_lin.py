@@ -1,12 +1,14 @@
-"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection, refinement.
+"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection,
+refinement.
 
 Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
 Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
-Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only the
-vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are locked
-and keeps the best state on its way. Here such a pass is a walk of the bound, so its result is the best
-of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a tolerance.
+Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only
+the vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are
+locked and keeps the best state on its way. Here such a pass is a walk of the bound, so its result
+is the best of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a
+tolerance.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from jvpipe.planners.model.segments import OverJ, Segments
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
-    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance seconds."""
+    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance
+    seconds.
+    """
     problem = segments.problem
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
@@ -48,16 +52,25 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
-    return refine([0, *bisect(0, fine[-1], problem.stages)], fine, coarse, total, crossing)
+    return refine(
+        [0, *bisect(0, fine[-1], problem.stages)],
+        fine,
+        coarse,
+        total,
+        crossing,
+    )
 
 
 def coarse_bounds(
-    problem: Problem, fine: Sequence[int], total: OverJ, heaviest_s: float
+    problem: Problem,
+    fine: Sequence[int],
+    total: OverJ,
+    heaviest_s: float,
 ) -> list[int]:
     """Finds the bounds of the coarse graph's vertices.
 
-    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest, which
-    becomes one vertex, or several if it would take more than `heaviest_s`.
+    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest,
+    which becomes one vertex, or several if it would take more than `heaviest_s`.
 
         edges    0-1-2-3-4-5, 1-4       backbone 0, 1, 4, 5: the edge from 1 to 4 passes by 2 and 3
         coarse   0|1|2 3|4|5
@@ -94,7 +107,8 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts fewest bytes.
+    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts
+    fewest bytes.
 
     The slower of the two stages beside it may be slower than at the best balance, by the tolerance.
 

@@ -1,4 +1,5 @@
-"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least, for every segment at once.
+"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least,
+for every segment at once.
 
 Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 
@@ -37,7 +38,9 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 @dataclass(frozen=True)
 class Item:
-    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's working bytes."""
+    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's
+    working bytes.
+    """
 
     choice: int
     bytes: int
@@ -46,7 +49,9 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments that do not swap, without those that another one beats in every respect."""
+    """Lists each layer's treatments that do not swap, without those that another one beats in every
+    respect.
+    """
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
@@ -54,7 +59,14 @@ def items(segments: Segments) -> list[list[Item]]:
         for choice in (*range(len(rows) - 1), -1):
             row = rows[choice]
             if not row.swapped_bytes:
-                all_of.append(Item(choice, row.held_bytes, row.extra_s, row.working_bytes))
+                all_of.append(
+                    Item(
+                        choice,
+                        row.held_bytes,
+                        row.extra_s,
+                        row.working_bytes,
+                    )
+                )
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
         # By rising bytes: an item beats later ones if it takes no more seconds and working bytes.
         kept: list[Item] = []
@@ -66,7 +78,9 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes, all that differ or some of them; under each every layer has an item."""
+    """Lists caps on the working bytes, all that differ or some of them; under each every layer has
+    an item.
+    """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
     count = min(len(caps), max(3, PAPER.caps_times_layers // len(layers)))
@@ -107,10 +121,12 @@ class Knapsack:
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
-        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its quanta.
+        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its
+        quanta.
 
         Args:
-            ends: for each i the last j that is asked for, falling with i; later rows stay as they are.
+            ends: for each i the last j that is asked for, falling with i; later rows stay as they
+                are.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
@@ -138,13 +154,16 @@ class Knapsack:
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Counts the quanta of the free bytes that [i, j) may take, over j; negative if it does not fit."""
+        """Counts the quanta of the free bytes that [i, j) may take, over j; negative if it does not
+        fit.
+        """
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self.working_bytes[i:])])
         left = (free_bytes - working) // self.in_flight - (self.base_bytes - self.base_bytes[i])
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
 
     def choose(self, i: int, j: int, quanta: int) -> tuple[float, list[int]]:
-        """Finds the least extra seconds of [i, j), and the choices, which are traced back through the tables.
+        """Finds the least extra seconds of [i, j), and the choices, which are traced back through
+        the tables.
 
         Args:
             i: the first layer.
@@ -167,8 +186,8 @@ class Recomputation:
     """The best recomputation of every stage with every segment.
 
     Attributes:
-        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it does
-            not fit.
+        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it
+            does not fit.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -191,13 +210,17 @@ class Recomputation:
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
-        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over j."""
+        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over
+        j.
+        """
         limit = self.segments.problem.memory_limit_bytes
         limit_bytes = np.inf if limit is None else float(limit)
         return limit_bytes - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
-        """Returns the extra seconds of [i, j) with everything kept, over j; infinite if it does not fit."""
+        """Returns the extra seconds of [i, j) with everything kept, over j; infinite if it does not
+        fit.
+        """
         k = self.segments.in_flight[s]
         working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
         taken = on_device_bytes(k, self._kept_bytes - self._kept_bytes[i]) + working
@@ -215,11 +238,17 @@ class Recomputation:
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
-                seconds = np.where(quanta >= 0, table[js, np.maximum(quanta, 0)], np.inf)
+                seconds = np.where(
+                    quanta >= 0,
+                    table[js, np.maximum(quanta, 0)],
+                    np.inf,
+                )
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
-        """Returns for each i the last j that may fit on a stage, by parameters and smallest items alone."""
+        """Returns for each i the last j that may fit on a stage, by parameters and smallest items
+        alone.
+        """
         segments, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes

@@ -1,7 +1,8 @@
-"""PipeDream's planner of replicated stages on the devices of a cluster, for one size of micro-batches.
+"""PipeDream's planner of replicated stages on the devices of a cluster,
+for one size of micro-batches.
 
-The program itself is `replication.py`. The paper does not say how to choose the size of a micro-batch:
-callers try several, and simulate the plans.
+The program itself is `replication.py`. The paper does not say how to choose the size of a
+micro-batch: callers try several, and simulate the plans.
 """
 
 from dataclasses import replace
@@ -23,7 +24,8 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
         size: examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more of them than pieces of the model.
+        ValueError: the devices do not fill the machines, or there are more of them than pieces of
+            the model.
     """
     shapes, cuts = segments.shapes, enough(segments)
     pieces = len(cuts) - 1
@@ -43,7 +45,8 @@ def enough(segments: LocalSegments) -> Cuts:
     """Picks few cuts that leave a piece for each device, where there are so many.
 
     Args:
-        segments: whose coarse cuts are taken if they do. These leave few pieces where few layers have most of the work.
+        segments: whose coarse cuts are taken if they do. These leave few pieces where few layers
+            have most of the work.
     """
     cuts, count = segments.coarse, segments.most
     while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):

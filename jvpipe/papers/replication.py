@@ -20,10 +20,10 @@ Legend, in the paper's symbols (layers [i, j) here):
     level 1      a stage of       stages of           each machine is planned the same way over its devices
                  4 devices        3 and 1
 
-A^0 is one device: its forward and backward. It holds a version of its parameters and its activations
-for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no stage is
-replicated). The program goes through the stages from the last to the first, so `behind` is known when
-a stage is looked at, and the memory constraint is exact.
+A^0 is one device: its forward and backward. It holds a version of its parameters and its
+activations for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no
+stage is replicated). The program goes through the stages from the last to the first, so `behind` is
+known when a stage is looked at, and the memory constraint is exact.
 """
 
 import math
@@ -52,8 +52,8 @@ class Replicated:
 def replicated(problem: Problem) -> Replicated:
     """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
 
-    Without a cluster all devices are in one machine. Memory is that of the paper's schedule, whatever the
-    problem's schedule is.
+    Without a cluster all devices are in one machine. Memory is that of the paper's schedule,
+    whatever the problem's schedule is.
 
     Raises:
         Infeasible: nothing fits.
@@ -80,7 +80,9 @@ def replicated(problem: Problem) -> Replicated:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage from the a-th to the b-th cut; a device holds as much as one of stage s of a straight pipeline."""
+    """A stage from the a-th to the b-th cut; a device holds as much as one of stage s of a straight
+    pipeline.
+    """
 
     a: int
     b: int
@@ -171,13 +173,18 @@ class _Fastest:
         rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
-            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last ones.
+            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last
+            # ones.
             cost = self._stage_cost(k, behind, m, m)[:rows]
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = _join(pipelines.cost[m - last - 1], closing, np.maximum)
+                joined, middle = _join(
+                    pipelines.cost[m - last - 1],
+                    closing,
+                    np.maximum,
+                )
                 better = joined < cost
                 cost = np.where(better, joined, cost)
                 begins = np.where(better, middle, begins)
@@ -201,7 +208,14 @@ class _Fastest:
         """Returns the stage of a straight pipeline that has as many micro-batches in flight."""
         return self.kept.problem.stages - math.ceil(1 + behind)
 
-    def _stages(self, k: int, behind: Fraction, a: int, b: int, replicas: int) -> list[_Stage]:
+    def _stages(
+        self,
+        k: int,
+        behind: Fraction,
+        a: int,
+        b: int,
+        replicas: int,
+    ) -> list[_Stage]:
         """Traces back the stages that make A^k(a, b, m_k), from the last to the first."""
         if k == 0:
             return [_Stage(a, b, self._alike(behind), replicas)]
@@ -218,7 +232,9 @@ class _Fastest:
 
 
 class _Smallest(_Fastest):
-    """The same program for the bytes of the fullest device: it finds the smallest limit that can be kept."""
+    """The same program for the bytes of the fullest device: it finds the smallest limit that can be
+    kept.
+    """
 
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)
@@ -253,9 +269,12 @@ def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
 
 
 def _join(
-    left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"], how: np.ufunc
+    left: Float[np.ndarray, "I K"],
+    right: Float[np.ndarray, "K J"],
+    how: np.ufunc,
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
-    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that place.
+    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that
+    place.
 
     >>> none = np.inf
     >>> left = np.array([[none, 3.0, 5.0]])

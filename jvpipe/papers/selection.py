@@ -1,7 +1,7 @@
 """One stage while its fates are being chosen: a choice per layer, changed one at a time.
 
-The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation as
-DawnPiper uses it. They differ in which changes they consider, and in which they take first.
+The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation
+as DawnPiper uses it. They differ in which changes they consider, and in which they take first.
 
 Legend:
     k           micro-batches in flight on the stage
@@ -49,7 +49,9 @@ class Treatment(NamedTuple):
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
+    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is
+    `RECOMPUTE`.
+    """
     every = [option_bytes(layer, option) for option in layer.options]
     every.append(recomputed_bytes(layer))
     rows = []
@@ -97,7 +99,13 @@ class FateChanges:
                 if saved_bytes > 0:
                     more_bytes = t.swapped_bytes - now.swapped_bytes
                     changes.append(
-                        FateChange(layer, c, saved_bytes, more_bytes, t.extra_s - now.extra_s)
+                        FateChange(
+                            layer,
+                            c,
+                            saved_bytes,
+                            more_bytes,
+                            t.extra_s - now.extra_s,
+                        )
                     )
             self._found[layer, choice] = changes
         return self._found[layer, choice]
@@ -107,7 +115,9 @@ class FateChanges:
         return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the change that saves most per second, of those that swap no more; none if there are none."""
+        """Lists the change that saves most per second, of those that swap no more; none if there
+        are none.
+        """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
 
@@ -115,11 +125,18 @@ class FateChanges:
 class Selection:
     """Stage s with layers [i, j), with everything kept at first.
 
-    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are the
-    same on all devices, and bytes include those that this device has less than others.
+    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are
+    the same on all devices, and bytes include those that this device has less than others.
     """
 
-    def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        changes: FateChanges,
+        s: int,
+        i: int,
+        j: int,
+    ) -> None:
         problem = segments.problem
         self.problem, self.segments = problem, segments
         self.changes, self.first = changes, i
@@ -151,8 +168,8 @@ class Selection:
     def peak_bytes(self) -> int:
         """The most bytes that the device holds.
 
-        Backwards run from the last layer to the first. Each needs its working bytes, and has room where
-        later layers have freed what they had left.
+        Backwards run from the last layer to the first. Each needs its working bytes, and has room
+        where later layers have freed what they had left.
         """
         peak, left = 0, 0
         reverse = zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True)
@@ -164,7 +181,9 @@ class Selection:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes by which the device is over its limit, or the host over the stage's equal share of its limit."""
+        """The bytes by which the device is over its limit, or the host over the stage's equal share
+        of its limit.
+        """
         device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
         over = 0 if device is None else max(0, self.peak_bytes - device)
         share = None if host is None else host // self.problem.stages
@@ -188,16 +207,22 @@ class Selection:
         return self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are swapped."""
+        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are
+        swapped.
+        """
         return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
 
     @property
     def seconds(self) -> float:
-        """The seconds between micro-batches: the slowest of the device and its links to the host and other stages."""
+        """The seconds between micro-batches: the slowest of the device and its links to the host
+        and other stages.
+        """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change's copies hide behind the stage's work, and the host has room for them."""
+        """Tells whether a change's copies hide behind the stage's work, and the host has room for
+        them.
+        """
         return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
 
     def host_has_room(self, change: FateChange) -> bool:
@@ -223,7 +248,8 @@ class Selection:
     ) -> None:
         """Takes changes, the best score first, until the stage fits or no allowed change is left.
 
-        It ends because each change that is taken holds fewer bytes, and each that is refused is dropped.
+        It ends because each change that is taken holds fewer bytes, and each that is refused is
+        dropped.
 
         Args:
             changes: lists the changes of a layer from a choice.

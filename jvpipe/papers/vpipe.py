@@ -9,8 +9,8 @@ Two steps alternate until nothing improves:
          activation traffic; then it recomputes what saves most per second
     (b)  a layer leaves the slowest stage for a lighter one; the stages between pass on a layer each
 
-The slowest stage is the one with the most seconds or, while some stage is over its limit, the one that
-is furthest over it.
+The slowest stage is the one with the most seconds or, while some stage is over its limit, the one
+that is furthest over it.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +43,21 @@ def vpipe(problem: Problem) -> Decision:
 def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until it fits (algorithm 2), or as far as that goes.
 
-    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than the
-    stage computes. Only if swaps and recomputation together do not suffice, more is swapped than can be
-    hidden.
+    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than
+    the stage computes. Only if swaps and recomputation together do not suffice, more is swapped
+    than can be hidden.
     """
     stage.spend(stage.changes.swaps, lambda change: change.saved_bytes, stage.hides)
-    stage.spend(stage.changes.recomputes, lambda change: change.per_second, lambda _: True)
-    stage.spend(stage.changes.after, lambda change: change.saved_bytes, stage.host_has_room)
+    stage.spend(
+        stage.changes.recomputes,
+        lambda change: change.per_second,
+        lambda _: True,
+    )
+    stage.spend(
+        stage.changes.after,
+        lambda change: change.saved_bytes,
+        stage.host_has_room,
+    )
 
 
 def try_vpipe(problem: Problem) -> Decision | None:
@@ -90,8 +98,8 @@ def _migrate(
         bounds before    0   3   5   7        slowest 0, target 2: every bound between moves by one
         after            0   2   4   7        towards the slowest stage
 
-    It is better if none of the stages from one to the other is then as slow as the slowest was. With
-    each move the largest load falls, or fewer stages have it, so the alternation ends.
+    It is better if none of the stages from one to the other is then as slow as the slowest was.
+    With each move the largest load falls, or fewer stages have it, so the alternation ends.
 
     Args:
         bounds: of the stages.

@@ -9,7 +9,8 @@ Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operat
     isBackwardNode      1 for the backward nodes of training files; most are in the class of their
                         forward, losses and sums of gradients may be in a class of their own
 
-The `cost` of an edge is the milliseconds that the output of its source takes to or from an accelerator.
+The `cost` of an edge is the milliseconds that the output of its source takes to or from an
+accelerator.
 """
 
 import statistics
@@ -38,8 +39,8 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     """Reads costs, limit and link from the text of a dnn-partitioning file.
 
     Each forward node is a layer (`operator_graph.py`). Its `size` counts as parameters, that of its
-    backward as gradients: the format does not say what the bytes are, so there is nothing to swap or to
-    recompute. Edges get the bytes that the file's link moves in their `cost`.
+    backward as gradients: the format does not say what the bytes are, so there is nothing to swap
+    or to recompute. Edges get the bytes that the file's link moves in their `cost`.
 
     Args:
         text: of the file.

@@ -1,4 +1,6 @@
-"""The common parts of all formats of graph files: the result of reading one, the order of its nodes, its errors."""
+"""The common parts of all formats of graph files: the result of reading one,
+the order of its nodes, its errors.
+"""
 
 import heapq
 import math
@@ -55,7 +57,9 @@ def flaw(number: int | float) -> str | None:
 
 
 def topological_order(
-    nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str
+    nodes: Iterable[int],
+    edges: Mapping[tuple[int, int], int],
+    file: str,
 ) -> list[int]:
     """Orders nodes such that every edge runs forward.
 
@@ -98,8 +102,8 @@ def topological_order(
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     """Finds a cycle among the nodes that always waited.
 
-    Each of them has a source that always waited, too. So a walk from source to source never ends, and
-    comes to a node for the second time; from the first time on it is a cycle.
+    Each of them has a source that always waited, too. So a walk from source to source never ends,
+    and comes to a node for the second time; from the first time on it is a cycle.
     """
     source_of = {target: source for source, target in edges if source in left and target in left}
     path = [min(left)]

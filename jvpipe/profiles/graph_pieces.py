@@ -18,10 +18,11 @@ def pieces_of(
     edges: Iterable[tuple[int, int]],
     classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a later one.
+    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a
+    later one.
 
-    No smaller pieces are possible. If several pieces could come next the one with the lowest node does,
-    and within a piece nodes keep their order.
+    No smaller pieces are possible. If several pieces could come next the one with the lowest node
+    does, and within a piece nodes keep their order.
 
     Args:
         nodes: all nodes, in an order.

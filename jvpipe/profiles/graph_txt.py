@@ -1,6 +1,7 @@
 """PipeDream's graph.txt: a profile of a model's layers, one line per node and per edge.
 
-    node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2, backward_compute_time=113.3,
+    node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
+    backward_compute_time=113.3,
         activation_size=1644167168.0, parameter_size=147712.0 -- stage_id=0         (one line; the stage is optional)
     <white space>node4 -- node5
 
@@ -44,8 +45,9 @@ class _Node:
 def read_graph_txt(text: str, file: str) -> GraphFile:
     r"""Reads costs from the text of a graph.txt.
 
-    Each node is a layer, named by its description. Its activation may be kept, swapped or recomputed. An
-    edge from a node to itself is ignored with a warning; an edge that is there twice counts once.
+    Each node is a layer, named by its description. Its activation may be kept, swapped or
+    recomputed. An edge from a node to itself is ignored with a warning; an edge that is there twice
+    counts once.
 
     Args:
         text: of the file.
@@ -108,7 +110,12 @@ def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
     return int(matched[1]), node
 
 
-def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> float:
+def _number(
+    fields: Mapping[str, str],
+    field: str,
+    file: str,
+    line: int,
+) -> float:
     """Reads a field's number, or for activations the sum of its list."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
@@ -127,7 +134,9 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
 
 
 def _read_number(text: str) -> float:
-    """Reads a number as profilers write it; Python would also read underscores and the digits of other scripts."""
+    """Reads a number as profilers write it; Python would also read underscores and the digits of
+    other scripts.
+    """
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return float(text)
@@ -142,7 +151,9 @@ def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
 
 
 def _costs(
-    nodes: Mapping[int, _Node], edges: Mapping[tuple[int, int], int], order: list[int]
+    nodes: Mapping[int, _Node],
+    edges: Mapping[tuple[int, int], int],
+    order: list[int],
 ) -> Costs:
     place = {node: i for i, node in enumerate(order)}
     readers: dict[int, list[int]] = {node: [] for node in order}
@@ -154,7 +165,15 @@ def _costs(
         layers.append(_layer(name, profile))
         if readers[node]:
             to, differentiable = tuple(sorted(readers[node])), not profile.is_input
-            values.append(Edge(place[node], to, profile.activation_bytes, name, differentiable))
+            values.append(
+                Edge(
+                    place[node],
+                    to,
+                    profile.activation_bytes,
+                    name,
+                    differentiable,
+                )
+            )
     return Costs(tuple(layers), tuple(values), ids=tuple(order))
 
 
@@ -164,7 +183,14 @@ def _layer(name: str, node: _Node) -> LayerCost:
     options = [Option(kept)]
     if kept:
         options.append(Option(0, swapped_bytes=kept, fates={name: Fate.SWAP}))
-        options.append(Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: Fate.RECOMPUTE}))
+        options.append(
+            Option(
+                0,
+                extra_s=forward_s,
+                extra_bytes=kept,
+                fates={name: Fate.RECOMPUTE},
+            )
+        )
     return LayerCost(
         node.description,
         forward_s,

@@ -4,10 +4,10 @@
                 |       |       |
     backward    da <--- db <--- dc         each counts for the forward operator of its color
 
-A stage runs the forward of its layers and later their backward; operators of one color share a device.
-Forward edges order the layers. A color without a forward operator is a layer too, which its backward
-edges order in reverse. Between other colors backward edges mean nothing: they mirror forward ones, and
-in some files they run the same way.
+A stage runs the forward of its layers and later their backward; operators of one color share a
+device. Forward edges order the layers. A color without a forward operator is a layer too, which its
+backward edges order in reverse. Between other colors backward edges mean nothing: they mirror
+forward ones, and in some files they run the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ from jvpipe.profiles.graph_pieces import pieces_of
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node of a graph file: its seconds and bytes on a device; operators of one color share a device."""
+    """A node of a graph file: its seconds and bytes on a device; operators of one color share a
+    device.
+    """
 
     id: int
     name: str
@@ -32,7 +34,9 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A value that an operator of layer `source` sends to layer `target`, and the seconds that it takes."""
+    """A value that an operator of layer `source` sends to layer `target`, and the seconds that it
+    takes.
+    """
 
     operator: Operator
     source: int
@@ -41,13 +45,16 @@ class _Sent:
 
 
 def operator_costs(
-    operators: Sequence[Operator], edges: Mapping[tuple[int, int], float], link: Link
+    operators: Sequence[Operator],
+    edges: Mapping[tuple[int, int], float],
+    link: Link,
 ) -> Costs:
     """Makes the costs of a model of its operators.
 
-    A forward operator is a layer, and its bytes count as parameters. Bytes of a backward operator count
-    as gradients of the last forward operator of its color, or of a layer of their own if there is none.
-    Layers come in an order that keeps colors together, which leaves as many places to cut as possible.
+    A forward operator is a layer, and its bytes count as parameters. Bytes of a backward operator
+    count as gradients of the last forward operator of its color, or of a layer of their own if
+    there is none. Layers come in an order that keeps colors together, which leaves as many places
+    to cut as possible.
 
     Args:
         operators: forward and backward ones, in a topological order.
@@ -76,7 +83,14 @@ def operator_costs(
         # A forward operator leaves values for the backward of its layer without a transfer.
         at_home = node[target].is_backward == node[home[target]].is_backward
         if node[source].is_backward or at_home:
-            sent.append(_Sent(node[source], home[source], home[target], seconds))
+            sent.append(
+                _Sent(
+                    node[source],
+                    home[source],
+                    home[target],
+                    seconds,
+                )
+            )
     layers = [operator.id for operator in operators if home[operator.id] == operator.id]
     groups = pieces_of(layers, _order(sent, node), colors.values())
     place = {layer: i for i, layer in enumerate(layer for group in groups for layer in group)}
@@ -127,16 +141,17 @@ def _values(
 ) -> tuple[Edge, ...]:
     """Makes an edge per output, to all readers that it costs the same, in the order of the layers.
 
-    An edge has a cotangent if anything goes back between the colors of a reader and of its maker. What
-    goes back where nothing came (past a sum of gradients) is an edge without cotangent, from the earlier
-    layer to the later one: the link takes as long for it in either direction.
+    An edge has a cotangent if anything goes back between the colors of a reader and of its maker.
+    What goes back where nothing came (past a sum of gradients) is an edge without cotangent, from
+    the earlier layer to the later one: the link takes as long for it in either direction.
     """
     ways: list[tuple[_Sent, int, int]] = []
     for x in sent:
         if x.source != x.target:
             a, b = sorted((x.source, x.target), key=place.__getitem__)
             ways.append((x, a, b))
-    # Pairs of colors, in the order of the layers, between which a value goes forward, or comes back.
+    # Pairs of colors, in the order of the layers, between which a value goes forward, or comes
+    # back.
     came = {(node[a].color, node[b].color) for x, a, b in ways if not x.operator.is_backward}
     returned = {(node[a].color, node[b].color) for x, a, b in ways if x.operator.is_backward}
     readers: dict[tuple[int, float, int], dict[int, bool]] = {}
@@ -149,5 +164,13 @@ def _values(
     edges = []
     for (producer, seconds, number), to in sorted(readers.items()):
         size = round(seconds * link.bytes_per_s)
-        edges.append(Edge(producer, tuple(sorted(to)), size, f"node{number}", any(to.values())))
+        edges.append(
+            Edge(
+                producer,
+                tuple(sorted(to)),
+                size,
+                f"node{number}",
+                any(to.values()),
+            )
+        )
     return tuple(edges)

@@ -23,7 +23,8 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
 
     Args:
         programs: of its parts.
-        wires: what each of these takes and yields, and at last what the whole does, numbered as `Row.wires` does.
+        wires: what each of these takes and yields, and at last what the whole does, numbered as
+            `Row.wires` does.
     """
     *parts, (reads, writes) = wires
     inputs: dict[int, Any] = {}

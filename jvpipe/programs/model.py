@@ -20,7 +20,9 @@ Share = Literal["all", "half", "nothing"]
 
 
 def layer_programs(
-    store: ProgramStore, traced: Traced, share: Share | Fates = "all"
+    store: ProgramStore,
+    traced: Traced,
+    share: Share | Fates = "all",
 ) -> tuple[LayerPrograms, ...]:
     """Returns forward and backward of every layer.
 
@@ -33,7 +35,10 @@ def layer_programs(
 
 
 def programs_of(
-    store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all"
+    store: ProgramStore,
+    traced: Traced,
+    number: int,
+    share: Share | Fates = "all",
 ) -> LayerPrograms:
     """Returns forward and backward of one layer.
 
@@ -70,9 +75,15 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """Returns a layer's forward as something to compile; one that is for recomputing prints nothing."""
+    """Returns a layer's forward as something to compile; one that is for recomputing prints
+    nothing.
+    """
     if recompute and programs.recompute is not programs.forward:
-        return Program.of(programs.recompute, marked=True, key=("F again", programs.key))
+        return Program.of(
+            programs.recompute,
+            marked=True,
+            key=("F again", programs.key),
+        )
     return Program.of(programs.forward, marked=True, key=("F", programs.key))
 
 
@@ -88,11 +99,18 @@ def backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
     donated = range(first, first + count)
-    return Program.of(programs.backward, donated, marked=True, key=("B", programs.key))
+    return Program.of(
+        programs.backward,
+        donated,
+        marked=True,
+        key=("B", programs.key),
+    )
 
 
 def input_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields cotangents; it adds into the partial sums that it takes."""
+    """Returns the half of a layer's backward that yields cotangents; it adds into the partial sums
+    that it takes.
+    """
     halves = _halves(programs)
     signature = halves.signature.input
     first = len(signature.sources) + len(signature.cotangents)
@@ -101,7 +119,9 @@ def input_program(programs: LayerPrograms) -> Program:
 
 
 def weight_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields gradients; it adds into the accumulators that it takes."""
+    """Returns the half of a layer's backward that yields gradients; it adds into the accumulators
+    that it takes.
+    """
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
     donated = range(count - len(halves.signature.weight.gradients), count)
@@ -114,7 +134,9 @@ def _halves(programs: LayerPrograms) -> Halves:
 
 
 def single_backward_program(programs: LayerPrograms) -> Program:
-    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums to add to."""
+    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums
+    to add to.
+    """
     signature, avals = programs.signature, programs.backward.in_avals
     taken = len(avals) - len(signature.gradients)
     run = _jax.jaxpr_as_fun(programs.backward)
@@ -127,11 +149,24 @@ def single_backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     calls_host = backward_program(programs).calls_host
     key = "B alone", programs.key
-    return Program(key, fn, tuple(avals[:taken]), tuple(range(first, taken)), calls_host)
+    return Program(
+        key,
+        fn,
+        tuple(avals[:taken]),
+        tuple(range(first, taken)),
+        calls_host,
+    )
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite
+    its parameters.
+    """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])
-    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))
+    return Program.of(
+        piece.program,
+        donated,
+        marked=True,
+        key=("U", piece.key, donated),
+    )

@@ -1,7 +1,7 @@
 """Products whose result is only transposed, made the other way round.
 
-The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on CPUs takes up to
-twice as long for that as for the product of `x` and the cotangent:
+The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on
+CPUs takes up to twice as long for that as for the product of `x` and the cotangent:
 
     (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
@@ -46,7 +46,9 @@ def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | N
 
 
 def _exchange(product: JaxprEqn) -> tuple[int, ...]:
-    """Returns the permutation of a product's result that exchanges the axes of its first and its second operand."""
+    """Returns the permutation of a product's result that exchanges the axes of its first and its
+    second operand.
+    """
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
@@ -57,8 +59,14 @@ def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
     """Returns a product with its operands exchanged, bound to another result."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
+    if isinstance(precision, tuple):  # one for each operand
+        precision = precision[::-1]
     params = product.params | {
         "dimension_numbers": (contracting[::-1], batch[::-1]),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+        "precision": precision,
     }
-    return product.replace(invars=product.invars[::-1], outvars=[result], params=params)
+    return product.replace(
+        invars=product.invars[::-1],
+        outvars=[result],
+        params=params,
+    )

@@ -1,4 +1,5 @@
-"""The small programs around an asynchronous update: weights predicted, corrected, and what each update leaves behind.
+"""The small programs around an asynchronous update: weights predicted, corrected,
+and what each update leaves behind.
 
 w         a parameter
 u         its last applied update
@@ -37,8 +38,8 @@ def difference(shapes: Shapes) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        before, after = values[:n], values[n : 2 * n]
-        return [new - old for old, new in zip(before, after, strict=True)]
+        pairs = zip(values[:n], values[n : 2 * n], strict=True)
+        return [after - before for before, after in pairs]
 
     # The last updates are overwritten; they are taken for nothing else.
     last_updates = tuple(range(2 * n, 3 * n))
@@ -49,8 +50,9 @@ def difference(shapes: Shapes) -> Program:
 def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
     """Returns PipeMare's T1 and T2 as a program that works in place.
 
-    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the update, the t-th, by
-    max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 - gamma) u.
+    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
+    update, the t-th, by max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 -
+    gamma) u.
 
     Args:
         shapes: of the parameters.
@@ -76,8 +78,10 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
         *arrays, t = values
         old, new, delta = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
         by = scale(t)
-        updates = [(b - a) * by.astype(a.dtype) for a, b in zip(old, new, strict=True)]
-        after = [a + u for a, u in zip(old, updates, strict=True)]
+        updates = []
+        for a, b in zip(old, new, strict=True):
+            updates.append((b - a) * by.astype(a.dtype))
+        after = [a + update for a, update in zip(old, updates, strict=True)]
         return [*after, *map(mean, delta, updates), t + np.int32(1)]
 
     key = "settled", tau, decay, anneal_updates, types_of(shapes)

@@ -1,8 +1,9 @@
-"""Values that are equal by construction: counts and weights of examples, however often a loss has computed them.
+"""Values that are equal by construction: counts and weights of examples,
+however often a loss has computed them.
 
-Equations are numbered as in value numbering: one with the same primitive, parameters and operands as an earlier one has
-the number of that. A whole number is equal in every type: sum(mask).astype(float) and sum(mask, dtype=float) are one
-count.
+Equations are numbered as in value numbering: one with the same primitive, parameters and operands
+as an earlier one has the number of that. A whole number is equal in every type:
+sum(mask).astype(float) and sum(mask, dtype=float) are one count.
 """
 
 from collections.abc import Hashable
@@ -55,7 +56,8 @@ _COMPARED = (
 
 
 class Alike:
-    """Numbers variables so that those with the same number are equal; it has to meet all equations in their order.
+    """Numbers variables so that those with the same number are equal; it has to meet all equations
+    in their order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):

@@ -1,12 +1,13 @@
-"""The axis of the examples, followed through an equation: which axis of each result has a part for each of them.
+"""The axis of the examples, followed through an equation:
+which axis of each result has a part for each of them.
 
 An axis holds the examples one after another, perhaps several rows of each:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along none
 
-Each class of equations has a rule, which needs only the axes of the operands and the equation's parameters. Anything
-else is refused.
+Each class of equations has a rule, which needs only the axes of the operands and the equation's
+parameters. Anything else is refused.
 """
 
 import math
@@ -20,8 +21,9 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of each result, None for one without such an axis; or why examples do not stay apart. vmap counts
-axes in numpy."""
+"""The axis of each result, None for one without such an axis; or why examples do not stay apart.
+vmap counts axes in numpy.
+"""
 
 _CLASSES = {
     "reduces": """
@@ -101,7 +103,12 @@ def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Fol
 
 
 def _others(
-    eqn: JaxprEqn, axes: Sequence[Axis], first: int, grown: Sequence[Axis], *, same: bool
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    first: int,
+    grown: Sequence[Axis],
+    *,
+    same: bool,
 ) -> Followed:
     """Follows the axis through equations that are of no class.
 
@@ -211,7 +218,8 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     assert axis is not None
     if axis in batched[side]:
         return [batched[side].index(axis)]
-    # The result has the batch axes first, then the free ones of the left operand, then those of the right one.
+    # The result has the batch axes first, then the free ones of the left operand, then those of the
+    # right one.
     ranks = [len(_jax.aval(x).shape) for x in eqn.invars]
     free = [i for i in range(ranks[side]) if i not in contracted[side] and i not in batched[side]]
     before = len(batched[0]) + (ranks[0] - len(contracted[0]) - len(batched[0]) if side else 0)
@@ -228,7 +236,9 @@ def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a lookup: of each example in what has none, or of an example in its own."""
+    """Follows the axis through a lookup: of each example in what has none, or of an example in its
+    own.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
@@ -250,7 +260,9 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis where values are added by indices: to examples of their own, or to what has none."""
+    """Follows the axis where values are added by indices: to examples of their own, or to what has
+    none.
+    """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes
     rank = len(_jax.aval(eqn.invars[2]).shape)

@@ -4,7 +4,8 @@
     sums        0 -> s0 -> s0+s1 -> ...  -> 0          leaves of the model state that the user does not see
     r           r    r        r        r    h(r, all)  as a whole batch at once would have it
 
-What single examples are normalised by stays that of their micro-batch, as in torchgpipe's `DeferredBatchNorm`.
+What single examples are normalised by stays that of their micro-batch, as in torchgpipe's
+`DeferredBatchNorm`.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: of a batch.
 
     Returns:
-        the loss with more leaves of the model state, behind the user's: for each leaf that follows a batch norm the
-        number of micro-batches that have been seen, and their sums.
+        the loss with more leaves of the model state, behind the user's: for each leaf that follows
+        a batch norm the number of micro-batches that have been seen, and their sums.
 
     Raises:
         ValueError: no leaf follows one, or one does in a way that cannot be put off.
@@ -81,7 +82,8 @@ class _Change:
     Attributes:
         eqns: of a micro-batch.
         value: the leaf's new value.
-        inputs: the added leaves of the model state: how many micro-batches were seen, and each sum so far.
+        inputs: the added leaves of the model state: how many micro-batches were seen, and each sum
+            so far.
         results: their new values.
     """
 
@@ -92,20 +94,38 @@ class _Change:
 
 
 def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
-    """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its new value."""
+    """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its
+    new value.
+    """
     before = state_before(traces.micro, leaf.index)
     sums = [traces.eqns[x.eqn].outvars[0] for x in leaf.sums]
 
-    def update(old: Array, parts: list[Array], seen: Array, so_far: list[Array]) -> Any:
+    def update(
+        old: Array,
+        parts: list[Array],
+        seen: Array,
+        so_far: list[Array],
+    ) -> Any:
         """Returns the leaf's value, and what was seen and summed so far."""
-        after = _added(leaf.sums, seen, so_far, [part.astype(jnp.float32) for part in parts])
+        after = _added(
+            leaf.sums,
+            seen,
+            so_far,
+            [part.astype(jnp.float32) for part in parts],
+        )
         is_last = seen + 1 == microbatches
         value = jnp.where(is_last, _ended(traces, leaf, old, after), old)
         return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in (seen + 1, *after)]
 
     totals = [jax.ShapeDtypeStruct(_jax.aval(var).shape, jnp.float32) for var in sums]
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    closed = flatten(update, _jax.aval(before), list(map(_jax.aval, sums)), number, totals)
+    closed = flatten(
+        update,
+        _jax.aval(before),
+        list(map(_jax.aval, sums)),
+        number,
+        totals,
+    )
     # What it adds to the model state are inputs of its own; all else it reads of the micro-batch.
     reads = [before, *sums]
     env = dict(zip(closed.jaxpr.invars, reads, strict=False))
@@ -120,11 +140,15 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
 
 
 def _added(
-    kinds: Sequence[Sum], seen: Array, so_far: Sequence[Array], parts: Sequence[Array]
+    kinds: Sequence[Sum],
+    seen: Array,
+    so_far: Sequence[Array],
+    parts: Sequence[Array],
 ) -> list[Array]:
     """Adds the sums of a micro-batch to those before.
 
-    Squares that each micro-batch has centred by its own mean are centred by that of all of them (Chan et al., 1983).
+    Squares that each micro-batch has centred by its own mean are centred by that of all of them
+    (Chan et al., 1983).
 
     Args:
         kinds: of the sums.
@@ -143,7 +167,12 @@ def _added(
     return after
 
 
-def _ended(traces: TwoTraces, leaf: RunningLeaf, old: Array, totals: Sequence[Array]) -> Array:
+def _ended(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    old: Array,
+    totals: Sequence[Array],
+) -> Array:
     """Returns the value that a whole batch gives a leaf.
 
     Args:

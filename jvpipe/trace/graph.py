@@ -4,7 +4,8 @@
     floating    f0 f1                        masks, positions, casts: each layer computes those that it needs
     layer 1     f1 e3 e4                     reads f1's inputs, its parameters, and tensors of layer 0
 
-A value that another layer reads is a tensor between the two; each input of the loss is read where it is needed.
+A value that another layer reads is a tensor between the two; each input of the loss is read where
+it is needed.
 """
 
 import math
@@ -42,8 +43,9 @@ class Body:
         differentiable: marks the inputs that a gradient flows to.
         active: marks the outputs that a gradient comes from.
         candidates: the variables whose fate can be chosen, by name.
-        returned: marks the inputs whose gradient somebody reads. The backward is made for all that are differentiable
-            and pruned to these: else it would have other equations, and the compiler might round the rest differently.
+        returned: marks the inputs whose gradient somebody reads. The backward is made for all that
+            are differentiable and pruned to these: else it would have other equations, and the
+            compiler might round the rest differently.
         received: marks the outputs whose gradient comes.
         share: of a slice's loss in that of the micro-batch, where the loss is a mean.
     """
@@ -97,12 +99,14 @@ class Traced:
 
 
 def build_graph(
-    loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()
+    loss: LossJaxpr,
+    cuts: Sequence[int] | None = None,
+    splits: Sequence[int] = (),
 ) -> Traced:
     """Cuts a traced loss into layers.
 
-    Values that depend on no parameter and cost little, and cheap functions only of parameters (casts), belong to no
-    layer: each layer that needs one recomputes it (but see `settle_sums`).
+    Values that depend on no parameter and cost little, and cheap functions only of parameters
+    (casts), belong to no layer: each layer that needs one recomputes it (but see `settle_sums`).
 
     Args:
         loss: traced.
@@ -120,7 +124,13 @@ def build_graph(
         i for i, run in enumerate(runs) if not jaxprs.defined(run).isdisjoint(outputs[:1])
     )
     last = next(making_loss, len(runs) - 1)
-    floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
+    floating, runs = settle_sums(
+        sorted_eqns.floating,
+        runs,
+        parameters,
+        outputs,
+        last,
+    )
     traced = _Assembly(loss, floating, runs, tuple(cuts), last).traced()
     return replace(traced, splits=tuple(splits))
 
@@ -141,8 +151,9 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
 
 
 _DERIVATIONS = 6
-"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain would make its layer a
-program of its own."""
+"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain
+would make its layer a program of its own.
+"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,9 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss, in one pass: a place depends only on what an equation reads."""
+        """Sorts the equations of a loss, in one pass: a place depends only on what an equation
+        reads.
+        """
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
         free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
@@ -187,7 +200,8 @@ class Sorted:
                 main.append(eqn)
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
-        # A model without products has no weighted operation: then whatever reads a parameter counts as one.
+        # A model without products has no weighted operation: then whatever reads a parameter counts
+        # as one.
         weighted = weighted if sum(weighted) > 1 else reading
         return Sorted(tuple(floating), tuple(main), tuple(weighted))
 
@@ -219,7 +233,8 @@ class _Assembly:
         # Tensors are numbered in the order of the layers that make them.
         crossing = sorted(between, key=lambda item: self.maker[item[0]])
         refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
-        # Backwards are made as if nothing was frozen, and pruned to what is read: see `Body.returned`.
+        # Backwards are made as if nothing was frozen, and pruned to what is read: see
+        # `Body.returned`.
         every, flows = active(self.loss), active(self.loss, self.loss.frozen)
         bodies = []
         for layer, eqns in enumerate(needs):
@@ -228,7 +243,15 @@ class _Assembly:
             # Parameters first; all others keep their order.
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
-            bodies.append(_body(eqns, reads, writes, (every, flows), candidates))
+            bodies.append(
+                _body(
+                    eqns,
+                    reads,
+                    writes,
+                    (every, flows),
+                    candidates,
+                )
+            )
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
         # Names need all layers: a layer is named by parameters that no earlier one reads.
@@ -237,7 +260,14 @@ class _Assembly:
         for i, (v, of_tensor) in enumerate(crossing):
             producer = self.maker[v]
             array = array_of(v, f"{names[producer]}:{i}")
-            tensors.append(Tensor(array, producer, tuple(of_tensor), v in flows))
+            tensors.append(
+                Tensor(
+                    array,
+                    producer,
+                    tuple(of_tensor),
+                    v in flows,
+                )
+            )
         graph = self._graph(tuple(layers), tuple(tensors), readers)
         return Traced(graph, tuple(bodies), self.loss, self.cuts)
 
@@ -247,7 +277,9 @@ class _Assembly:
         return {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
 
     def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
-        """Returns the outputs of the loss that each layer yields; model state that nobody changes is left out."""
+        """Returns the outputs of the loss that each layer yields; model state that nobody changes
+        is left out.
+        """
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
             if isinstance(atom, _jax.Literal):
@@ -288,7 +320,9 @@ class _Assembly:
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
-        """Names each layer by the module of the parameters that it is the first to read; else by its name scopes."""
+        """Names each layer by the module of the parameters that it is the first to read; else by
+        its name scopes.
+        """
         paths, seen, names = self.loss.names[ValueKind.PARAMETER], set(), []
         for layer, run in zip(layers, self.runs, strict=True):
             parameters = layer.reading(ValueKind.PARAMETER)
@@ -301,7 +335,10 @@ class _Assembly:
         return names
 
     def _graph(
-        self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]
+        self,
+        layers: tuple[Layer, ...],
+        tensors: tuple[Tensor, ...],
+        readers: dict[Var, list[int]],
     ) -> LayerGraph:
         def arrays(kind: ValueKind) -> list[tuple[Var, Array]]:
             inputs = {ref.index: v for v, ref in self.loss.inputs.items() if ref.kind == kind}
@@ -352,7 +389,8 @@ def _body(
         eqns: what it computes.
         reads: its inputs, parameters first.
         writes: its outputs.
-        flows: the values that gradients flow through, of all parameters and of those that are not frozen.
+        flows: the values that gradients flow through, of all parameters and of those that are not
+            frozen.
         candidates: those whose fate can be chosen, by name.
     """
 
@@ -384,7 +422,14 @@ def _body(
 def _layer(number: int, body: Body) -> Layer:
     """Returns a layer that has no name yet."""
     candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
-    return Layer(number, "", body.reads, body.writes, candidates, sum(map(flops, body.eqns)))
+    return Layer(
+        number,
+        "",
+        body.reads,
+        body.writes,
+        candidates,
+        sum(map(flops, body.eqns)),
+    )
 
 
 def array_of(var: Atom, name: str) -> Array:
@@ -395,7 +440,9 @@ def array_of(var: Atom, name: str) -> Array:
 
 
 def _module(path: str) -> str:
-    """Returns the module that a parameter belongs to: its path without the last word, unless that is a number."""
+    """Returns the module that a parameter belongs to: its path without the last word, unless that
+    is a number.
+    """
     module, word = os.path.split(path)
     return path if word.isdigit() else module or path
 
@@ -408,7 +455,8 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Names what XLA materialises anyway: results of products and the like; of random bits the mask made of them.
+    """Names what XLA materialises anyway: results of products and the like; of random bits the mask
+    made of them.
 
     Args:
         eqns: of a layer.
@@ -426,10 +474,11 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean that a value of random bits becomes, if nothing else is made of them; else the bits.
+    """Returns the boolean that a value of random bits becomes, if nothing else is made of them;
+    else the bits.
 
-    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only reader of the one
-    before, is followed.
+    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only
+    reader of the one before, is followed.
     """
     current = bits
     while True:

@@ -25,8 +25,9 @@ SHARDING = "sharding_constraint"
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with the bodies of calls in their places, pruned.
 
-    What depends only on scalar constants is computed; sharding constraints are left out; numbers along an axis are made
-    where they are first read. An equation of a body has the source of its outermost call, and the name scopes of all.
+    What depends only on scalar constants is computed; sharding constraints are left out; numbers
+    along an axis are made where they are first read. An equation of a body has the source of its
+    outermost call, and the name scopes of all.
 
     Args:
         closed: any jaxpr.
@@ -47,7 +48,9 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
 
 
 def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler leaves apart."""
+    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler
+    leaves apart.
+    """
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 
 
@@ -71,7 +74,11 @@ class _Line:
         self._variables: dict[int, Var] = {}  # of constants, by identity
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Atom | _Late], call: Any = None
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Atom | _Late],
+        call: Any = None,
     ) -> list[Atom | _Late]:
         """Appends the equations of a jaxpr, inside a call or outside all; returns its results.
 
@@ -98,14 +105,24 @@ class _Line:
         return value.result
 
     def _results(
-        self, eqn: JaxprEqn, values: list[Atom | _Late], call: Any
+        self,
+        eqn: JaxprEqn,
+        values: list[Atom | _Late],
+        call: Any,
     ) -> Sequence[Atom | _Late]:
-        """Returns the results of an equation: those of the body of a call, a constant, or fresh variables."""
+        """Returns the results of an equation: those of the body of a call, a constant, or fresh
+        variables.
+        """
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
             is_closed = isinstance(body, ClosedJaxpr)
             inner, consts = (body.jaxpr, body.consts) if is_closed else (body, ())
-            return self.run(inner, consts, values, _jax.joined_source(call, eqn))
+            return self.run(
+                inner,
+                consts,
+                values,
+                _jax.joined_source(call, eqn),
+            )
         if is_late(eqn, any(isinstance(value, _Late) for value in values)):
             return [_Late(eqn, values, call)]
         atoms = [self._read(self.made(value)) for value in values]
@@ -114,10 +131,16 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
-        # An index into many keys becomes an operand, so that layers that differ only in it share a program.
+        # An index into many keys becomes an operand, so that layers that differ only in it share a
+        # program.
         if picks_key(eqn):
             picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(_jax.aval(eqn.invars[0]))
-            return self.run(picking.jaxpr, picking.consts, atoms, _jax.joined_source(call, eqn))
+            return self.run(
+                picking.jaxpr,
+                picking.consts,
+                atoms,
+                _jax.joined_source(call, eqn),
+            )
         return self._append(eqn, atoms, call)
 
     def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
@@ -153,7 +176,8 @@ class _Line:
 
 
 def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Returns the results of an equation between constant scalars, such as the counter of a stream of keys.
+    """Returns the results of an equation between constant scalars, such as the counter of a stream
+    of keys.
 
     Args:
         eqn: the equation.
@@ -172,6 +196,8 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def literal(value: Any, aval: Any) -> Any:
-    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a jaxpr."""
+    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a
+    jaxpr.
+    """
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]

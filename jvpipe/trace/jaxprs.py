@@ -1,7 +1,8 @@
 """Jaxprs as lists of equations: run, prune, silence.
 
-All of them are in static single assignment: each variable is defined once, before it is read. So one pass forward sees
-every operand before its readers, and one pass backward, as `prune` makes it, every reader before its operands.
+All of them are in static single assignment: each variable is defined once, before it is read. So
+one pass forward sees every operand before its readers, and one pass backward, as `prune` makes it,
+every reader before its operands.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -114,7 +115,9 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are traced again."""
+    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are
+    traced again.
+    """
     return {_call_key(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
 
 
@@ -124,7 +127,9 @@ def _call_key(eqn: JaxprEqn) -> Hashable:
 
 
 def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
-    """Returns a jaxpr without some calls of `jax.debug`; a loop has an effect as long as something in it has."""
+    """Returns a jaxpr without some calls of `jax.debug`; a loop has an effect as long as something
+    in it has.
+    """
 
     def quiet(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
@@ -168,7 +173,9 @@ def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
 
 
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """Returns the variables that equations read and do not define, in the order of their first reading."""
+    """Returns the variables that equations read and do not define, in the order of their first
+    reading.
+    """
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in eqns:

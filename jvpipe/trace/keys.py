@@ -1,7 +1,7 @@
 """Random keys as data, so that layers alike except for their key can share one program.
 
-A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`. The 7 would make
-each layer a program of its own. Here it becomes a constant that the layer reads.
+A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`.
+The 7 would make each layer a program of its own. Here it becomes a constant that the layer reads.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,9 @@ def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Replaces the integers that keys are derived with by variables; returns these with their values."""
+    """Replaces the integers that keys are derived with by variables; returns these with their
+    values.
+    """
     lifted: dict[Var, Any] = {}
 
     # `fold_in` and `keys[i]` read the key or the keys first, then the number that is lifted.

@@ -1,10 +1,11 @@
 """Layers cut in two, where one of them is too large a part of a stage.
 
-A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
-memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
-can be bitwise identical with one; `programs.bit_equality` says whether they are. No parameter is read on both sides: it
-would have two gradients, summed in another order. Only the layer itself is looked at, so layers that are alike are cut
-alike, and no other layer changes.
+A layer is cut right before a product, if products are left on both sides. There a half hands on
+what XLA writes to memory anyway (the operands of a product, and in the backward the product that is
+their cotangent), so that two programs can be bitwise identical with one; `programs.bit_equality`
+says whether they are. No parameter is read on both sides: it would have two gradients, summed in
+another order. Only the layer itself is looked at, so layers that are alike are cut alike, and no
+other layer changes.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -23,7 +24,9 @@ Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 """Returns how long each of some equations takes, if they make some outputs."""
 
 _EVEN = 0.05
-"""Cuts are alike if their slower halves differ by less than this share of the layer: then the fewest bytes decide."""
+"""Cuts are alike if their slower halves differ by less than this share of the layer: then the
+fewest bytes decide.
+"""
 
 
 def layer_signature(body: Body) -> Hashable:
@@ -32,7 +35,8 @@ def layer_signature(body: Body) -> Hashable:
 
 
 def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
-    """Returns the points at which a layer can be cut in two, in equations before its end; the most even halves first.
+    """Returns the points at which a layer can be cut in two, in equations before its end; the most
+    even halves first.
 
     Args:
         traced: the model.
@@ -75,7 +79,9 @@ class CutPlace:
 
 
 def places_inside(
-    traced: Traced, layers: Iterable[int], seconds: Seconds
+    traced: Traced,
+    layers: Iterable[int],
+    seconds: Seconds,
 ) -> dict[int, list[CutPlace]]:
     """Returns the places at which each of some layers can be cut, in their order in the layer.
 
@@ -101,7 +107,9 @@ def places_inside(
 
 
 def _places(
-    run: Sequence[JaxprEqn], behind: dict[Var, frozenset[Var]], eqns_s: Sequence[float]
+    run: Sequence[JaxprEqn],
+    behind: dict[Var, frozenset[Var]],
+    eqns_s: Sequence[float],
 ) -> list[CutPlace]:
     """Returns the places in a layer.
 

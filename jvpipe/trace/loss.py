@@ -70,7 +70,12 @@ class LossJaxpr:
     @property
     def jaxpr(self) -> Jaxpr:
         """The whole loss, to be read or compared."""
-        return Jaxpr((), list(self.inputs), [atom for atom, _ in self.outputs], list(self.eqns))
+        return Jaxpr(
+            (),
+            list(self.inputs),
+            [atom for atom, _ in self.outputs],
+            list(self.eqns),
+        )
 
 
 def trace_loss(
@@ -112,7 +117,8 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
-    # The numbers that keys are derived with become inputs: else each layer would be a program of its own.
+    # The numbers that keys are derived with become inputs: else each layer would be a program of
+    # its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The order of the arguments is that of the trees; a seed follows, then what the loss captured.
@@ -125,7 +131,14 @@ def trace_loss(
 
     def of_size(examples: int) -> LossJaxpr:
         resized = _resized(batch, examples)
-        return trace_loss(loss_fn, params, resized, rng, state, **returns)
+        return trace_loss(
+            loss_fn,
+            params,
+            resized,
+            rng,
+            state,
+            **returns,
+        )
 
     traced = LossJaxpr(
         tuple(eqns),
@@ -196,7 +209,9 @@ class _Outputs:
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
 
     def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Returns the values of each leaf of aux, two of a `Weighted`; among all results they come last."""
+        """Returns the values of each leaf of aux, two of a `Weighted`; among all results they come
+        last.
+        """
         ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
         first = len(results) - ends[-1]
         return [results[first + a : first + b] for a, b in pairwise(ends)]
@@ -212,9 +227,14 @@ def _is_weighted(x: Any) -> bool:
 
 
 def _flat(
-    loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs
+    loss_fn: Callable[..., Any],
+    key: "KeyKind | None",
+    state: Tree,
+    outputs: _Outputs,
 ) -> Callable[..., Any]:
-    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
+    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to
+    flat outputs.
+    """
 
     @_named_as(loss_fn)
     def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -226,7 +246,10 @@ def _flat(
 
 
 def _traced(
-    flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool
+    flat: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    with_key: bool,
 ) -> _jax.ClosedJaxpr:
     try:
         return flatten(flat, *arguments, keep_rules=True)
@@ -286,7 +309,9 @@ def key_words(rng: jax.Array) -> np.ndarray:
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes a function look like the user's: errors show its name, place and arguments."""
+    """Returns a decorator that makes a function look like the user's: errors show its name, place
+    and arguments.
+    """
     # Through partials to the function itself; of a callable object, the method that is called.
     while isinstance(function, functools.partial):
         function = function.func
@@ -422,13 +447,15 @@ def _check_dependence(traced: LossJaxpr) -> None:
 
 
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
-    """Returns the variables that a gradient flows through: of inexact type, made from parameters, read by the loss.
+    """Returns the variables that a gradient flows through: of inexact type, made from parameters,
+    read by the loss.
 
     Args:
         traced: the loss.
         frozen: parameters of which nobody reads a gradient.
     """
-    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows where both meet.
+    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows
+    # where both meet.
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):

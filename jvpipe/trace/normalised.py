@@ -5,9 +5,9 @@
     v = mean(c**2)        a statistic of what is open; sqrt and rsqrt of it are a scale
     c * rsqrt(v + e)      closed: the scale was made of all that was open
 
-Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A centre alone, or any
-other function of examples, would be another loss: what is open must be closed before anything but a product, a sum or
-a square is made of it, and before the loss.
+Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A
+centre alone, or any other function of examples, would be another loss: what is open must be closed
+before anything but a product, a sum or a square is made of it, and before the loss.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -80,7 +80,9 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether a batch norm may make this of what is open: what is linear in it, or its square."""
+    """Tells whether a batch norm may make this of what is open: what is linear in it, or its
+    square.
+    """
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True

@@ -1,12 +1,14 @@
 """The loss on one example, in the equations that it has on a whole micro-batch.
 
-JAX traces some functions differently at a size of one, which may be broadcast (`jnp.take_along_axis`). So the equations
-stay, and their sizes are extrapolated from those on a micro-batch and on one twice as large:
+JAX traces some functions differently at a size of one, which may be broadcast
+(`jnp.take_along_axis`). So the equations stay, and their sizes are extrapolated from those on a
+micro-batch and on one twice as large:
 
     reshape[new_sizes=(4, 16, 1)] on 4 examples, (8, 16, 1) on 8      (1, 16, 1) on one
     div x 64.0                    on 4 examples, div x 128.0 on 8     div x 16.0 on one
 
-The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of one.
+The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of
+one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +57,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """Returns the loss as JAX traces it on another number of examples; None if it does not take so many."""
+    """Returns the loss as JAX traces it on another number of examples; None if it does not take so
+    many.
+    """
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
         return loss.of_size(examples)
@@ -64,7 +68,9 @@ def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the derivative rules among equations and in their loops, without those inside of rules."""
+    """Yields the derivative rules among equations and in their loops, without those inside of
+    rules.
+    """
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn
@@ -123,7 +129,9 @@ class _Smaller:
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
-        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else is equal."""
+        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else
+        is equal.
+        """
         match whole, double:
             case ClosedJaxpr(), ClosedJaxpr():
                 if comparable(whole.consts) != comparable(double.consts):
@@ -134,9 +142,15 @@ class _Smaller:
                 invars = self.variables(whole.invars, double.invars)
                 eqns = self.equations(whole.eqns, double.eqns)
                 outs = self.atoms(whole.outvars, double.outvars)
-                return whole.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
+                return whole.replace(
+                    constvars=constvars,
+                    invars=invars,
+                    eqns=eqns,
+                    outvars=outs,
+                )
             case int(), int() if whole != double:
-                # A size is a + b n for n examples, and b n is the difference to that for twice as many.
+                # A size is a + b n for n examples, and b n is the difference to that for twice as
+                # many.
                 less = (double - whole) * (self.examples - 1)
                 if less % self.examples:
                     raise UnlikeError("a size does not go with the number of examples")

@@ -1,4 +1,6 @@
-"""The classes of JAX's primitives: which cost little, which draw random bits, which XLA materialises."""
+"""The classes of JAX's primitives: which cost little, which draw random bits,
+which XLA materialises.
+"""
 
 import math
 from functools import cache
@@ -6,7 +8,8 @@ from functools import cache
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather than kept or sent.
+# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather
+# than kept or sent.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
@@ -81,7 +84,9 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation only moves or casts values, which its readers do as part of their work."""
+    """Tells whether an equation only moves or casts values, which its readers do as part of their
+    work.
+    """
     return eqn.primitive.name in _move_names()
 
 
@@ -91,7 +96,9 @@ def _move_names() -> frozenset[str]:
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an unknown call."""
+    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an
+    unknown call.
+    """
     return not is_cheap(eqn) and eqn.primitive.name not in _RANDOM
 
 

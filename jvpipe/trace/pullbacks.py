@@ -21,8 +21,9 @@ def pullback(
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
     """Returns the derivative of an equation, and the operands by which it is one.
 
-    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not say how many there
-    are: operands are left out from the front until the rule can be differentiated.
+    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not
+    say how many there are: operands are left out from the front until the rule can be
+    differentiated.
 
     Args:
         eqn: with a derivative rule of its own.
@@ -50,7 +51,8 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
-            # JAX refuses a derivative by what a rule closes over; anything else is an error of the rule's own.
+            # JAX refuses a derivative by what a rule closes over; anything else is an error of the
+            # rule's own.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

@@ -1,4 +1,5 @@
-"""Values that are made of sums and means over examples: which of them are such themselves, so that slices make them.
+"""Values that are made of sums and means over examples: which of them are such themselves,
+so that slices make them.
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: what depends on no example counts by the share of a slice, as means do
@@ -6,9 +7,10 @@
     sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
     mean(x) * size                       a sum
 
-A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of weights below zero
-may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for the case of no items: a slice uses its
-count as it is. Other weights may add up to less than one, and then slices would not make the whole.
+A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of
+weights below zero may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for
+the case of no items: a slice uses its count as it is. Other weights may add up to less than one,
+and then slices would not make the whole.
 """
 
 from collections.abc import Sequence
@@ -69,8 +71,8 @@ class Lies:
         over: along an axis of it, a sum, a mean, mixed; or it depends on none.
         axis: that of the examples.
         roots: the reductions over examples that it was made of.
-        power: of the number of examples, if it is such a power; what has a part for each example may have one, too: a
-            slice makes it with its own number.
+        power: of the number of examples, if it is such a power; what has a part for each example
+            may have one, too: a slice makes it with its own number.
         divisor: it is a sum divided by what has this number in `Alike`.
         beside: it lies so if slices compute it in this way.
         open: of a batch norm, the statistics that it depends on (`jvpipe.trace.normalised`).
@@ -111,7 +113,9 @@ def counted(power: int) -> Lies:
 
 
 def summed_axes(power: int) -> Lies:
-    """Returns how a sum over the examples lies, of values with that power of their number as a factor."""
+    """Returns how a sum over the examples lies, of values with that power of their number as a
+    factor.
+    """
     match power:
         case 0:
             return Lies(Over.SUM)
@@ -122,7 +126,8 @@ def summed_axes(power: int) -> Lies:
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """Returns the power of the number of examples that is a factor of a result with a part for each.
+    """Returns the power of the number of examples that is a factor of a result with a part for
+    each.
 
     Args:
         eqn: of which an operand has a part for each example.
@@ -133,7 +138,8 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
     """
     name = eqn.primitive.name
     powers = [x.power for x in ins]
-    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes with its own n, too.
+    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes
+    # with its own n, too.
     if not any(powers):
         return 0
     if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -153,15 +159,22 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
     return same.pop()
 
 
-def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool = False) -> Lies:
-    """Returns how the result of an equation lies, none of whose operands has a part for each example.
+def reduced(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    alike: Alike,
+    *,
+    in_rule: bool = False,
+) -> Lies:
+    """Returns how the result of an equation lies, none of whose operands has a part for each
+    example.
 
     Args:
         eqn: of one result, or of several that lie alike.
         ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between is model state, of
-            which the user speaks.
+        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between
+            is model state, of which the user speaks.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
@@ -170,7 +183,8 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and means means.
+    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and
+    # means means.
     is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
     is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
     if len(moving) == 1 and (is_linear or is_linear_in_first):
@@ -211,7 +225,9 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation makes whole numbers of others: those of slices do not add up to those of the whole."""
+    """Tells whether an equation makes whole numbers of others: those of slices do not add up to
+    those of the whole.
+    """
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
@@ -224,7 +240,8 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
 
 
 def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
-    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it does something else.
+    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it
+    does something else.
 
     Args:
         eqn: the equation.

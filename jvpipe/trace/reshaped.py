@@ -1,4 +1,6 @@
-"""A loss traced at the shapes of another batch, cut into the layers that it has at those of the first."""
+"""A loss traced at the shapes of another batch,
+cut into the layers that it has at those of the first.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +17,8 @@ class OtherLayersError(ValueError):
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     """Cuts a loss into the layers that it has at present.
 
-    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and only its layers are
-    compared.
+    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and
+    only its layers are compared.
 
     Args:
         loss: at other shapes.
@@ -39,7 +41,9 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
 
 
 def _same_products(
-    splits: Sequence[int], before: Sequence[JaxprEqn], after: Sequence[JaxprEqn]
+    splits: Sequence[int],
+    before: Sequence[JaxprEqn],
+    after: Sequence[JaxprEqn],
 ) -> list[int]:
     """Returns the positions of the products before which layers are split.
 

@@ -1,4 +1,5 @@
-"""Derivative rules of the user's own: what they send back must come apart over examples, as what went forward does.
+"""Derivative rules of the user's own: what they send back must come apart over examples,
+as what went forward does.
 
     what went forward        its cotangent
     has a part for each      has a part for each
@@ -6,7 +7,8 @@
     a sum                    of no example: it is the same for every slice
     a mean                   that, times the number of examples: a slice counts by its share
 
-So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it returns have to lie so.
+So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it
+returns have to lie so.
 """
 
 from jvpipe.ir.examples import Over

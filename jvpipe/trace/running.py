@@ -5,9 +5,9 @@
     q = sum((x - s / n)**2)      its spread, in one go or as sum(x**2)
     r' = h(r, s, q)              the new value of a leaf, of nothing but its old value and such sums
 
-The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same equations. A value whose
-shape differs has examples along an axis, and the second trace's h turns sums over a whole batch into the new value,
-whatever it divides by.
+The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same
+equations. A value whose shape differs has examples along an axis, and the second trace's h turns
+sums over a whole batch into the new value, whatever it divides by.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class Sum:
     Attributes:
         eqn: the place of its equation.
         count: how many values each of its elements is a sum of.
-        mean_of: the place of the sum by whose mean its values are centred before they are squared; None: it adds up
-            over micro-batches as it is.
+        mean_of: the place of the sum by whose mean its values are centred before they are squared;
+            None: it adds up over micro-batches as it is.
     """
 
     eqn: int
@@ -51,7 +51,8 @@ class RunningLeaf:
 
     Attributes:
         index: of the leaf.
-        sums: what its new value is made of besides its old one, and those by whose means such are centred.
+        sums: what its new value is made of besides its old one, and those by whose means such are
+            centred.
         eqns: the places of the equations from these to the new value.
     """
 
@@ -98,8 +99,8 @@ class TwoTraces:
         """Finds the leaves of the model state that follow batch norms.
 
         Raises:
-            ValueError: there are none, or one follows a batch norm in a way that cannot be put off to the end of a
-                batch; the message says why.
+            ValueError: there are none, or one follows a batch norm in a way that cannot be put off
+                to the end of a batch; the message says why.
         """
         if not self.alike:
             raise ValueError(
@@ -129,7 +130,9 @@ class TwoTraces:
         return found
 
     def _leaf(self, index: int) -> RunningLeaf | str:
-        """Returns a leaf that follows a batch norm, or why it is none; after "!", why it cannot be put off."""
+        """Returns a leaf that follows a batch norm, or why it is none; after "!", why it cannot be
+        put off.
+        """
         parts = self._slice(state_after(self.micro, index))
         if not parts.sums:
             return (
@@ -181,7 +184,9 @@ class TwoTraces:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
     def _slice(self, atom: Atom) -> _Slice:
-        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it walks over."""
+        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it
+        walks over.
+        """
         todo, seen = variables([atom]), set[Var]()
         sums, inputs, eqns = set[int](), set[Var](), set[int]()
         barrier = None
@@ -202,7 +207,12 @@ class TwoTraces:
             else:
                 eqns.add(place)
                 todo += variables(self.eqns[place].invars)
-        return _Slice(frozenset(sums), frozenset(inputs), frozenset(eqns), barrier)
+        return _Slice(
+            frozenset(sums),
+            frozenset(inputs),
+            frozenset(eqns),
+            barrier,
+        )
 
     # What is a batch norm's
 
@@ -217,7 +227,9 @@ class TwoTraces:
         return atom
 
     def _centre(self, eqn: JaxprEqn) -> int | None:
-        """Returns the place of the sum by whose mean an equation centres its examples, if it does that."""
+        """Returns the place of the sum by whose mean an equation centres its examples, if it does
+        that.
+        """
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
         values, centre = eqn.invars
@@ -227,7 +239,9 @@ class TwoTraces:
         return place if self._origin(self.eqns[place].invars[0]) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
-        """Returns the place of the sum whose mean a value is, for each example or once; None if it is none."""
+        """Returns the place of the sum whose mean a value is, for each example or once; None if it
+        is none.
+        """
         ratio = 1.0
         while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
             eqn = self.eqns[place]
@@ -262,7 +276,9 @@ class TwoTraces:
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum that is a batch norm's: of values that it centres, or of their squares; None for any other."""
+        """Returns a sum that is a batch norm's: of values that it centres, or of their squares;
+        None for any other.
+        """
         eqn = self.eqns[place]
         axes, operand = eqn.params["axes"], self._origin(eqn.invars[0])
         count = self._count(eqn)

@@ -1,7 +1,9 @@
-"""How aux and model state are made of those of slices, where the trace cannot say and the user does.
+"""How aux and model state are made of those of slices,
+where the trace cannot say and the user does.
 
-A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must not depend on a sum to
-which a slice has added only its share, or which it has left to the first slice.
+A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must
+not depend on a sum to which a slice has added only its share, or which it has left to the first
+slice.
 """
 
 from collections.abc import Collection, Mapping
@@ -61,7 +63,8 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of what replicas make; None: each makes all of it.
+        """How each leaf of the model state is made of what replicas make; None: each makes all of
+        it.
 
         Raises:
             CoupledError: neither the trace nor the user can say it of a leaf.
@@ -97,7 +100,8 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalising)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices compute in another way, without those of leaves that the user speaks of.
+        """Returns the equations that slices compute in another way, without those of leaves that
+        the user speaks of.
 
         Args:
             loss: whose equations.

@@ -1,8 +1,9 @@
-"""A loss on slices of a micro-batch, as the replicas of a stage compute it, in the layers of the whole.
+"""A loss on slices of a micro-batch, as the replicas of a stage compute it,
+in the layers of the whole.
 
-It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers and positions are
-those of the whole micro-batch, of which each slice takes its own: dropout draws the same masks for any number of
-replicas (and every replica draws them all).
+It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers
+and positions are those of the whole micro-batch, of which each slice takes its own: dropout draws
+the same masks for any number of replicas (and every replica draws them all).
 
     whole     bits[8, 4] = random_bits key
     slice     bits[8, 4] = random_bits key    part[2, 4] = slice bits, examples 2 to 4
@@ -76,7 +77,8 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     """Returns the loss on another number of examples."""
     loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
-    # JAX traces some functions differently at a size of one, so the equations of the whole are kept if they can be.
+    # JAX traces some functions differently at a size of one, so the equations of the whole are kept
+    # if they can be.
     if examples == 1:
         try:
             return on_one(loss, traced.graph.examples)
@@ -171,7 +173,9 @@ class _Cut:
                 return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Returns what makes numbers by their position: those of the whole micro-batch, then the slice's part."""
+        """Returns what makes numbers by their position: those of the whole micro-batch, then the
+        slice's part.
+        """
         aval, of_part = _jax.aval(whole.outvars[0]), _jax.aval(part.outvars[0])
         operands = zip(whole.invars, part.invars, strict=True)
         same_operands = all(_jax.aval(a).shape == _jax.aval(b).shape for a, b in operands)
@@ -193,9 +197,14 @@ class _Cut:
 
 
 def _amended(
-    eqn: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool
+    eqn: JaxprEqn,
+    beside: Beside | None,
+    share: float,
+    *,
+    is_first: bool,
 ) -> Sequence[JaxprEqn]:
-    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
+    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must
+    not be zero.
 
     Args:
         eqn: the equation.
@@ -217,7 +226,8 @@ def _amended(
 
     def change(x: jax.Array) -> jax.Array:
         if only_first:
-            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there is none.
+            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there
+            # is none.
             return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
         return x * jnp.asarray(share, x.dtype)
 
@@ -228,8 +238,8 @@ def _amended(
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     """Divides a sum by a count.
 
-    A slice without any items has neither: its quotient is zero. Where only the count is zero, the loss is NaN; no
-    derivative reads that.
+    A slice without any items has neither: its quotient is zero. Where only the count is zero, the
+    loss is NaN; no derivative reads that.
     """
     quotient = total / jnp.where(count == 0, jnp.ones_like(count), count)
     lost = (count == 0) & (jax.lax.stop_gradient(total) != 0)
@@ -237,7 +247,9 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _equations(
-    fn: Callable[..., jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
+    fn: Callable[..., jax.Array],
+    inputs: Sequence[Atom],
+    outputs: Sequence[Var],
 ) -> Sequence[JaxprEqn]:
     """Returns the equations of a function between variables.
 
@@ -265,7 +277,8 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
         sizes: of its slices, to compare with.
 
     Raises:
-        CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
+        CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those
+            of slices.
     """
     by_size = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
     least = min(by_size)
@@ -306,15 +319,25 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
 
 
 def _spreading(traced: Traced, fewer: int) -> Spreading:
-    """Returns what follows a loss at two sizes, from batches whose first axis is that of the examples."""
+    """Returns what follows a loss at two sizes, from batches whose first axis is that of the
+    examples.
+    """
     loss = traced.loss
     states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
-    # What model state remembers may be used for single examples, as batch norm does with its statistics.
+    # What model state remembers may be used for single examples, as batch norm does with its
+    # statistics.
     same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     total, flows = traced.graph.examples, active(loss)
     place_of = places(traced)
-    spreading = Spreading(total, fewer, remembered, place_of, same=same, flows=flows)
+    spreading = Spreading(
+        total,
+        fewer,
+        remembered,
+        place_of,
+        same=same,
+        flows=flows,
+    )
     batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     return spreading
@@ -334,7 +357,9 @@ def places(traced: Traced) -> Callable[[JaxprEqn], str]:
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
-    """Returns how the edges between layers lie; raises CoupledError for what slices would make otherwise."""
+    """Returns how the edges between layers lie; raises CoupledError for what slices would make
+    otherwise.
+    """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
         variables |= zip(body.writes, body.outputs, strict=True)
@@ -367,7 +392,8 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said` checks the rest.
+    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said`
+    checks the rest.
 
     Raises:
         CoupledError: one cannot.
@@ -378,7 +404,12 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
             case ValueKind.LOSS:
                 _check_loss(traced, lies)
             case ValueKind.AUX:
-                _check_aux(traced, ref.index, lies, is_weighted=ref.index in pairs)
+                _check_aux(
+                    traced,
+                    ref.index,
+                    lies,
+                    is_weighted=ref.index in pairs,
+                )
             case ValueKind.STATE:
                 pass
             case _:
@@ -400,7 +431,13 @@ def _check_loss(traced: Traced, lies: Lies) -> None:
     )
 
 
-def _check_aux(traced: Traced, index: int, lies: Lies, *, is_weighted: bool) -> None:
+def _check_aux(
+    traced: Traced,
+    index: int,
+    lies: Lies,
+    *,
+    is_weighted: bool,
+) -> None:
     is_known = lies.over is not Over.MIXED and not lies.open
     is_plain = lies.over is not Over.ALONG or not lies.power
     is_sum = lies.over is Over.SUM or not is_weighted

@@ -1,4 +1,5 @@
-"""How every value of a loss lies over the examples of a micro-batch: found by tracing it at two sizes, not guessed.
+"""How every value of a loss lies over the examples of a micro-batch:
+found by tracing it at two sizes, not guessed.
 
     x [4, 8]   at size 4, [2, 8] at size 2     along axis 0
     x @ w      reads one along 0               along axis 0
@@ -6,9 +7,10 @@
     sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
     max(x)                                     mixed: what slices yield does not say what the whole yields
 
-What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into values of single examples
-it couples them: slices would not yield what the whole does. That is refused, except in a batch norm, whose statistics
-the model state remembers (`jvpipe.trace.normalised`): replicas normalise by their own.
+What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into
+values of single examples it couples them: slices would not yield what the whole does. That is
+refused, except in a batch norm, whose statistics the model state remembers
+(`jvpipe.trace.normalised`): replicas normalise by their own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,7 +42,7 @@ from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
-"""Primitives that make numbers by their position: a slice's are cut out of those of the whole micro-batch."""
+"""Primitives that make numbers by their position: a slice's are cut out of those of the whole."""
 _CALLS = (
     "jit",
     "pjit",
@@ -88,7 +90,8 @@ class Spreading:
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
-        amended: the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
+        amended: the equations, by their identity, that slices compute another way
+            (`jvpipe.trace.reductions`).
         normalising: the reductions over examples that a batch norm divides by.
         same: the variables that stand for others, which are equal.
         flows: those that a gradient flows through; None: all of inexact type.
@@ -132,8 +135,9 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get one number: by it a sum that was divided by a count is known, times that count, again.
-            # What a gradient flows through is another value behind `stop_gradient`: its derivative is another.
+            # Equal values get one number: by it a sum that was divided by a count is known, times
+            # that count, again. What a gradient flows through is another value behind
+            # `stop_gradient`: its derivative is another.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
@@ -151,8 +155,8 @@ class Spreading:
         a, b = np.asarray(atom.val), np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
-        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2 is n, 0.25 and 0.5 is
-        # 1/n. Halves have so few digits that the quotient is rounded.
+        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2
+        # is n, 0.25 and 0.5 is 1/n. Halves have so few digits that the quotient is rounded.
         ratio = self.examples / self.fewer
         tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
@@ -201,7 +205,7 @@ class Spreading:
             ins: how its operands lie.
             grown: of each result the axis whose size follows the number of examples.
         """
-        # Three cases: something has a part for each example; or the result gets one; or neither has.
+        # Something has a part for each example; or the result gets one; or neither has.
         #
         #     tanh x[n, 4]              ALONG, unless its axis is gone: then a sum, or mixed
         #     broadcast 0. to [n, 4]    ALONG from here on
@@ -250,7 +254,7 @@ class Spreading:
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
-        """Returns how a result lies of values with a part for each example: along an axis, or it is a reduction.
+        """Returns how a result of values with parts for each example lies.
 
         Args:
             eqn: makes it.
@@ -267,7 +271,7 @@ class Spreading:
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """Returns the axis of a result whose size follows the number of examples; None if there is none."""
+        """Returns the axis of a result whose size follows the number of examples, if there is one."""
         a, b = _jax.aval(atom).shape, _jax.aval(small).shape
         axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
         if len(a) == len(b) and not axes:
@@ -280,11 +284,12 @@ class Spreading:
         raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made for each example of none lies: constants, positions, random numbers."""
+        """Returns how what is made of no example lies: constants, positions, random numbers."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body does not allow.
+        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body
+        # does not allow.
         fixed = self._in_rule and name in GENERATORS
         if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
@@ -295,7 +300,7 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made of sums and means over examples lies, and of what depends on none."""
+        """Returns how what is made of sums and means lies, and of what depends on no example."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
@@ -307,7 +312,7 @@ class Spreading:
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
-        """Raises if what was made of several examples becomes part of single ones, unless model state keeps it."""
+        """Raises if single examples read what several made, unless model state keeps it."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
                 raise self._refused(eqn, _GIVES)
@@ -408,11 +413,12 @@ class Spreading:
         return self.flows is None or atom in self.flows
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        # The inputs of the body are consts, carry and a row of each of xs; its results are carry and a row of each ys.
+        # The inputs of the body are consts, carry and a row of each of xs; its results are carry
+        # and a row of each ys.
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
-        # An iteration sees xs without their first axis, over which the scan goes, and its ys get one.
+        # An iteration sees xs without the axis over which the scan goes, and its ys get one.
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
 
@@ -453,7 +459,8 @@ class Spreading:
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
     ) -> tuple[list[Lies], list[Lies]]:
-        """Returns how what a loop carries lies once another step changes nothing, and what that step yields.
+        """Returns how what a loop carries lies once another step changes nothing, and what that
+        step yields.
 
         It ends: joining only ever makes a value more mixed.
 
@@ -471,14 +478,16 @@ class Spreading:
             now = joined
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or branches yield.
+        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or
+        branches yield.
 
         Args:
             eqn: the loop, or the branches.
             a: how the one lies.
             b: how the other lies.
         """
-        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for each example.
+        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for
+        # each example.
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):

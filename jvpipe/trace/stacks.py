@@ -1,4 +1,5 @@
-"""Parameters stacked along their first axis, one slice per layer, as `flax.linen.scan` and plain `lax.scan` want them.
+"""Parameters stacked along their first axis, one slice per layer,
+as `flax.linen.scan` and plain `lax.scan` want them.
 
 Each slice becomes a parameter of its own, so that layers can live apart.
 """
@@ -28,7 +29,9 @@ Tree = Any
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, in the place of it; the optimizer's state has such, too, for what belongs to a stack."""
+    """The slices of a stack, in the place of it; the optimizer's state has such, too, for what
+    belongs to a stack.
+    """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """Returns the slices with their positions, for JAX."""
@@ -46,7 +49,8 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all others.
+    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all
+    others.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -97,7 +101,8 @@ class Stacks:
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
     ) -> Tree:
-        """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state.
+        """Joins what `split` took apart: the parameters, or what mirrors them, such as the
+        optimizer's state.
 
         Args:
             tree: with `Slices`.
@@ -176,7 +181,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
-    """Tells whether a scan's iterations do real work with their slices of the parameters; those over time do not."""
+    """Tells whether a scan's iterations do real work with their slices of the parameters; those
+    over time do not.
+    """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
     *_, xs = _jax.scan_operands(eqn, flat.invars)

@@ -41,13 +41,18 @@ class Structure:
 
 
 def structure(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], *, rules: bool = True
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Var],
+    outputs: Sequence[Atom],
+    *,
+    rules: bool = True,
 ) -> Structure:
-    """Returns a value that is equal for two runs of equations which compute the same function in the same way.
+    """Returns a value that is equal for two runs of equations which compute the same function in
+    the same way.
 
-    Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
-    the equations need no derivative. Parameters that cannot be compared are compared by identity: equal
-    structures are equal programs; the converse need not hold.
+    Variables are numbered in order of appearance. A custom derivative is compared by what its rule
+    computes, unless the equations need no derivative. Parameters that cannot be compared are
+    compared by identity: equal structures are equal programs; the converse need not hold.
 
     Args:
         eqns: in order.
@@ -57,7 +62,8 @@ def structure(
     """
     numbers: dict[Var, int] = {}
 
-    # A number says which variable it is; at its first appearance its shape and type are compared, too.
+    # A number says which variable it is; at its first appearance its shape and type are compared,
+    # too.
     def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]
@@ -95,7 +101,9 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
 
 
 class _Identity:
-    """Wraps an incomparable value; equal only to itself. It keeps the value alive, so that no other gets its id."""
+    """Wraps an incomparable value; equal only to itself. It keeps the value alive, so that no other
+    gets its id.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value

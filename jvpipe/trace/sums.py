@@ -1,4 +1,5 @@
-"""Sums only over parameters, such as the squares that weight decay adds to a loss, are made where the parameters are.
+"""Sums only over parameters, such as the squares that weight decay adds to a loss,
+are made where the parameters are.
 
 Else the layer that adds them up would have to read every parameter of the model.
 
@@ -48,7 +49,8 @@ def settle_sums(
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # The last of the layers that are the first to read one of its parameters: there all are at hand.
+            # The last of the layers that are the first to read one of its parameters: there all are
+            # at hand.
             first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
             home = max(first, default=len(runs))
             if home < min(layers):
