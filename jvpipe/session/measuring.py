@@ -10,7 +10,7 @@ from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
-from jvpipe.cost.lending import measured_lending
+from jvpipe.cost.lending import devices_per_core, measured_lending
 from jvpipe.cost.links import Links, links_between
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.measure import Runs, measured_costs
@@ -224,7 +224,11 @@ class Measurement:
 
     @property
     def _timed(self) -> dict[str, Any]:
-        return {"room_bytes": self.bench.room_bytes, "archive": self.bench.archive}
+        return {
+            "room_bytes": self.bench.room_bytes,
+            "archive": self.bench.archive,
+            "devices_per_core": devices_per_core([self.devices[d] for d in self.used]),
+        }
 
     @cached_property
     def links(self) -> Links | None:
