@@ -29,10 +29,10 @@ Links = Callable[[Row], Sequence[str]]
 
 
 def links_between_devices(lowered: Lowered) -> Links:
-    """Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
+    """Returns a function from a copy to the links that it occupies.
 
-    Every ordered pair of devices has a link, every device has one to the host, for both ways. A
-    FEED costs nothing.
+    A copy that occupies none takes no time. Every ordered pair of devices has a link, every device
+    has one to the host, for both ways. A FEED costs nothing.
 
     Args:
         lowered: whose buffers say where a copy goes.
@@ -65,8 +65,8 @@ def simulate(
     Args:
         lowered: its rows and buffers.
         seconds_of: how long a row takes, alone.
-        links_of: the links that a copy occupies, by name; `links_between_devices` unless given. Copies that name the
-            same link take turns on it.
+        links_of: the links that a copy occupies, by name; `links_between_devices` unless given.
+            Copies that name the same link take turns on it.
         temporary_bytes: per row, what its program needs while it runs.
         buffers_wait: a buffer can be used only after all that was enqueued on its device before it.
     """
