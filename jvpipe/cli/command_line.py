@@ -58,8 +58,9 @@ def read_options(
         ValueError: one is unknown, or not of its type.
     """
     options = options_of(holder)
+    said = sys.argv[1:] if arguments is None else arguments
     # Names are those of today before argparse sees them.
-    words = [_word(holder, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    words = [_word(holder, word) for word in said if not _is_needless(options, word)]
     # The names of all models are looked up for the help alone: packages may have many.
     asked = {"-h", "--help"} & {*words}
     parser = _Parser(
@@ -121,6 +122,15 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
         return word
     name = present(holder, flag[2:]).strip("_").replace("_", "-")
     return f"--{name}{equals}{value}"
+
+
+def _is_needless(options: Mapping[str, Option], word: str) -> bool:
+    """Tells whether a word, once an option, says what holds anyway; warns of it for one release."""
+    if word != "--no-lossy" or "lossy" not in options:
+        return False
+    warning = f"warning: {word} holds anyway, and is no option from the next release on"
+    print(warning, file=sys.stderr)
+    return True
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:

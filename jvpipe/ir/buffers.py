@@ -114,10 +114,6 @@ class Lowered:
     final: tuple[int, ...]
     metrics: tuple[int, ...]
 
-    def place_rows(self, place: int) -> tuple[Row, ...]:
-        """Returns the rows of one place."""
-        return tuple(row for row in self.rows if row.place == place)
-
     def changes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Returns, per row, the buffers that are born and those that die at it."""
         alive = set(range(self.persistent))

@@ -47,7 +47,8 @@ from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
     brought_back,
-    pays_for_room,
+    place_state,
+    room_left,
     state_bytes,
 )
 from jvpipe.session.options import PLAN_FOR, checked
@@ -194,12 +195,10 @@ class _Asking:
         """
         asking = replace(self, question=replace(self.question, said=said))
         kept = asking._answer(limits)
-        if not self._chooses_state(kept):
+        chooses = [find_planner(name).chooses_fates for name in self.names]
+        if self.question.state_fates or chooses != [True]:
             return kept
-        away = asking._state_away(limits)
-        if not kept.fits or (away.fits and away.step_s < kept.step_s):
-            return away
-        return kept
+        return place_state(kept, partial(asking._state_away, limits), _judged)
 
     def _answer(self, limits: Limits) -> Forecast:
         """Returns the answer with the optimizer's state where the question says."""
@@ -213,20 +212,6 @@ class _Asking:
         forecast = asked(problem, self.names, self.title, question)
         cuts_layers = not any(find_planner(name).as_paper for name in self.names)
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
-
-    def _chooses_state(self, kept: Forecast) -> bool:
-        """Tells whether the optimizer's state may go to the host, and whether that may bring something.
-
-        Args:
-            kept: the answer with all of it on the devices.
-        """
-        chooses = [find_planner(name).chooses_fates for name in self.names]
-        if self.question.state_fates or chooses != [True]:
-            return False
-        best = kept.answers[0]
-        if best.decision is None or best.plan is None:
-            return True
-        return not kept.fits or pays_for_room(Planned(best.plan, kept.problem, best.decision))
 
     def _state_away(self, limits: Limits) -> Forecast:
         """Returns the answer with the state on the host, except what the devices then have room for."""
@@ -243,14 +228,12 @@ class _Asking:
         best = away.answers[0]
         assert best.plan is not None
         assert best.evaluation is not None
-        problem, schedule = away.problem, away.problem.schedule
-        places = [schedule.device_of(s, problem.devices) for s in range(problem.stages)]
+        problem = away.problem
+        held = [best.evaluation.device_bytes[place] for place in problem.places]
+        each = zip(problem.places, best.plan.stages, strict=True)
+        limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
         # Room is counted with all of the state away, so whatever comes back into it still fits.
-        room = {
-            device: (problem.limit_of(place) or 0) - best.evaluation.device_bytes[place]
-            for stage, place in zip(best.plan.stages, places, strict=True)
-            for device in stage.devices
-        }
+        room = room_left(best.plan, held, limits_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 
@@ -274,6 +257,14 @@ class _Asking:
         )
 
 
+def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
+    """Returns what was planned best, and the seconds of a step; None if that does not fit."""
+    best = forecast.answers[0]
+    if not forecast.fits or best.plan is None or best.decision is None:
+        return None
+    return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
+
+
 def _with_state(forecast: Forecast) -> Forecast:
     """Puts into the plans where the optimizer's state lies; with the seconds of its way to the host and back."""
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
@@ -292,15 +283,12 @@ def _with_state(forecast: Forecast) -> Forecast:
 
 def _with_seconds(forecast: Forecast) -> Forecast:
     """Counts the seconds that the optimizer's state of the best plan is on its way to the host and back."""
-    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
+    question, best = forecast.question, forecast.answers[0].plan
     assert question is not None
-    assert cluster is not None
     assert best is not None
     model = question.trace()
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
-    # Without a flush each micro-batch is an update.
-    updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
-    return replace(forecast, state_s=updates * away_s(best, sizes, cluster.host))
+    return replace(forecast, state_s=away_s(best, sizes, forecast.problem))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:

@@ -12,8 +12,6 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
-from jvpipe.cost.state_away import with_state_away
-from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
@@ -28,7 +26,7 @@ from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import micro_batch_shapes
-from jvpipe.session.measuring import groups_apart, slowness_by_kind, times_longer
+from jvpipe.session.measuring import costs_with_state, slowness_by_kind, times_longer
 from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
@@ -126,11 +124,9 @@ class Question(Training):
         split = may_split(self.schedule, self.stages, self.microbatches)
         said = self.said
         costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-        if not self.state_fates:
+        if optimizer is None:
             return costs
-        assert optimizer is not None
-        plan = self.with_state_fates(traced, Plan.from_cuts([len(traced.graph.layers)]))
-        return with_state_away(costs, optimizer, states_away(traced.graph, plan))
+        return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
         """Puts the optimizer's state where it is wanted."""
@@ -201,12 +197,10 @@ class Question(Training):
         """
         costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
         limits = limits or tuple(device.memory_bytes for device in used)
-        problem = Problem(
-            costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches
-        )
+        stages = self.schedule.stages_on(self.stages)
+        plain = on_cluster(Problem(costs, stages, self.schedule, self.microbatches), cluster)
         slowness = self.slowness(cluster, traced, costs, self.stages)
-        names = [device.name for device in used]
-        return on_cluster(problem.told_apart(slowness, limits, names), cluster)
+        return plain.told_apart(slowness, limits, [device.name for device in used])
 
     def shapes(
         self,
@@ -242,26 +236,16 @@ class Question(Training):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
-        slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
-        limit, apart = groups_apart(slowness, limits, [x.name for x in used])
-        model = Problem(
-            costs[largest],
-            self.schedule.chunks,
-            self.schedule,
-            1,
-            memory_limit_bytes=limit,
-            host=cluster.host,
-            host_limit_bytes=cluster.host_memory_bytes,
-            peer=cluster.peer,
-            peer_uses_host=cluster.peer_uses_host and cluster.machines == 1,
-            cluster=cluster,
-            overlaps=True,
-        )
+        plain = Problem(costs[largest], self.schedule.chunks, self.schedule, 1, overlaps=True)
+        model = on_cluster(plain, cluster)
+        # What goes from machine to machine does not use the links to the hosts.
+        model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         # A single example may be another program, without its batch axis.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
-        shapes = Shapes(model, local, cluster, devices, batch, pins, apart)
-        return shapes, whole.traced.graph
+        shapes = Shapes(model, local, cluster, devices, batch, pins)
+        slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
+        return shapes.told_apart(slowness, limits, [x.name for x in used]), whole.traced.graph
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:

@@ -161,7 +161,7 @@ class Splitter:
         seconds = work_s(planned.problem.costs.layers)
         together = {
             layer
-            for group in planned.problem.costs.together
+            for group in planned.problem.together
             for layer in range(min(group), max(group) + 1)
         }
         # Layers that must share a stage have no cut between them, so a cut inside of one is no use.
@@ -329,7 +329,7 @@ def _cuts(
         for k in range(edge.producer + 1, last + 1):
             crossing[k] += edge.bytes
             over[k] += edge.bytes if k < last else 0
-    joined = bounds_inside(costs.together)
+    joined = bounds_inside(planned.problem.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):

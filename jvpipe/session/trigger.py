@@ -27,9 +27,9 @@ import numpy as np
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.runtime.engine.monitor import TICK_S
 from jvpipe.util.brief import brief
-
-_ROUNDING = 1e-9  # of sums of floats, as a share; and the seconds that a layer takes at least
+from jvpipe.util.sizes import ROUNDING
 
 
 def cuts_at_speeds(
@@ -55,7 +55,7 @@ def cuts_at_speeds(
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
     # Two passes: the sum alone would trade a slower stage for less work in all.
-    slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
+    slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
     assert bounds is not None, "there are as many layers as stages need"
@@ -157,7 +157,7 @@ class Trigger:
             rule: how much evidence is enough.
         """
         self.rule = rule
-        self._expected = None if expected_s is None else np.maximum(expected_s, _ROUNDING)
+        self._expected = None if expected_s is None else np.maximum(expected_s, TICK_S)
         self._microbatches, self._synchronous = microbatches, synchronous
         self._skip = rule.skip_steps
         self._learned: list[Sequence[float]] = []
@@ -183,7 +183,7 @@ class Trigger:
         if self._expected is None:
             self._learned.append(seen.layer_s)
             if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.maximum(np.median(self._learned, axis=0), _ROUNDING)
+                self._expected = np.maximum(np.median(self._learned, axis=0), TICK_S)
             return None
         if self._better(plan, seen) is None:
             self._window.clear()

@@ -25,12 +25,10 @@ from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.pulse import Pulses
 from jvpipe.runtime.engine.transport import Transport
 
-TIMEOUT_S = 300.0
-"""How long one process waits for what another has to say."""
-SILENT_S = 60.0
-"""How long a process may be silent before it is lost: less than JAX waits before it ends all."""
 LOOK_S = 0.5
 """How often a process that waits checks whether the others are still there."""
+CLOSING_S = 1.0
+"""How long it may take to see that a process is gone, once something of it has failed."""
 FAILED = "failure"
 """The name under which a process says that it has failed, instead of what it was asked for."""
 
@@ -50,19 +48,20 @@ class Channel:
         transport: carries arrays between the processes, once they are connected; it also knows who
             has left.
         pulses: tell who is alive, once they are connected.
-        silent_s: a process whose pulse is not heard for so long is lost.
+        silent_s: a process whose pulse is not heard for so long is lost; less than JAX waits
+            before it ends all.
         channel: words on one channel do not wait for those on another.
     """
 
     process: int
     count: int
     store: Any
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = 300.0
     address: str | None = None
     names: Sequence[str] = ()
     transport: Transport | None = None
     pulses: Pulses | None = None
-    silent_s: float = SILENT_S
+    silent_s: float = 60.0
     channel: str = ""
     _said: int = field(default=0, repr=False)  # the number of the last word
     _key: str = field(default="", repr=False)  # of the last word
@@ -107,7 +106,7 @@ class Channel:
         except Exception as error:
             # The store lies with the first process: if it fails, that one is probably gone.
             reason = str(error).splitlines()[0]
-            gone = self.gone(wait_s=LOOK_S) or f"{self.named(0)} does not answer"
+            gone = self.gone(wait_s=CLOSING_S) or f"{self.named(0)} does not answer"
             raise HostLost(
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error

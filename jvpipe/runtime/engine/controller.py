@@ -16,14 +16,13 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.runtime.engine.binding import Bound, Instruction
+from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.dispatch import dispatch_ready
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import WATCHED, Monitor
 from jvpipe.runtime.engine.tensors import Ledger
 
-_CLOSING_S = 0.5
-"""How long it may take to see that a process is gone, once something of it has failed."""
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch and seeds on the host: `feeds[kind, index][m]` is what micro-batch m reads."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
@@ -269,7 +268,7 @@ class Controller:
                 error, row, at = cause, mark.row, mark.at
                 break
         where = self._where(row, at)
-        gone = self.hosts.gone(wait_s=_CLOSING_S) if self.hosts is not None else ""
+        gone = self.hosts.gone(wait_s=CLOSING_S) if self.hosts is not None else ""
         if not gone:
             return StageError(f"{where} failed: {_message(error)}")
         if not (row and at):

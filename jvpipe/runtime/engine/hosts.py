@@ -33,8 +33,6 @@ from jvpipe.trace.digests import digest
 T = TypeVar("T")
 _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 """How long a process that waits for an array sleeps before it checks again, at first and at most."""
-_ASKED = 4096
-"""So many copies from other processes are remembered, to say which one is waited for."""
 
 
 class _Asked(NamedTuple):
@@ -66,7 +64,8 @@ class Hosts(Channel):
 
     link: Link | None = None
     farewell: Callable[[], None] = lambda: None
-    _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=_ASKED), repr=False)
+    # The last copies from other processes, to say which one is waited for.
+    _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=4096), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
     def aside(self, name: str) -> "Hosts":

@@ -36,7 +36,7 @@ _HALVES = {Kind.I, Kind.W}
 _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
-_TICK_S = 1e-9
+TICK_S = 1e-9
 """The least seconds of what ran: the watcher may wake too late to see any."""
 
 
@@ -79,7 +79,7 @@ class Measured:
         """
         all_s: dict[tuple[object, Kind, str], list[float]] = defaultdict(list)
         for span in self.spans:
-            took_s = max(span.end_s - span.start_s, _TICK_S)
+            took_s = max(span.end_s - span.start_s, TICK_S)
             all_s[span.args["layer"], span.kind, span.device].append(took_s)
         median_s: dict[tuple[object, Kind], float] = {}
         for (layer, kind, _), of_place_s in all_s.items():

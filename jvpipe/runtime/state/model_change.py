@@ -18,6 +18,7 @@ import jax
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Peak, Spot
 from jvpipe.ir.values import Owner
+from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import Carried
@@ -32,9 +33,6 @@ from jvpipe.runtime.engine.tensors import (
 )
 from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.origins import Arrival, Origins, Parked
-
-_CLOSING_S = 1.0
-"""How long it may take until the connection to a process that is gone has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +213,7 @@ class ModelSwitch:
             raise
         except BaseException as error:
             is_alone = origins.hosts.count == 1
-            if gone := "" if is_alone else origins.hosts.gone(wait_s=_CLOSING_S):
+            if gone := "" if is_alone else origins.hosts.gone(wait_s=CLOSING_S):
                 raise HostLost(
                     f"{gone}, go on from the last checkpoint: the model was being changed"
                 ) from error
