@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from jvpipe.papers.replication import Replicated, replicated
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.local_segments import MOST_CUTS, LocalSegments
+from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
@@ -45,7 +45,7 @@ def enough(segments: LocalSegments) -> Cuts:
     Args:
         segments: whose coarse cuts are taken if they do. These leave few pieces where few layers have most of the work.
     """
-    cuts, count = segments.coarse, MOST_CUTS
+    cuts, count = segments.coarse, segments.most
     while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):
         count *= 2
         cuts = segments.few(segments.cuts, count)

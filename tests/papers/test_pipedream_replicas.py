@@ -4,7 +4,7 @@ import numpy as np
 
 from jvpipe.cost.hardware import Cluster, Link
 from jvpipe.papers.pipedream_replicas import enough, pipedream_replicas
-from jvpipe.planners.model.local_segments import MOST_CUTS, LocalSegments
+from jvpipe.planners.model.local_segments import LocalSegments
 from tests.planners.joint.shapes import GPU, chain, layer, shapes_of
 
 
@@ -18,7 +18,7 @@ def segments(longest_s: float) -> LocalSegments:
 
 def test_the_coarse_cuts_are_enough_where_layers_are_alike() -> None:
     alike = segments(1.0)
-    assert len(alike.coarse) <= MOST_CUTS
+    assert len(alike.coarse) <= alike.most
     np.testing.assert_array_equal(enough(alike), alike.coarse)
 
 
