@@ -17,8 +17,8 @@ from jvpipe.planners.model.stage_cost import Evaluation
 class Answer:
     """What a planner says; without a decision, why there is none.
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too; `compiled` is what the
-    hardware's compiler says of each stage, if it was asked.
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too;
+    `compiled` is what the hardware's compiler says of each stage, if it was asked.
     """
 
     planner: str
@@ -40,7 +40,8 @@ class Answer:
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
+    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those
+    without one.
 
     Among equals, up to rounding, the one that is given first comes first.
     """

@@ -17,7 +17,8 @@ def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def device_reasons(problem: Problem) -> list[str]:
-    """A line that says how devices differ, in the order in which a micro-batch passes them; none if they are alike.
+    """A line that says how devices differ, in the order in which a micro-batch passes them; none if
+    they are alike.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

@@ -1,4 +1,6 @@
-"""What an order of tasks gives against 1F1B, and why; what updates take, and what keeps steps from overlapping."""
+"""What an order of tasks gives against 1F1B, and why; what updates take, and what keeps steps from
+overlapping.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +15,8 @@ from jvpipe.util.sizes import format_bytes
 
 
 def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[str]) -> list[str]:
-    """Lines about the order of a plan: seconds, idle time, transfers and bytes beside those of 1F1B without a limit.
+    """Lines about the order of a plan: seconds, idle time, transfers and bytes beside those of 1F1B
+    without a limit.
 
     Args:
         problem: that the plan answers; its schedule has the plan's lists.
@@ -56,7 +59,8 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
 
 
 def update_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """A line about the updates of a plan's stages: how long they take, and how often; none if nobody knows.
+    """A line about the updates of a plan's stages: how long they take, and how often; none if
+    nobody knows.
 
     Args:
         problem: that the plan answers.
@@ -78,7 +82,9 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
+    """Says where an order that was searched for comes from, how near it is to the bound, and what
+    the rules take.
+    """
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

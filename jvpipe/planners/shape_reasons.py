@@ -35,7 +35,8 @@ def shape_reasons(
     decision: Decision,
     kinds: Mapping[str, RoughPlan],
 ) -> list[str]:
-    """Says, a line each, why places have as many devices as they have, and what the best of other shapes take.
+    """Says, a line each, why places have as many devices as they have, and what the best of other
+    shapes take.
 
     Args:
         shapes: that there are.

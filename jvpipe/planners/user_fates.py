@@ -15,7 +15,8 @@ _log = logging.getLogger("jvpipe")
 
 
 def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
-    """Puts a plan under one of torchgpipe's modes: which micro-batches keep their stage's input alone.
+    """Puts a plan under one of torchgpipe's modes: which micro-batches keep their stage's input
+    alone.
 
     Args:
         graph: the model's layers.
@@ -31,11 +32,12 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
 
 
 def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
-    """Changes the fates of a plan's tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
+    """Changes the fates of a plan's tensors by name: `{"*/attention/*": "swap"}`; later patterns
+    win.
 
-    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern of a layer
-    that is named, and of another of its values, takes the layer's candidates, which the value is computed from, and
-    says so.
+    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A
+    pattern of a layer that is named, and of another of its values, takes the layer's candidates,
+    which the value is computed from, and says so.
 
     Args:
         graph: the model's layers.
@@ -66,7 +68,8 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
 
 
 def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
-    """Changes the fates of the optimizer's state by the paths of parameters: `{"*": "swap"}`; later patterns win.
+    """Changes the fates of the optimizer's state by the paths of parameters: `{"*": "swap"}`; later
+    patterns win.
 
     Args:
         graph: the model's layers.
@@ -74,7 +77,8 @@ def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str])
         patterns: fates by pattern.
 
     Raises:
-        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is trained.
+        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is
+            trained.
     """
     if unknown := set(patterns.values()) - set(STATE_FATES):
         raise ValueError(
@@ -112,7 +116,8 @@ def _give(stages: Sequence[dict[str, Fate]], names: Sequence[Sequence[str]], fat
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
-    """Gives a plan other numbers of layers per stage, on the same devices; values keep their fates where they can.
+    """Gives a plan other numbers of layers per stage, on the same devices; values keep their fates
+    where they can.
 
     Args:
         graph: the model's layers.
@@ -143,17 +148,18 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
-    """Everything computed again from the stage's input: its layers run once more, as soon as it is the stage's turn.
+    """Everything computed again from the stage's input: its layers run once more, as soon as it is
+    the stage's turn.
 
-    So does its last layer, for what the stage makes for others is made again too: before the cotangents of that are
-    there, and not within the layer's own backward.
+    So does its last layer, for what the stage makes for others is made again too: before the
+    cotangents of that are there, and not within the layer's own backward.
     """
     return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
 
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
-    """What can have a fate on a stage: candidates of its layers, and edges: what it makes can be made again, what it
-    reads can be kept or swapped.
+    """What can have a fate on a stage: candidates of its layers, and edges: what it makes can be
+    made again, what it reads can be kept or swapped.
     """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
@@ -173,7 +179,9 @@ def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
 
 
 def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
-    """The candidates of the layers of which a pattern names another value; wildcards alone name no layer."""
+    """The candidates of the layers of which a pattern names another value; wildcards alone name no
+    layer.
+    """
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):
         return []

@@ -1,18 +1,23 @@
-"""The best cuts and fates for the surrogate of `stage_cost.py`, jointly, and a bound that no plan is below.
+"""The best cuts and fates for the surrogate of `stage_cost.py`, jointly, and a bound that no plan
+is below.
 
-Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it; M micro-batches.
+Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it;
+M micro-batches.
 
     asynchronous   M max(t, comm)
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
-where t has a part of what happens once a step, the sums of replicas and updates: `Objective.with_once`.
+where t has a part of what happens once a step, the sums of replicas and updates:
+`Objective.with_once`.
 
-These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with enumeration by it.
+These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with
+enumeration by it.
 
-All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
-on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
-the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
+All of them grow with t, and t of a segment depends on no other: given t the best cuts are a
+shortest path under a cap on each maximum. The search divides the caps into boxes and opens the box
+of the least bound, until that bound is what the best path found takes. t itself is a lower bound
+until a shortest path meets it: few segments are ever settled.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,7 +36,8 @@ Caps = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Paths through a table, the best first, and what the best takes; nothing in the table takes less than `bound_s`.
+    """Paths through a table, the best first, and what the best takes; nothing in the table takes
+    less than `bound_s`.
 
     No path whose slowest stage is above `cap_s` can be better.
     """
@@ -86,7 +92,9 @@ class Objective:
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """What a cell takes with its share of what happens once a step, its forward, and the link before it."""
+        """What a cell takes with its share of what happens once a step, its forward, and the link
+        before it.
+        """
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
         once_s = float(stage.block.once_s[stage.place(*cell[1:])])
@@ -131,7 +139,9 @@ def search(problem: Problem, table: Table) -> SearchResult:
 
 @dataclass
 class _Boxes:
-    """The boxes of caps that are left, by their bounds; and the paths that were met, with what they take."""
+    """The boxes of caps that are left, by their bounds; and the paths that were met, with what they
+    take.
+    """
 
     objective: Objective
     heap: list[tuple[float, int, Caps, Caps]] = field(default_factory=list)
@@ -197,7 +207,8 @@ class _Boxes:
     def _narrow(self) -> None:
         """Forgets the cuts through which no path can be better than the best.
 
-        For a stream all cuts stay: `lower_bound` looks at them again, with the links between stages.
+        For a stream all cuts stay: `lower_bound` looks at them again, with the links between
+        stages.
         """
         if not self.objective.problem.schedule.synchronous:
             return
@@ -230,7 +241,9 @@ def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> li
 
 
 def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
-    """What is left of a box whose least sum is that of a path with these maxima: boxes below them, each halved."""
+    """What is left of a box whose least sum is that of a path with these maxima: boxes below them,
+    each halved.
+    """
     boxes = []
     for phase, maximum in enumerate(maxima):
         above = with_entry(high, phase, float(np.nextafter(maximum, 0)))

@@ -1,10 +1,13 @@
-"""Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
+"""Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN`
+and `RECOMPUTE`.
 
-Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its backward `own_s` longer,
-and needs `working_bytes` while it runs. In a run of layers computed again (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
-the working bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last
-layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run. Between the
-halves of a backward there are `handed_bytes`, whatever is left, but of layers that run in the second half alone.
+Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its
+backward `own_s` longer, and needs `working_bytes` while it runs. In a run of layers computed again
+(one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s) the working bytes grow from layer to layer: by
+`residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
+`recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
+Between the halves of a backward there are `handed_bytes`, whatever is left, but of layers that run
+in the second half alone.
 """
 
 from collections.abc import Sequence
@@ -29,7 +32,9 @@ PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
 Flight = tuple[int, int]
-"""Micro-batches of a stage that are in flight, and those of them between the halves of their backward."""
+"""Micro-batches of a stage that are in flight, and those of them between the halves of their
+backward.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +102,11 @@ class Choices:
         return self.allowed.shape[1]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
-        """How much longer choices make backwards on a device that takes `slowness` times as long for each layer.
+        """How much longer choices make backwards on a device that takes `slowness` times as long
+        for each layer.
 
-        A layer of a run takes its forward, the last one what its backward recomputes: `RECOMPUTE_CHAIN` takes that, and
-        what the layer before it takes more than that.
+        A layer of a run takes its forward, the last one what its backward recomputes:
+        `RECOMPUTE_CHAIN` takes that, and what the layer before it takes more than that.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
@@ -114,12 +120,16 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """What a layer adds to the working bytes of a run at least, except for the first layer's input."""
+        """What a layer adds to the working bytes of a run at least, except for the first layer's
+        input.
+        """
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
+        """Lists of each layer the columns to which no other is never worse in bytes, whatever their
+        seconds.
+        """
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])[
@@ -144,7 +154,9 @@ class Choices:
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
-        """Counts what choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
+        """Counts what choices hold on the device for all micro-batches in flight: of what is
+        swapped, two at most.
+        """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
         return total + between * self.handed_bytes[layers] if between else total

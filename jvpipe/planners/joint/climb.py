@@ -1,16 +1,20 @@
-"""From plans to neighbours that the simulator finds faster: bounds move, and fates are chosen again.
+"""From plans to neighbours that the simulator finds faster: bounds move, and fates are chosen
+again.
 
-A neighbour has one bound at another place, or two beside each other, or one taken away and another put in, so that the
-stages between move on to the next device; its fates are chosen again in each way that there is, with and without swaps.
-Or one layer's fate is another: who chooses fates takes a link that is not full for free, the simulator sees who waits.
-Or the layers that a stage ends with become a run, which is computed again while the stage awaits its cotangents.
+A neighbour has one bound at another place, or two beside each other, or one taken away and another
+put in, so that the stages between move on to the next device; its fates are chosen again in each
+way that there is, with and without swaps. Or one layer's fate is another: who chooses fates takes a
+link that is not full for free, the simulator sees who waits. Or the layers that a stage ends with
+become a run, which is computed again while the stage awaits its cotangents.
 
-Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
-then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
-rank, of which there are only so many, or no tasks are left to simulate.
+Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the
+order of what they then take they are simulated, until none that is left can be faster. A climb
+ends: each round ends at a plan of a lower rank, of which there are only so many, or no tasks are
+left to simulate.
 
-Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the neighbours of the
-best plan are climbed from too, though they are slower (`around`), before tasks are spent on plans that are far behind.
+Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the
+neighbours of the best plan are climbed from too, though they are slower (`around`), before tasks
+are spent on plans that are far behind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -29,8 +33,8 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
-that keep not all."""
+"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the
+host, fates that keep not all."""
 OVER = float("inf")
 
 
@@ -42,7 +46,8 @@ class Climb:
         problem: whose order, links and limits count.
         ways: that choose fates.
         tasks: that are simulated at most; each climb ends when there are none left.
-        places: by which a bound moves at most under a limit. By one alone, and stages stay on their devices.
+        places: by which a bound moves at most under a limit. By one alone, and stages stay on their
+            devices.
         around: neighbours of the best plan that are climbed from too.
         ranks: what was found.
         costs: of stages, by their number, first layer and choices.
@@ -63,7 +68,8 @@ class Climb:
         self._cuts = Segments(problem).cuts
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
-        """Finds the best of what the best plans' better neighbours lead to; None if none of them fits.
+        """Finds the best of what the best plans' better neighbours lead to; None if none of them
+        fits.
 
         Among plans with the same bounds, the best is climbed from.
         """
@@ -85,7 +91,9 @@ class Climb:
         return self._kept_where_free(best)
 
     def _climbed_around(self, best: Decision) -> Decision:
-        """Climbs from neighbours of the best plan too, though they are slower: what follows may be faster."""
+        """Climbs from neighbours of the best plan too, though they are slower: what follows may be
+        faster.
+        """
         tried = set[Decision]()
         for _ in range(self.around):
             start = self._fastest_neighbour(best, tried)
@@ -169,7 +177,9 @@ class Climb:
         return stages
 
     def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
-        """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
+        """The best of a plan and its neighbours; of a step with many tasks only the first of them
+        are looked at.
+        """
         some = [one for one in self._some(neighbours) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best
@@ -199,7 +209,9 @@ class Climb:
         return sorted(range(1, len(seconds)), key=lambda s: -max(seconds[s - 1 : s + 1]))
 
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
-        """Yields the plan with bound s at other places, and the next one as far; without a limit at all places."""
+        """Yields the plan with bound s at other places, and the next one as far; without a limit at
+        all places.
+        """
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
@@ -212,7 +224,9 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields plans with these bounds, fates chosen in each way; without a limit everything is kept."""
+        """Yields plans with these bounds, fates chosen in each way; without a limit everything is
+        kept.
+        """
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)
             return
@@ -233,7 +247,8 @@ class Climb:
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:
-    """Yields the plan with the layers that one stage ends with and does not keep as a run, if they are several.
+    """Yields the plan with the layers that one stage ends with and does not keep as a run, if they
+    are several.
 
     The forwards of a run are computed again while the stage awaits its cotangents.
 

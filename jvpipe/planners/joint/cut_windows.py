@@ -1,10 +1,12 @@
-"""Which cuts can matter: those that stages reach from the left and from the right, none slower than a cap.
+"""Which cuts can matter: those that stages reach from the left and from the right, none slower than
+a cap.
 
-Legend: T is the cap in seconds. left[s] is the last cut that s stages can reach, each in at most T seconds and within
-the limit; right[s] the first from which the stages from s on can reach the end. A plan that keeps the cap has bound s
-in [right[s], left[s]]: near the least T these windows are short. A reach is bounded by the lower bounds of
-`dual_bounds.py` with what only grows with the segment: under each pair of prices what a stage pays is a sum over its
-layers, none below 0, so that how far it goes is found in the sums over the first layers.
+Legend: T is the cap in seconds. left[s] is the last cut that s stages can reach, each in at most T
+seconds and within the limit; right[s] the first from which the stages from s on can reach the end.
+A plan that keeps the cap has bound s in [right[s], left[s]]: near the least T these windows are
+short. A reach is bounded by the lower bounds of `dual_bounds.py` with what only grows with the
+segment: under each pair of prices what a stage pays is a sum over its layers, none below 0, so that
+how far it goes is found in the sums over the first layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +61,9 @@ class Reach:
         return self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
-        """The least cap under which the last layer can be reached, nearly: no plan's slowest stage is faster."""
+        """The least cap under which the last layer can be reached, nearly: no plan's slowest stage
+        is faster.
+        """
         # A larger cap reaches further, so the least one is found by halving. No cap is below the
         # longest layer, or below what the slowest stage takes of an even division.
         segments = self.pricing.segments
@@ -116,7 +120,9 @@ class Reach:
         return reached[::-1]
 
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
-        """Yields what the first layers pay on a stage under each of its prices, and the most that it may pay."""
+        """Yields what the first layers pay on a stage under each of its prices, and the most that
+        it may pay.
+        """
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
         if self.pricing.limit_bytes < UNLIMITED:
             yield self._sums(s, BYTES_ALONE), self._room_bytes(s) + ROUNDING_BYTES
@@ -167,7 +173,9 @@ def bounded(
 
 
 def spread(segments: Segments, cells: int) -> list[Cuts]:
-    """Each bound's cuts within some stages of its even share of the seconds, thinned out to so many cells in all."""
+    """Each bound's cuts within some stages of its even share of the seconds, thinned out to so many
+    cells in all.
+    """
     stages, total = segments.problem.stages, segments.compute_s
     mean_s = float(total[-1]) / stages
     windows = []
@@ -178,7 +186,9 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
 
 
 def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
-    """So many of the cuts: of each of as many parts of the seconds between them, the one that fewest bytes cross."""
+    """So many of the cuts: of each of as many parts of the seconds between them, the one that
+    fewest bytes cross.
+    """
     if len(cuts) <= count:
         return cuts
     total = segments.compute_s[cuts]

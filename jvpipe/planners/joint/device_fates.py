@@ -1,7 +1,9 @@
-"""Fates for all layers of a device at once: the fewest seconds under its limit, or the fewest bytes.
+"""Fates for all layers of a device at once: the fewest seconds under its limit, or the fewest
+bytes.
 
-A device may run several stages, or halves of backwards, in an order of any kind: its stages share the limit, and what
-they have in flight counts together, moment by moment (`Schedule.held`). The search is that of `stage_fates.py`.
+A device may run several stages, or halves of backwards, in an order of any kind: its stages share
+the limit, and what they have in flight counts together, moment by moment (`Schedule.held`). The
+search is that of `stage_fates.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +99,9 @@ class DeviceFates:
         return self.kept[key]
 
     def _sought(self, problem: Problem, d: int, lot: Lot, room: float) -> Fates | None:
-        """Searches for fates that leave so much room; those of the fewest bytes if others are not found."""
+        """Searches for fates that leave so much room; those of the fewest bytes if others are not
+        found.
+        """
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
         compute_s = sum(stage.compute_s for stage in stages)
@@ -133,7 +137,9 @@ class DeviceFates:
         return fates
 
     def _lot(self, problem: Problem, cells: Sequence[Cell], moments: Sequence[Holding]) -> Lot:
-        """Describes the layers of a device; values that several layers read are held whatever is chosen."""
+        """Describes the layers of a device; values that several layers read are held whatever is
+        chosen.
+        """
         freed = self.pricing.at(cells[0][0]).segments.given
         shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]
         base = [
@@ -145,7 +151,9 @@ class DeviceFates:
 def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
-    """Makes a decision of what is chosen for each device, by its number and its stages; None if one has nothing."""
+    """Makes a decision of what is chosen for each device, by its number and its stages; None if one
+    has nothing.
+    """
     places = problem.places
     chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]

@@ -1,9 +1,10 @@
-"""Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device has which stage.
+"""Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device
+has which stage.
 
-For few devices, all orders that differ are looked at; of more those by speed and by memory, both ways. Which
-of them are
-worth a whole search is told by the surrogate's optimum of 1F1B, or of the schedule itself where devices run one stage.
-Where 1F1B has none and the schedule is open, the smallest limits tell, with one micro-batch in flight.
+For few devices, all orders that differ are looked at; of more those by speed and by memory, both
+ways. Which of them are worth a whole search is told by the surrogate's optimum of 1F1B, or of the
+schedule itself where devices run one stage. Where 1F1B has none and the schedule is open, the
+smallest limits tell, with one micro-batch in flight.
 """
 
 import math
@@ -30,7 +31,8 @@ Kind = tuple[tuple[float, ...], int]
 
 
 def orders(problem: Problem) -> list[Problem]:
-    """The problem with its devices in each order that is looked at, the one that is given first; alike ones as given.
+    """The problem with its devices in each order that is looked at, the one that is given first;
+    alike ones as given.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -83,7 +85,9 @@ def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
 
 
 def worth_searching(problem: Problem) -> list[Problem]:
-    """The problem in the orders that promise most: those of the fastest plans, or else of the least limits."""
+    """The problem in the orders that promise most: those of the fastest plans, or else of the least
+    limits.
+    """
     every = orders(problem)
     if len(every) <= PLAN.searched_orders:
         return every
@@ -104,7 +108,9 @@ def _promise(problem: Problem) -> tuple[float, float]:
 
 
 def least_bound(problem: Problem) -> float:
-    """Simulated seconds per step that no plan is below, whatever the order of the devices: see `lower_bound`."""
+    """Simulated seconds per step that no plan is below, whatever the order of the devices: see
+    `lower_bound`.
+    """
     if not problem.groups or problem.replicated:
         return lower_bound(problem)
     if _all_orders(problem):

@@ -1,12 +1,14 @@
-"""Choices of a device's first layers, side by side: how they grow by a layer, and which of them can be forgotten.
+"""Choices of a device's first layers, side by side: how they grow by a layer, and which of them can
+be forgotten.
 
-The fates of a device's layers are chosen layer by layer. All that later layers ask of the choices before them stands in
-a few numbers, a state; of two states one that is nowhere larger can be completed at least as well, so the other is
-forgotten and nothing is lost. What layers to come hold and need at least is summed beforehand (`_look_ahead`), which
-tells at once that a state is over the limit.
+The fates of a device's layers are chosen layer by layer. All that later layers ask of the choices
+before them stands in a few numbers, a state; of two states one that is nowhere larger can be
+completed at least as well, so the other is forgotten and nothing is lost. What layers to come hold
+and need at least is summed beforehand (`_look_ahead`), which tells at once that a state is over the
+limit.
 
-Legend: a device has the layers of one stage or of several, one after the other; at each moment of its order some
-micro-batches of each are in flight (`Lot`). A state is a column of numbers:
+Legend: a device has the layers of one stage or of several, one after the other; at each moment of
+its order some micro-batches of each are in flight (`Lot`). A state is a column of numbers:
 
     EXTRA, SWAPPED    extra seconds, swapped bytes
     RUN               the run of layers computed again that it ends in: its residuals and the inputs between
@@ -40,7 +42,9 @@ States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
 CHUNK_STATES = 128
-"""States that are compared with each other at once: it bounds memory, and changes nothing that is found."""
+"""States that are compared with each other at once: it bounds memory, and changes nothing that is
+found.
+"""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
@@ -53,7 +57,8 @@ class Lot:
 
     Attributes:
         cells: its stages (s, i, j) of layers [i, j), in the order of the forward.
-        moments: for each stage the micro-batches in flight, and those of them between the halves of their backwards.
+        moments: for each stage the micro-batches in flight, and those of them between the halves of
+            their backwards.
         base_bytes: what is held at each moment whatever is chosen.
         halves: whether backwards run in two.
     """
@@ -190,8 +195,8 @@ class Growth:
     def _grow_beyond(self, states: States, grown: np.ndarray, run: np.ndarray, at: int) -> None:
         """Counts what a stage with one layer more needs beyond what it holds, in `grown`.
 
-        While an earlier layer works, what the new one leaves is gone: so much less is needed beyond.
-        While the new one works nothing of later layers is there. The larger of both counts.
+        While an earlier layer works, what the new one leaves is gone: so much less is needed
+        beyond. While the new one works nothing of later layers is there. The larger of both counts.
 
         Args:
             states: of the layers before.
@@ -235,7 +240,9 @@ class Growth:
         states[BEYOND], states[OPEN] = 0.0, np.inf
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds what states take, held and beyond, whatever the layers to come choose; of all layers, counts it."""
+        """Bounds what states take, held and beyond, whatever the layers to come choose; of all
+        layers, counts it.
+        """
         # The most is needed by a layer of this stage so far, by one to come, or in a stage before.
         beyond = beyond_held(states) + self.spare_to_come[:, done, None]
         beyond = np.maximum(beyond, self.most_to_come[:, done, None])
@@ -268,7 +275,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Followed:
-    """The choices of all layers that are left at the end; what was left out on the way takes `dropped` or more."""
+    """The choices of all layers that are left at the end; what was left out on the way takes
+    `dropped` or more.
+    """
 
     states: States
     steps: Sequence[Step]
@@ -284,15 +293,18 @@ def follow(
 ) -> Followed:
     """Follows choices layer by layer; of many only some go on.
 
-    Out go those that cannot end below a number, and those that others dominate: neither can be the best. Where more
-    than twice the width are left, the fittest go on, and the search may miss the best; `dropped` says by how much.
+    Out go those that cannot end below a number, and those that others dominate: neither can be the
+    best. Where more than twice the width are left, the fittest go on, and the search may miss the
+    best; `dropped` says by how much.
 
     Args:
         growth: the layers.
         below: what an answer has to be below.
-        width: how many states there may be; it is exact as long as there are no more than twice as many.
+        width: how many states there may be; it is exact as long as there are no more than twice as
+            many.
         bounds: of what states of so many layers lead to at least.
-        fittest: the places of those that are to go on, of states with their bounds and the places still alive.
+        fittest: the places of those that are to go on, of states with their bounds and the places
+            still alive.
     """
     states = growth.begin()
     steps = list[Step]()

@@ -1,13 +1,14 @@
-"""Lower bounds of what segments take, from prices of bytes and of seconds on the link (Lagrangian duality).
+"""Lower bounds of what segments take, from prices of bytes and of seconds on the link (Lagrangian
+duality).
 
-Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that of the link, mu the
-price of a byte in seconds. For any prices
+Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that
+of the link, mu the price of a byte in seconds. For any prices
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-Bytes are at least what all layers hold and what the last one works with: a sum. So the least right side is a sum over
-layers, each at its own least: for all segments at once, a difference of two sums over the first layers. The prices that
-bound one segment best bound its neighbours well.
+Bytes are at least what all layers hold and what the last one works with: a sum. So the least right
+side is a sum over layers, each at its own least: for all segments at once, a difference of two sums
+over the first layers. The prices that bound one segment best bound its neighbours well.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ UNLIMITED = 2.0**52
 
 
 class Relaxation(NamedTuple):
-    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what they are added to."""
+    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what
+    they are added to.
+    """
 
     extra_s: PerChoice
     link_s: PerChoice
@@ -157,7 +160,9 @@ class Pricing:
 
 
 class DualBounds:
-    """Questions side by side: all layers' choices in one table, each question with prices of its own."""
+    """Questions side by side: all layers' choices in one table, each question with prices of its
+    own.
+    """
 
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
@@ -218,7 +223,9 @@ class DualBounds:
     def _evaluate(
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
+        """The dual at these prices, by how much bytes exceed the room, and by how much compute
+        exceeds the link.
+        """
         a = alpha[self.of][:, None]
         m = mu[self.of][:, None]
         cost = np.where(

@@ -1,9 +1,11 @@
-"""The plan whose fullest device holds the least, whatever its seconds: it decides whether a limit can be kept.
+"""The plan whose fullest device holds the least, whatever its seconds: it decides whether a limit
+can be kept.
 
-Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes alone: a search by
-what the lowered lists hold begins at the cuts and choices that hold the least by the planners' count (`stage_cost.py`),
-which is near that, and goes on from the emptiest plan to its neighbours: a bound or a choice of the fullest stage at a
-time. For few layers, it begins with the best choices of all cuts.
+Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes
+alone: a search by what the lowered lists hold begins at the cuts and choices that hold the least by
+the planners' count (`stage_cost.py`), which is near that, and goes on from the emptiest plan to its
+neighbours: a bound or a choice of the fullest stage at a time. For few layers, it begins with the
+best choices of all cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,10 +54,12 @@ def floor(
     *,
     keeps: bool = False,
 ) -> Floor:
-    """The plan that holds the least, or the first on the way there that holds no more than is enough.
+    """The plan that holds the least, or the first on the way there that holds no more than is
+    enough.
 
     Args:
-        problem: its seconds and its limit are not looked at; nothing is swapped where the host has a limit.
+        problem: its seconds and its limit are not looked at; nothing is swapped where the host has
+            a limit.
         held_bytes: what the device of each stage holds at most under a decision.
         enough_bytes: what may be held.
         keeps: whether everything is to be kept.
@@ -105,7 +109,9 @@ class _Search:
 
 
 def _untimed(problem: Problem) -> Problem:
-    """The problem with seconds that no clock has measured, the same on all devices, and without a limit."""
+    """The problem with seconds that no clock has measured, the same on all devices, and without a
+    limit.
+    """
     cache: dict[int, Costs] = {}
 
     def untimed(costs: Costs) -> Costs:
@@ -131,7 +137,9 @@ def _untimed(problem: Problem) -> Problem:
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
-    """The plans that hold the least by the planners' count: of all plans, and of those that keep everything."""
+    """The plans that hold the least by the planners' count: of all plans, and of those that keep
+    everything.
+    """
     if not keeps:
         yield min_bytes_plan(pricing_of(problem, swaps=problem.host_limit_bytes is None)).decision
     kept = KeepAll(problem)
@@ -141,9 +149,11 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
 
 
 def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
-    """The plans that hold the least by the planners' count, of cuts each, as long as they may hold less.
+    """The plans that hold the least by the planners' count, of cuts each, as long as they may hold
+    less.
 
-    Bytes that are counted for all of them, such as those of state that comes and goes, do not change their order.
+    Bytes that are counted for all of them, such as those of state that comes and goes, do not
+    change their order.
     """
     least = 0
     for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
@@ -154,7 +164,8 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
 
 
 def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
-    """The plans in which the fullest stage has a layer less, or treats what a layer leaves in another way.
+    """The plans in which the fullest stage has a layer less, or treats what a layer leaves in
+    another way.
 
     None are looked at that are counted for much more.
     """
@@ -190,7 +201,9 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 def _valid(
     problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
-    """Returns the proposals that are plans, once layers that run again without an input have got one."""
+    """Returns the proposals that are plans, once layers that run again without an input have got
+    one.
+    """
     for bounds, choices in proposals:
         mended = list(choices)
         for layer, choice in enumerate(choices):

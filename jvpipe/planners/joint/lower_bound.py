@@ -1,7 +1,9 @@
-"""What no plan is below: simulated seconds per step, from what each stage and the links before it take at least.
+"""What no plan is below: simulated seconds per step, from what each stage and the links before it
+take at least.
 
-The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small problems
-(tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones (test_planner.py there).
+The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small
+problems (tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones
+(test_planner.py there).
 """
 
 from dataclasses import replace
@@ -26,11 +28,12 @@ Stages = list[tuple[Matrix, CutBlock]]
 def lower_bound(problem: Problem) -> float:
     """Simulated seconds per step that no plan is below; infinite if nothing fits.
 
-    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
-    is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
-    and what crosses the links between them. What they compute again may be done while they wait. All forwards of GPipe
-    come before its backwards. In a stream round trips (`trips.py`) count too. Where devices run several stages or
-    halves of backwards, all work is divided among them, from when each can begin.
+    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a
+    synchronous step that is after the stages before it have passed it the first, and before they
+    take back the last: F + B of their layers, and what crosses the links between them. What they
+    compute again may be done while they wait. All forwards of GPipe come before its backwards. In a
+    stream round trips (`trips.py`) count too. Where devices run several stages or halves of
+    backwards, all work is divided among them, from when each can begin.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -107,7 +110,9 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
 
 
 def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
-    """M micro-batches of a stage, and the work and the transfers before it, or what it does once a step."""
+    """M micro-batches of a stage, and the work and the transfers before it, or what it does once a
+    step.
+    """
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least that transfers up to a cut take

@@ -1,4 +1,6 @@
-"""The fewest bytes that a device's layers can hold and work with: dominance over what they take (`dominance.py`)."""
+"""The fewest bytes that a device's layers can hold and work with: dominance over what they take
+(`dominance.py`).
+"""
 
 import numpy as np
 
@@ -30,7 +32,9 @@ def fewest_bytes(pricing: Pricing, lot: Lot, *, exact: bool, below: float = np.i
 
 
 def _fewest(growth: Growth, width: int, below: float) -> tuple[Fewest, float]:
-    """Looks at so many states beside each other; returns also the bytes that no state left out is below."""
+    """Looks at so many states beside each other; returns also the bytes that no state left out is
+    below.
+    """
 
     def emptiest(_states: States, bound: np.ndarray, alive: np.ndarray, _done: int) -> np.ndarray:
         return alive[np.argpartition(bound[alive], width)[:width]]

@@ -1,17 +1,20 @@
-"""From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
+"""From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki
+and Smutnicki).
 
-A step becomes shorter only by a change of what its longest path goes through. That path consists of blocks of tasks
-that a device runs without a pause, and only a task at either end of a block is worth another place:
+A step becomes shorter only by a change of what its longest path goes through. That path consists of
+blocks of tasks that a device runs without a pause, and only a task at either end of a block is
+worth another place:
 
     block          a b c d e      a waits for another device, and another one waits for e
     ahead          c a b d e      c no longer waits for a and b
     behind         a b d e c      d and e no longer wait for c
     split, behind  a b I d e W    c is a backward: its second half moves behind the block
 
-Two halves beside each other may become one again. A task never passes one of its own stage and kind, so that values
-stay the same, and what its device holds must fit. Among the moves that are drawn, the one with the shortest
-longest path through what moved is made, be it longer than before; what has moved rests for some moves, so that the
-search does not go back to where it came from. It ends after so many moves, or so many without a gain.
+Two halves beside each other may become one again. A task never passes one of its own stage and
+kind, so that values stay the same, and what its device holds must fit. Among the moves that are
+drawn, the one with the shortest longest path through what moved is made, be it longer than before;
+what has moved rests for some moves, so that the search does not go back to where it came from. It
+ends after so many moves, or so many without a gain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,7 +97,9 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best move, and on other devices the best one each, if the path through it is shorter than the step."""
+    """Picks the best move, and on other devices the best one each, if the path through it is
+    shorter than the step.
+    """
     by_device: dict[int, Move] = {}
     for move in moves:
         if not by_device or move.path_s < step_s * (1 - SAME):
@@ -103,7 +108,9 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
-    """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
+    """Makes moves, unless steps would wait for each other then: in that case the first alone, or
+    none.
+    """
     # Each move fits and makes sense by itself. Two at once can make steps wait in a circle.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
@@ -128,13 +135,17 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The moves that lead from an order to its neighbours; `draw` says in which order, and which of equal ones."""
+    """The moves that lead from an order to its neighbours; `draw` says in which order, and which of
+    equal ones.
+    """
 
     course: Course
     draw: Random
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves of the blocks of a longest path for which there is room, in an order that is drawn."""
+        """Yields the moves of the blocks of a longest path for which there is room, in an order
+        that is drawn.
+        """
         course = self.course
         blocks = course.path(self.draw)
         self.draw.shuffle(blocks)
@@ -223,7 +234,9 @@ class _Neighbours:
         return there_s < end_s and not self._bound(step, other)
 
     def _bound(self, step: int, other: int) -> bool:
-        """Returns whether two steps must stay in their order: of one stage and kind, or adding to the same sums."""
+        """Returns whether two steps must stay in their order: of one stage and kind, or adding to
+        the same sums.
+        """
         course = self.course
         kind, cell = divmod(step, course.cells)
         other_kind, other_cell = divmod(other, course.cells)
@@ -237,7 +250,8 @@ class _Neighbours:
     def _move(
         self, d: int, first: int, steps: list[int], moved: int, cell: int = -1, more: int = 0
     ) -> Iterator[Move]:
-        """Yields the move, if its device has room, with the longest path through these steps in their new order.
+        """Yields the move, if its device has room, with the longest path through these steps in
+        their new order.
 
         Heads are counted on from what starts before the steps, tails back from what follows them;
         of steps on other devices both are those of the order as it is. So the path is a bound where

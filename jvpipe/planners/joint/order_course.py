@@ -1,18 +1,20 @@
-"""The course of an order: when its steps start and end, what follows each of them, and the longest path.
+"""The course of an order: when its steps start and end, what follows each of them, and the longest
+path.
 
-An order is a list of steps per device. Each step starts when the one before it on its device has ended and what it
-reads has arrived, so that one pass over the lists, device by device as far as each can go, finds all times. The same
-pass backwards finds how long the order goes on after each step at least, and a walk from the last end to a step that
-starts at once finds a longest path.
+An order is a list of steps per device. Each step starts when the one before it on its device has
+ended and what it reads has arrived, so that one pass over the lists, device by device as far as
+each can go, finds all times. The same pass backwards finds how long the order goes on after each
+step at least, and a walk from the last end to a step that starts at once finds a longest path.
 
     device 0   F0 F1 F2 .. B0 B1 B2        a step's number is (kind V + stage) M + micro-batch,
     device 1      F0 B0 F1 B1 F2 B2        for V stages and M micro-batches
                +- block --+                of kind 0, 1 and 2: a forward, a backward or its first half,
                                            a second half
 
-Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how long the order goes
-on after its end, at least. A block is a run of steps of one device on a longest path: each starts when the one before
-it ends. A backward may begin early: by what it computes again before it reads its cotangents.
+Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how
+long the order goes on after its end, at least. A block is a run of steps of one device on a longest
+path: each starts when the one before it ends. A backward may begin early: by what it computes again
+before it reads its cotangents.
 
 The clock is the simulator's without swaps, where no two transfers share a link, and a test holds it
 to that. What counts in the end is simulated (`simulated_step_s`).
@@ -43,7 +45,8 @@ class CourseBlock(NamedTuple):
 
 
 class Course:
-    """An order as lists of numbers, that may be changed, and its times, which are those of the last `run`.
+    """An order as lists of numbers, that may be changed, and its times, which are those of the last
+    `run`.
 
     Whoever changes `lists[d]` calls `placed(d)`; `half` says of each cell whether its backward runs
     in halves, and is changed by `cut` alone.
@@ -185,7 +188,9 @@ class Course:
         self.step_s = max(map(add, free_s, self.updates_s)) if all_ran else float("inf")
 
     def follow(self) -> None:
-        """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
+        """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a
+        step sends.
+        """
         tails = [0.0] * (3 * self.cells)
         answers = [0.0] * (3 * self.cells)
         seconds = self.seconds
@@ -213,7 +218,9 @@ class Course:
         self.tails, self.answers = tails, answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
-        """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
+        """Finds the blocks of a longest path, the last one first; of several paths one that is
+        drawn.
+        """
         starts = self.starts
         ends = self.ends
         near_s = SAME * self.step_s
@@ -266,7 +273,8 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
     """Lists of each step what it takes, if backwards are whole.
 
     Returns:
-        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before it reads its input.
+        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before
+        it reads its input.
     """
     M = loads.microbatches
     stages = len(loads.places)
@@ -285,7 +293,8 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
 
 @lru_cache(maxsize=32)
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """Lists for each step the one that waits for it, and the one that it waits for; -1 where there is none.
+    """Lists for each step the one that waits for it, and the one that it waits for; -1 where there
+    is none.
 
     A forward is waited for by that of the next stage, the last one by its own backward, a backward
     by that of the stage before. A second half waits for its first one, which sends nothing to it.

@@ -1,4 +1,6 @@
-"""The neighbours of cuts: bounds moved, or one taken away and another put in; and how long devices then work."""
+"""The neighbours of cuts: bounds moved, or one taken away and another put in; and how long devices
+then work.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -39,7 +41,8 @@ def moved_bounds(
 
 
 def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
+    """Lists the bounds with one taken away and another put in: all stages between move on to the
+    next device.
 
     Cuts whose busiest device works least come first.
 

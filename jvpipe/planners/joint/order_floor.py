@@ -1,10 +1,11 @@
-"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight, and as little of it kept.
+"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight, and
+as little of it kept.
 
-No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if it is kept by the
-emptiest plan under that one. With one stage per device it is `min_bytes_plan`. With several, stages of a device share
-what they need beyond what they hold: given that, each holds the least that it can. If there are few cuts, all are
-looked at; if many, those found by moving a bound as long as the fullest devices become emptier; this ends, as
-they do so each time.
+No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if
+it is kept by the emptiest plan under that one. With one stage per device it is `min_bytes_plan`.
+With several, stages of a device share what they need beyond what they hold: given that, each holds
+the least that it can. If there are few cuts, all are looked at; if many, those found by moving a
+bound as long as the fullest devices become emptier; this ends, as they do so each time.
 """
 
 import sys
@@ -26,7 +27,9 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class OrderFloor:
-    """The plan that holds the least on one placement, its schedule, and the smallest limit that it keeps."""
+    """The plan that holds the least on one placement, its schedule, and the smallest limit that it
+    keeps.
+    """
 
     schedule: Schedule
     decision: Decision
@@ -49,7 +52,9 @@ def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[O
 
 
 def _emptiest(problem: Problem) -> Decision:
-    """Returns the plan that was found to hold the least, of a problem whose micro-batches go one by one."""
+    """Returns the plan that was found to hold the least, of a problem whose micro-batches go one by
+    one.
+    """
     fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
     least = min_bytes_plan(fates.pricing).decision
     if problem.schedule.chunks == 1:
@@ -76,7 +81,8 @@ def emptied(
     places: int = 1,
     tries: int = sys.maxsize,
 ) -> Iterator[Decision]:
-    """Yields emptier and emptier plans, whatever their seconds: bounds move while the fullest devices hold less.
+    """Yields emptier and emptier plans, whatever their seconds: bounds move while the fullest
+    devices hold less.
 
     Args:
         problem: whose order counts.

@@ -1,9 +1,10 @@
 """Orders by list scheduling: whoever is free first takes what is ready, as long as there is room.
 
-A device that is free takes a backward that is ready, else a forward that leaves room for the first micro-batch that has
-not been forward through all of this device's stages, else the second half of a backward, if that ends before the next
-thing is ready that it knows of, or nothing else can run. If the halves of a backward have no room between them, it is
-whole. Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
+A device that is free takes a backward that is ready, else a forward that leaves room for the first
+micro-batch that has not been forward through all of this device's stages, else the second half of a
+backward, if that ends before the next thing is ready that it knows of, or nothing else can run. If
+the halves of a backward have no room between them, it is whole. Its seconds are counted as tasks
+are taken; a test holds them to the clock of `order_course.py`.
 """
 
 import heapq
@@ -32,7 +33,8 @@ class _Device:
 
 @dataclass
 class _Way:
-    """The forwards of all stages, or their backwards: the next micro-batch of each, and when its input is there.
+    """The forwards of all stages, or their backwards: the next micro-batch of each, and when its
+    input is there.
 
     `there` has a column more, for those that are through.
     """
@@ -46,7 +48,9 @@ class _Way:
 
 
 class Listing:
-    """One run of the list scheduler; `order` is None if a micro-batch alone is too large for a device."""
+    """One run of the list scheduler; `order` is None if a micro-batch alone is too large for a
+    device.
+    """
 
     def __init__(
         self,
@@ -62,9 +66,11 @@ class Listing:
         Args:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
-            patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
+            patience: for how much of a second half a device lets the next thing wait, as a share of
+                its seconds.
             eager: whether a forward that is ready comes before a backward.
-            in_flight: micro-batches that each stage may have in flight; none: as many as there is room for.
+            in_flight: micro-batches that each stage may have in flight; none: as many as there is
+                room for.
         """
         self.loads = loads
         self.patience = patience
@@ -121,7 +127,9 @@ class Listing:
         return Kind.W if device.late else Kind.B
 
     def _first_backward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Among the ready backwards, the one of the first micro-batch, and its last stage; when one is else."""
+        """Among the ready backwards, the one of the first micro-batch, and its last stage; when one
+        is else.
+        """
         first, following, way = None, NEVER, self.backward
         for s in device.stages:
             m = way.next[s]
@@ -144,7 +152,9 @@ class Listing:
         return None, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
-        """Whether a forward leaves room for those before it: of these, what is forward everywhere ends by itself."""
+        """Whether a forward leaves room for those before it: of these, what is forward everywhere
+        ends by itself.
+        """
         kept = self.loads.kept_bytes
         nexts = self.forward.next
         ended = self.backward.next

@@ -1,10 +1,11 @@
 """What an order of tasks is chosen for: seconds and bytes per stage.
 
-Its counts are short forms, for orders are judged by the thousand. Tests hold its bytes to `device_bytes`
-(tests/planners/joint/test_order_loads.py), and its bound to the clock of orders (test_order_course.py there).
+Its counts are short forms, for orders are judged by the thousand. Tests hold its bytes to
+`device_bytes` (tests/planners/joint/test_order_loads.py), and its bound to the clock of orders
+(test_order_course.py there).
 
-Legend: a step is a tuple (kind, stage, micro-batch) as `Task` has them, but plain; an order has a list of steps per
-device.
+Legend: a step is a tuple (kind, stage, micro-batch) as `Task` has them, but plain; an order has a
+list of steps per device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +25,17 @@ Order = list[list[Step]]
 
 @dataclass(frozen=True)
 class Loads:
-    """A plan's stages for orders, in the order of the forward; B and I include what is computed again before them.
+    """A plan's stages for orders, in the order of the forward; B and I include what is computed
+    again before them.
 
-    With `early_s` of that they begin before their cotangents are there. Devices end with their updates.
+    With `early_s` of that they begin before their cotangents are there. Devices end with their
+    updates.
 
-    Sends take no time between stages on one device. `room_bytes` is what each device has for micro-batches in flight,
-    infinite without a limit, if that many are `in_flight` on each stage: `early` are a stage, the one that makes a
-    value for it, and its bytes, which lie there once for each micro-batch that is in flight on that one and not yet on
-    this one. `splits` says whose backwards may run in two halves.
+    Sends take no time between stages on one device. `room_bytes` is what each device has for
+    micro-batches in flight, infinite without a limit, if that many are `in_flight` on each stage:
+    `early` are a stage, the one that makes a value for it, and its bytes, which lie there once for
+    each micro-batch that is in flight on that one and not yet on this one. `splits` says whose
+    backwards may run in two halves.
     """
 
     places: tuple[int, ...]
@@ -114,7 +118,9 @@ class Loads:
 
     @cached_property
     def _more_bytes(self) -> dict[Kind, list[float]]:
-        """By how much more a device holds after a task of each kind; of a kind that is not here nobody has said it."""
+        """By how much more a device holds after a task of each kind; of a kind that is not here
+        nobody has said it.
+        """
         kept, handed = self.kept_bytes, self.handed_bytes
         return {
             Kind.F: list(kept),
@@ -124,7 +130,9 @@ class Loads:
         }
 
     def over_bytes(self, order: Order) -> list[float]:
-        """By how much each device holds more than it has room for under an order; less than 0 if it fits."""
+        """By how much each device holds more than it has room for under an order; less than 0 if it
+        fits.
+        """
         rooms = zip(order, self.rooms_bytes(order), strict=True)
         return [self.peak_bytes(steps) - room for steps, room in rooms]
 
@@ -155,7 +163,9 @@ class Loads:
         return peaks
 
     def bound_s(self) -> float:
-        """Seconds that no order is below: each device's work, from when its first micro-batch can be there."""
+        """Seconds that no order is below: each device's work, from when its first micro-batch can
+        be there.
+        """
         arrived_s = 0.0
         first_s = dict[int, float]()  # when a device's first micro-batch can be there
         works_s = [0.0] * self.devices  # of each micro-batch
@@ -174,7 +184,9 @@ class Loads:
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields the values that `waiting_bytes` counts: the stage that reads one, that which makes it, and its bytes."""
+    """Yields the values that `waiting_bytes` counts: the stage that reads one, that which makes it,
+    and its bytes.
+    """
     for s, (i, j) in enumerate(pairwise(bounds)):
         for edge in problem.costs.edges_at(i, j):
             if edge.producer < i and any(i <= reader < j for reader in edge.readers):

@@ -1,8 +1,9 @@
 """From many orders to a few that are fast: all are climbed from a little, the best of them further.
 
-An order that starts behind others may end before them, above all where room is tight: of the many plans and orders that
-search begins with, those that are near the fastest are climbed from, the best of them with more moves, and of the last
-ones bounds and fates move too, for what the orders have in flight by then.
+An order that starts behind others may end before them, above all where room is tight: of the many
+plans and orders that search begins with, those that are near the fastest are climbed from, the best
+of them with more moves, and of the last ones bounds and fates move too, for what the orders have in
+flight by then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +24,15 @@ CLIMBED = ", climbed"
 class RefineEffort:
     """How hard to look for a faster order: each trades seconds of planning for those of a step.
 
-    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and twice what `near`
-    leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger ones nobody has measured them apart.
+    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and
+    twice what `near` leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger
+    ones nobody has measured them apart.
 
     Attributes:
         near: how many times longer than the fastest order others may take to be climbed from.
         moved_near: the same to have their bounds moved.
-        moved: families whose bounds are moved after they were climbed from; twice as many where there are few layers.
+        moved: families whose bounds are moved after they were climbed from; twice as many where
+            there are few layers.
         rules_moved: rules whose bounds are moved as they are; twice as many too.
         kept: plans that are climbed from then.
         left: plans whose bounds are moved again.
@@ -127,7 +130,9 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
-    """What climbing from a candidate leads to within the room that there is for what the answer has in flight."""
+    """What climbing from a candidate leads to within the room that there is for what the answer has
+    in flight.
+    """
     rooms = one.loads.rooms_bytes(one.order)
     # The room depends on the order: another order may have more early values in flight. A result that is
     # over by some bytes is sought again with so much less room.

@@ -1,4 +1,5 @@
-"""Orders in rounds: in each of them a device takes a forward and a backward, and second halves fill the gaps.
+"""Orders in rounds: in each of them a device takes a forward and a backward, and second halves fill
+the gaps.
 
     device 0    F F F F F      I F I F I W F I W ...         first as many forwards as there is
     device 1      F F F      I F I F I W F I W ...           time for before the first backward
@@ -28,7 +29,8 @@ class TieBreak(NamedTuple):
     Attributes:
         late: whether the forwards before the first backward may hold it up.
         hurries: whether a device leaves out a forward where the next one waits for its backward.
-        fills: whether a second half fills a gap that it is too long for, though waiting costs nothing.
+        fills: whether a second half fills a gap that it is too long for, though waiting costs
+            nothing.
     """
 
     late: bool

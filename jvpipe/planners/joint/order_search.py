@@ -1,4 +1,5 @@
-"""`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by simulation.
+"""`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by
+simulation.
 
     placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
     for each    all cuts where there are few, else those that give devices equal work; fates under the limit
@@ -7,8 +8,8 @@
     then        bounds of the best move, their orders are climbed from, and the simulator has the last word; it alone
                 knows swaps, which are tried for the orders that come out first
 
-The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under a
-limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
+The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under
+a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
 all: where that fits there is an answer.
 """
 
@@ -45,8 +46,8 @@ from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
 DOUBT = 0.1
-"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds of programs
-are off by where devices share workers is more than any order saves there."""
+"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds
+of programs are off by where devices share workers is more than any order saves there."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -61,10 +62,11 @@ Placement = tuple[tuple[Schedule, ...], DeviceFates]
 
 @dataclass(frozen=True)
 class OrderedPlan:
-    """The fastest plan that was found: its lists, the rule that they come from, seconds, and what no order is below.
+    """The fastest plan that was found: its lists, the rule that they come from, seconds, and what
+    no order is below.
 
-    Devices are idle for `idle` of the step, and lend each other `lent` of that.
-    `whole` are layers that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
+    Devices are idle for `idle` of the step, and lend each other `lent` of that. `whole` are layers
+    that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
     """
 
     decision: Decision
@@ -167,7 +169,9 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
+    """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth
+    much more.
+    """
     best = min(answers, key=lambda one: one.worth_s)
     # 1F1B is what a doubt falls back on, as it is what is known best.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
@@ -176,7 +180,8 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Makes the backwards of layers whole whose halves take much longer; returns which layers these are, too.
+    """Makes the backwards of layers whole whose halves take much longer; returns which layers these
+    are, too.
 
     Halves fill at most the gaps of a step, which are (D - 1) / M of its work on D devices with M
     micro-batches: where they take longer than the whole by more than that, nothing is gained.
@@ -219,7 +224,8 @@ def _of_cuts(
     *,
     few: bool,
 ) -> Iterator[RuledPlan]:
-    """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
+    """Yields the orders of all rules, and lists for fates that leave room for so many
+    micro-batches.
 
     Args:
         placed: the problem under each rule of a placement.
@@ -250,12 +256,13 @@ def _of_cuts(
 
 
 def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
-    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
+    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of
+    the others.
 
     The first are micro-batches in flight by stage.
 
-    All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
-    is whole where there is none.
+    All devices have as many, or each one fewer than the one before. Between its halves a backward
+    needs room too; it is whole where there is none.
     """
     limit = min(problem.microbatches, 2 * problem.devices)
     chunks = problem.schedule.chunks
@@ -302,7 +309,9 @@ def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
 def _listed(
     problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
 ) -> Iterator[RuledPlan]:
-    """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
+    """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as
+    bytes allow.
+    """
     loads = Loads.of(problem, decision)
     D = problem.devices
     plain = RuledPlan(problem, decision, loads, [], problem.schedule.name, fates)
@@ -338,14 +347,18 @@ def _late(problem: Problem, loads: Loads, d: int) -> int:
 
 @lru_cache(maxsize=64)
 def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
-    """The order in which W is equally late on all devices; that of a device depends on its own lateness alone."""
+    """The order in which W is equally late on all devices; that of a device depends on its own
+    lateness alone.
+    """
     return order_of(
         InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches)
     )
 
 
 def _simulated(one: RuledPlan) -> OrderedPlan | None:
-    """Returns the candidate with the simulator's seconds; None if the device's bytes are over a limit after all."""
+    """Returns the candidate with the simulator's seconds; None if the device's bytes are over a
+    limit after all.
+    """
     problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
     evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
@@ -369,7 +382,9 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
 
 
 def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> RuledPlan:
-    """Makes the candidate of a plan in the order that a schedule's rule gives, whether it fits or not."""
+    """Makes the candidate of a plan in the order that a schedule's rule gives, whether it fits or
+    not.
+    """
     under = _under(problem, schedule)
     order = order_of(schedule.tasks(problem.devices, problem.microbatches))
     return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
@@ -384,9 +399,11 @@ def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterat
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
-    """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in flight, of two, four, ...
+    """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in
+    flight, of two, four, ...
 
-    With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
+    With fewer in flight devices are idle for longer, but compute less again. If one is too many,
+    all are.
     """
     usual = list(_planned(problem, ONE_F_ONE_B))
     devices = problem.devices

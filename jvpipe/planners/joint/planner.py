@@ -1,9 +1,10 @@
-"""jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory limit.
+"""jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory
+limit.
 
-The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least seconds t of each
-segment, the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
-synchronous schedule is not the step: the best paths, the cuts of other planners and their neighbours are simulated
-(`climb.py`).
+The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least
+seconds t of each segment, the best cuts are shortest paths under caps, and t is found only where a
+path asks for it. The surrogate of a synchronous schedule is not the step: the best paths, the cuts
+of other planners and their neighbours are simulated (`climb.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,8 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
 
 
 def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
-    """The plan of no limit, which keeps everything, where it may keep the limit: no fates are faster than that.
+    """The plan of no limit, which keeps everything, where it may keep the limit: no fates are
+    faster than that.
 
     For many layers it may be, if it is so for even cuts.
     """
@@ -78,7 +80,9 @@ def _surrogate_best(problem: Problem) -> Decision:
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
-    """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
+    """Whether a plan without swaps leaves much to gain; of a model of few layers also where it
+    leaves little.
+    """
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
     if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
@@ -90,8 +94,8 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Returns the fastest simulated plan among the surrogate's best paths, other planners' plans and cuts, and
-    their neighbours.
+    """Returns the fastest simulated plan among the surrogate's best paths, other planners' plans
+    and cuts, and their neighbours.
 
     Fates are chosen without swaps, and with swaps as if the link to the host were slow.
 
@@ -133,7 +137,8 @@ def crowded(problem: Problem) -> Problem:
 
 
 def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, ...]]:
-    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the best without.
+    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the
+    best without.
 
     Args:
         problem: what is to be planned.

@@ -1,7 +1,8 @@
-"""Rough plans of shapes: each stage keeps everything or computes all again, and few micro-batches are simulated.
+"""Rough plans of shapes: each stage keeps everything or computes all again, and few micro-batches
+are simulated.
 
-A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by stages, round trips
-and networks. Shapes are ranked by that, and the best of them simulated.
+A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by
+stages, round trips and networks. Shapes are ranked by that, and the best of them simulated.
 """
 
 from collections import defaultdict
@@ -39,7 +40,9 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """The same with the simulated seconds of a step; beyond a few, micro-batches are as far apart as those are."""
+        """The same with the simulated seconds of a step; beyond a few, micro-batches are as far
+        apart as those are.
+        """
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run micro-batches are equally far apart: two short runs tell how far.
@@ -71,8 +74,8 @@ def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
 class RoughStages:
     """What stages keep and take in many shapes of a model, each stage counted once.
 
-    Shapes that are near each other have nearly all stages in common: a bound that moves changes two of them. Which
-    devices a stage has does not matter, only how many, how slow, and by which links.
+    Shapes that are near each other have nearly all stages in common: a bound that moves changes two
+    of them. Which devices a stage has does not matter, only how many, how slow, and by which links.
     """
 
     def __init__(self) -> None:
@@ -123,9 +126,9 @@ def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
 def _period_s(stages: Sequence[StageCost]) -> float:
     """How far apart micro-batches are in the long run, if no network is shared.
 
-    Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as the slowest link one
-    way, and as stages a to r with the links between them divided by r - a + 1: so many micro-batches more are in flight
-    on a than behind r (see `trips.py`).
+    Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as
+    the slowest link one way, and as stages a to r with the links between them divided by r - a + 1:
+    so many micro-batches more are in flight on a than behind r (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
@@ -138,7 +141,9 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
 
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """How long a micro-batch keeps the busiest network of a machine busy, one way; both ways are as busy."""
+    """How long a micro-batch keeps the busiest network of a machine busy, one way; both ways are as
+    busy.
+    """
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
         before, here = (problem.group(x).machines for x in (s - 1, s))
@@ -150,10 +155,11 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float) -> float:
-    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of all-reduces and updates comes late.
+    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of all-reduces and
+    updates comes late.
 
-    Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it, and half of the links
-    up to it.
+    Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it,
+    and half of the links up to it.
 
     Args:
         stages: what they take.

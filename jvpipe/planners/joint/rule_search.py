@@ -1,4 +1,5 @@
-"""Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of the fastest step.
+"""Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of
+the fastest step.
 
 begin       cuts of equal work; those of the surrogate, which knows the links; those of the best plan without a limit
 then        bounds of the best move while the simulator is faster; fates follow (`climb.py`)
@@ -43,7 +44,8 @@ class RuledPlan:
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
-    """Makes the decision of the fastest simulated step that is found, under a rule that the problem's schedule states.
+    """Makes the decision of the fastest simulated step that is found, under a rule that the
+    problem's schedule states.
 
     Args:
         problem: what is to be planned.
@@ -115,7 +117,8 @@ def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[
 
 
 def fitting(one: RuledPlan, order: Order, family: str = "") -> Iterator[RuledPlan]:
-    """Yields a candidate with another order, if that fits; backwards of stages that cannot be split become whole.
+    """Yields a candidate with another order, if that fits; backwards of stages that cannot be split
+    become whole.
 
     Args:
         one: whose plan counts.

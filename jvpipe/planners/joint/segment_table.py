@@ -1,7 +1,8 @@
-"""The seconds of all segments between given cuts: lower bounds first, and the truth where a search asks for it.
+"""The seconds of all segments between given cuts: lower bounds first, and the truth where a search
+asks for it.
 
-Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known that take its
-seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
+Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known
+that take its seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,9 @@ Path = tuple[int, ...]
 class Effort:
     """How hard to look.
 
-    So many states stay beside each other at first (`quick`), and where that was not enough (`thorough`); `tolerance` is
-    how near is near enough, relatively. A search ends when `layers` layers have been chosen for.
+    So many states stay beside each other at first (`quick`), and where that was not enough
+    (`thorough`); `tolerance` is how near is near enough, relatively. A search ends when `layers`
+    layers have been chosen for.
     """
 
     quick: int = 16
@@ -60,7 +62,9 @@ class StageTable:
         return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
-        """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
+        """Bytes of segments that keep everything; infinite where that may not take the fewest
+        seconds.
+        """
         block = self.block
         choices = self.pricing.choices
         segments = self.pricing.segments
@@ -79,9 +83,11 @@ class StageTable:
         return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
 
     def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
+        """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are
+        not settled.
 
-        All seconds beyond those of keeping everything count as recomputation while cotangents are awaited.
+        All seconds beyond those of keeping everything count as recomputation while cotangents are
+        awaited.
 
         Args:
             rows: of the cells.
@@ -194,7 +200,9 @@ class Table:
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
-        """Refines these cells: by prices, or if those have been found before, by choices of their layers."""
+        """Refines these cells: by prices, or if those have been found before, by choices of their
+        layers.
+        """
         new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)

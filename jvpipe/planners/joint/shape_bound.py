@@ -1,9 +1,9 @@
 """What no plan of any shape is below.
 
-Legend: t(i, j, r) is what a micro-batch takes on a segment of r replicas; M micro-batches, G devices.
-With a cap T a segment needs rho(i, j), the fewest replicas with t <= T. The fewest devices of all
-segments together are a shortest path over cuts, whatever the number of stages. T* is the least cap
-under which they are no more than G.
+Legend: t(i, j, r) is what a micro-batch takes on a segment of r replicas; M micro-batches, G
+devices. With a cap T a segment needs rho(i, j), the fewest replicas with t <= T. The fewest devices
+of all segments together are a shortest path over cuts, whatever the number of stages. T* is the
+least cap under which they are no more than G.
 """
 
 import numpy as np
@@ -19,7 +19,8 @@ BISECTIONS = 16
 
 
 def least_step_s(shapes: Shapes) -> float:
-    """Counts the seconds that no step is below: the first micro-batch on all stages, or all of them on the slowest.
+    """Counts the seconds that no step is below: the first micro-batch on all stages, or all of them
+    on the slowest.
 
     Every stage's all-reduce has its seconds, too, or what its last backward cannot hide of them.
     Devices that are unlike are taken for as fast as the fastest is for each layer.
@@ -70,7 +71,8 @@ def _least_cap_s(
     devices: int,
     high_s: float,
 ) -> float:
-    """The least cap under which segments need no more devices than there are, if it is under `high_s`.
+    """The least cap under which segments need no more devices than there are, if it is under
+    `high_s`.
 
     Args:
         stages_s: seconds of all segments, for each replica count.

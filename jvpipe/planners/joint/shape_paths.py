@@ -1,16 +1,19 @@
-"""Shapes with their cuts, for one micro-batch size and one order of devices: one dynamic program over both.
+"""Shapes with their cuts, for one micro-batch size and one order of devices: one dynamic program
+over both.
 
-Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m devices of an order:
-counted from the end, so that a stage's micro-batches in flight are known. m tells where a stage lies, hence its links.
-t seconds of a stage on r of them, c of the link behind it, A of its all-reduce; M micro-batches.
+Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m
+devices of an order: counted from the end, so that a stage's micro-batches in flight are known. m
+tells where a stage lies, hence its links. t seconds of a stage on r of them, c of the link behind
+it, A of its all-reduce; M micro-batches.
 
     sum     of H_e(i, m) = min over j, r of t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
     slowest of H_e(i, m) = max of t, c and the slowest of H_(e-1)(j, m - r)
 
-The best is of the least sum + (M - 1) max(slowest, floor): a path is not preferred for being below a floor
-that the stages before it have anyway. Only the part of A counts that the least backward before i does not hide.
-One way is kept for each (e, i, m), so it is not exact, and what segments take is counted roughly
-(`local_segments.py`): every way is counted again (`stage_cost.py`) and simulated.
+The best is of the least sum + (M - 1) max(slowest, floor): a path is not preferred for being below
+a floor that the stages before it have anyway. Only the part of A counts that the least backward
+before i does not hide. One way is kept for each (e, i, m), so it is not exact, and what segments
+take is counted roughly (`local_segments.py`): every way is counted again (`stage_cost.py`) and
+simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +33,9 @@ OverM = Float[np.ndarray, "n m"]
 
 @dataclass(frozen=True)
 class Ground:
-    """What is searched: micro-batches of a size, an order of devices in units, replica counts, and places to cut."""
+    """What is searched: micro-batches of a size, an order of devices in units, replica counts, and
+    places to cut.
+    """
 
     segments: LocalSegments
     size: int
@@ -75,7 +80,9 @@ class Ground:
 
     @cached_property
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
-        """Latency and seconds of a byte, both ways, behind a stage that begins at m, by both stages' counts."""
+        """Latency and seconds of a byte, both ways, behind a stage that begins at m, by both
+        stages' counts.
+        """
         way = self.segments.shapes.cluster.way
         table = np.zeros((2, self.places, *[len(self.counts)] * 2))
         for m in range(self.places):
@@ -89,7 +96,9 @@ class Ground:
 
 
 class _Ways(NamedTuple):
-    """H_e: rows i, columns m; infinite where there is none. It begins with a stage of the `kth` count, up to `cut`."""
+    """H_e: rows i, columns m; infinite where there is none. It begins with a stage of the `kth`
+    count, up to `cut`.
+    """
 
     key_s: OverM
     sum_s: OverM

@@ -1,11 +1,12 @@
-"""Shapes that are worth a plan: how many devices each place of a pipeline has, and micro-batches of what size.
+"""Shapes that are worth a plan: how many devices each place of a pipeline has, and micro-batches of
+what size.
 
-A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have several
-stages, and each stage keeps everything or computes all again. The micro-batch sizes of most promise
-are looked at well: along each order of devices there is a path for each number of stages
+A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have
+several stages, and each stage keeps everything or computes all again. The micro-batch sizes of most
+promise are looked at well: along each order of devices there is a path for each number of stages
 (`shape_paths.py`). The best of them are simulated, and the best simulated ones climb: other cuts of
-their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the best
-shapes planned exactly, as if they were given.
+their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the
+best shapes planned exactly, as if they were given.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,8 @@ Bounds = tuple[int, ...]
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds the shapes that are worth a plan, the fastest simulated first; none if no rough plan keeps the limits.
+    """Finds the shapes that are worth a plan, the fastest simulated first; none if no rough plan
+    keeps the limits.
 
     Args:
         shapes: those that there are.
@@ -66,7 +68,8 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
-    """Simulates the rough plans of shapes with their bounds that keep the limits, the fastest first.
+    """Simulates the rough plans of shapes with their bounds that keep the limits, the fastest
+    first.
 
     Args:
         shapes: those that there are.
@@ -77,7 +80,8 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds shapes that hold little, the emptiest first: smallest micro-batches, everything computed again.
+    """Finds shapes that hold little, the emptiest first: smallest micro-batches, everything
+    computed again.
 
     Args:
         shapes: those that there are; their limit is not looked at.
@@ -209,14 +213,18 @@ class _Search:
             plan = best
 
     def _recut(self, shape: Shape) -> list[Path]:
-        """A shape with the cuts that the surrogate finds best together with fates; none if cuts are given."""
+        """A shape with the cuts that the surrogate finds best together with fates; none if cuts are
+        given.
+        """
         with suppress(Infeasible):
             if len(shape.places) > 1 and not self.shapes.pins.bounds:
                 return [(shape, jvpipe(self.problem(shape), refine=False).bounds)]
         return []
 
     def neighbours(self, plan: RoughPlan) -> Iterator[Path]:
-        """Yields paths with a bound, the size of micro-batches or the devices of one or two places changed."""
+        """Yields paths with a bound, the size of micro-batches or the devices of one or two places
+        changed.
+        """
         (shape, bounds), cuts = plan.path, self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
@@ -230,7 +238,9 @@ class _Search:
             yield from self._placed(shape.size, replicas, others)
 
     def _regrouped(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[Replicas, Bounds]]:
-        """Yields replicas and bounds with a device moved, two neighbours exchanged or made one, or one made two."""
+        """Yields replicas and bounds with a device moved, two neighbours exchanged or made one, or
+        one made two.
+        """
         for replicas in _moved(shape.replicas, self.shapes.devices):
             yield replicas, bounds
             yield replicas, self._balanced(shape.size, replicas)
@@ -271,7 +281,8 @@ def _step_s(plan: RoughPlan) -> float:
 
 
 def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
-    """Yields counts with a device given from one place to another, or taken from those that are idle.
+    """Yields counts with a device given from one place to another, or taken from those that are
+    idle.
 
     Args:
         replicas: the counts.

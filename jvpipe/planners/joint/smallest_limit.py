@@ -1,4 +1,6 @@
-"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
+"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below
+it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +62,9 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `LIMIT.cuts`, none."""
+    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than
+    `LIMIT.cuts`, none.
+    """
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     places = range(1, len(pricing.segments.cuts) - 1)
@@ -77,7 +81,9 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 class Peaks:
-    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those that are settled."""
+    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those
+    that are settled.
+    """
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
@@ -150,11 +156,12 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
 
 
 def longer_bytes(pricing: Pricing, block: CutBlock, a: int, b: int, held_bytes: float) -> Grid:
-    """Bounds the peak bytes from below of segments with all layers of one that holds so many beside what is fixed.
+    """Bounds the peak bytes from below of segments with all layers of one that holds so many beside
+    what is fixed.
 
-    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
-    input of that one is kept and not of one before it. Or it ends at its last layer. And shared values that come after
-    need no room beside it.
+    Their choices do for it too, but that a run of layers computed again may have to begin at its
+    first layer: then the input of that one is kept and not of one before it. Or it ends at its last
+    layer. And shared values that come after need no room beside it.
 
     Args:
         pricing: of the model.

@@ -1,8 +1,10 @@
-"""The choices of one stage's layers that take the fewest seconds under its limit: dominance over what they take.
+"""The choices of one stage's layers that take the fewest seconds under its limit: dominance over
+what they take.
 
-Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer multiplies them by
-its choices; out go those that cannot fit, those whose lower bound (`dual_bounds.py`) is not below the best known, the
-dominated. At last, if there are more than `width`, those of the highest bounds: then the answer may not be the best.
+Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer
+multiplies them by its choices; out go those that cannot fit, those whose lower bound
+(`dual_bounds.py`) is not below the best known, the dominated. At last, if there are more than
+`width`, those of the highest bounds: then the answer may not be the best.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ BELOW_FACTOR = 1 - 1e-12
 
 @dataclass(frozen=True)
 class FateQuery:
-    """The layers of a device; what they take without fates, and the limits that are left for what fates take."""
+    """The layers of a device; what they take without fates, and the limits that are left for what
+    fates take.
+    """
 
     lot: Lot
     compute_s: float
@@ -43,7 +47,9 @@ class FateQuery:
 
 @dataclass(frozen=True)
 class StageChoices:
-    """Choices of a segment's layers; none, and infinite seconds, if nothing fits. Nothing takes less than `bound_s`."""
+    """Choices of a segment's layers; none, and infinite seconds, if nothing fits. Nothing takes
+    less than `bound_s`.
+    """
 
     choices: tuple[int, ...]
     seconds: float
@@ -104,7 +110,8 @@ class FateSearch:
         )
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
-        """What the layers to come will probably take: each its best choices, but in sum what the prices stand for.
+        """What the layers to come will probably take: each its best choices, but in sum what the
+        prices stand for.
 
         `taken` are extra seconds, link seconds and held bytes; left bytes go with these.
         """
@@ -174,7 +181,9 @@ class FateSearch:
     def _fittest(
         self, width: int, states: States, bound: np.ndarray, _alive: np.ndarray, done: int
     ) -> np.ndarray:
-        """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
+        """The states to go on with: half of them by bounds, half by how near they are to the
+        relaxation's shares.
+        """
         extra_s, link_s, held_bytes, left = (expected[done] for expected in self.expected)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         if self.growth.fixed_rows > MOST:

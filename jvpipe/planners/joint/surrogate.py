@@ -1,6 +1,7 @@
 """The surrogate's best cuts and fates: between all cuts, or between those that matter.
 
-A model of few layers is searched to the end; one of more, until the best is near enough, or enough has been looked at.
+A model of few layers is searched to the end; one of more, until the best is near enough, or enough
+has been looked at.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from jvpipe.planners.model.segments import Cuts, Segments
 class Solution:
     """What the search found, the best first, and the table that it found it in.
 
-    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
+    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest
+    stage is above `cap_s`.
     """
 
     result: SearchResult
@@ -96,7 +98,8 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
 
 
 def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
-    """Finds the most promising plans that keep round trips short, so many at most, best first; see `trips.py`.
+    """Finds the most promising plans that keep round trips short, so many at most, best first; see
+    `trips.py`.
 
     Args:
         problem: what is to be planned.

@@ -1,15 +1,18 @@
-"""Cuts for slow links: no group of stages beside each other waits longer for its round trips than a cap allows.
+"""Cuts for slow links: no group of stages beside each other waits longer for its round trips than a
+cap allows.
 
-Legend: t is a stage's seconds, c the seconds of the link before it, both ways; T is the cap, seconds per micro-batch.
-A micro-batch that stage a has sent on comes back from stage r, r - a + 1 micro-batches later, after
+Legend: t is a stage's seconds, c the seconds of the link before it, both ways; T is the cap,
+seconds per micro-batch. A micro-batch that stage a has sent on comes back from stage r, r - a + 1
+micro-batches later, after
 
     t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r          which may take (r - a + 1) T at most, for all a <= r
 
-as stage a holds only r - a more in flight than stage r. The most that groups that end with stage r exceed this by is
-u_r = t_r - T + max(0, u_(r-1) + c_r): a sum along the path of cuts, so the cuts of the least u are a shortest path. It
-must not be above 0. Without other traffic on the links the least T is a stream's step; in a step with a flush few
-micro-batches come in such turns, and what all stages take in sum counts too: so there are paths for several caps, each
-of a least sum of t + c + share x u.
+as stage a holds only r - a more in flight than stage r. The most that groups that end with stage r
+exceed this by is u_r = t_r - T + max(0, u_(r-1) + c_r): a sum along the path of cuts, so the cuts
+of the least u are a shortest path. It must not be above 0. Without other traffic on the links the
+least T is a stream's step; in a step with a flush few micro-batches come in such turns, and what
+all stages take in sum counts too: so there are paths for several caps, each of a least sum of t + c
++ share x u.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,9 @@ from jvpipe.planners.model.chain_dp import Matrix
 
 @dataclass(frozen=True)
 class Trips:
-    """Stages between given cuts: `seconds` of each, `comm_s` of the link before it, and no `busy_s` above a cap."""
+    """Stages between given cuts: `seconds` of each, `comm_s` of the link before it, and no `busy_s`
+    above a cap.
+    """
 
     seconds: Sequence[Matrix]
     comm_s: Sequence[Matrix]
@@ -57,7 +62,8 @@ class Trips:
         return high
 
     def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
-        """The places of the cuts of the least sum, `share` times u included, under a cap; None if none are found.
+        """The places of the cuts of the least sum, `share` times u included, under a cap; None if
+        none are found.
 
         Without a share it is the path of the least u: if that is too long, all are.
         """

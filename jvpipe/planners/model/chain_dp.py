@@ -1,9 +1,11 @@
-"""The dynamic program over cuts of a chain: one matrix per stage, and the best path through all of them.
+"""The dynamic program over cuts of a chain: one matrix per stage, and the best path through all of
+them.
 
-Legend: the matrix of stage s has a row per place where it may begin and a column per place where it may end; the ends
-of a stage are the starts of the next. Where both are all places of a model, the matrix is square and infinite at and
-below its diagonal, where no layer is between. A path begins at the first place of the first stage and ends at the last
-one of the last stage. An infinite number is a stage that cannot be.
+Legend: the matrix of stage s has a row per place where it may begin and a column per place where it
+may end; the ends of a stage are the starts of the next. Where both are all places of a model, the
+matrix is square and infinite at and below its diagonal, where no layer is between. A path begins at
+the first place of the first stage and ends at the last one of the last stage. An infinite number is
+a stage that cannot be.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +18,14 @@ Places = tuple[int, ...]
 
 
 def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places | None]:
-    """Returns the least that a path takes, and its places: infinity and None if every path meets an infinite number.
+    """Returns the least that a path takes, and its places: infinity and None if every path meets an
+    infinite number.
 
     Args:
-        matrices: what each stage takes, in seconds or bytes; they are looked at one after the other.
-        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the largest.
+        matrices: what each stage takes, in seconds or bytes; they are looked at one after the
+            other.
+        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the
+            largest.
 
     >>> inf = np.inf
     >>> square = np.array([[inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4])

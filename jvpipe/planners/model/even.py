@@ -14,7 +14,8 @@ _EQUAL_S = 1e-12
 
 
 def even(problem: Problem) -> Decision:
-    """Puts equally many layers on each stage and keeps everything; no cost is looked at, nor the memory limit.
+    """Puts equally many layers on each stage and keeps everything; no cost is looked at, nor the
+    memory limit.
 
     Where layers must stay together, each cut goes to the nearest place that is free.
 
@@ -49,7 +50,8 @@ def even_counts(layers: int, stages: int) -> list[int]:
 def balanced(
     problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
 ) -> tuple[int, ...]:
-    """Bounds of stages that take as long as each other, moved until no device's work falls any more.
+    """Bounds of stages that take as long as each other, moved until no device's work falls any
+    more.
 
     Args:
         problem: whose stages and devices count.
@@ -81,7 +83,8 @@ def balanced(
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
-    """Returns the positions of bounds whose longest stage takes the least, later stages as full as they may be.
+    """Returns the positions of bounds whose longest stage takes the least, later stages as full as
+    they may be.
 
     Halves the interval of that least time: whether stages of at most so long suffice is seen by
     filling them one after the other from the last on. What is not found then is not there, as

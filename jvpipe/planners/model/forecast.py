@@ -1,6 +1,8 @@
-"""What the simulator says of a problem's stages: seconds per step, as often as a planner likes to ask.
+"""What the simulator says of a problem's stages: seconds per step, as often as a planner likes to
+ask.
 
-The order of tasks depends on the schedule, the stages and the micro-batches alone: it is made once, then only run.
+The order of tasks depends on the schedule, the stages and the micro-batches alone: it is made once,
+then only run.
 """
 
 import math
@@ -21,7 +23,8 @@ from jvpipe.simulate.timeline import Timeline
 
 
 def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Seconds per step: of one step, if the schedule is synchronous; of M micro-batches of a stream, if not.
+    """Seconds per step: of one step, if the schedule is synchronous; of M micro-batches of a
+    stream, if not.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.planners.model.stage_cost import evaluate
@@ -45,11 +48,13 @@ def least_steps_s(
     parts_s: Float[np.ndarray, "stages parts runs"],
     link_s: Float[np.ndarray, "stages runs"],
 ) -> Float[np.ndarray, " runs"]:
-    """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no others.
+    """Counts for many plans at once what `simulated_step_s` is not below: transfers wait for no
+    others.
 
     Args:
         problem: whose schedule and micro-batches count.
-        parts_s: of each plan's stages the seconds of `StageCost.load`; infinite where a stage cannot be.
+        parts_s: of each plan's stages the seconds of `StageCost.load`; infinite where a stage
+            cannot be.
         link_s: how long the stages' own links are busy per micro-batch.
     """
     stages, _, runs = parts_s.shape
@@ -76,7 +81,8 @@ def simulated_bubble_fraction(
     Args:
         problem: whose schedule and micro-batches count.
         stages: what they take.
-        devices: that there are, those that have no stage among them; those that have one unless given.
+        devices: that there are, those that have no stage among them; those that have one unless
+            given.
     """
     step_s = simulated_step_s(problem, stages)
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
@@ -91,10 +97,11 @@ def simulated_bubble_fraction(
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:
-    """The decision's timeline, with bytes: one step, if the schedule is synchronous; a stream of two, if not.
+    """The decision's timeline, with bytes: one step, if the schedule is synchronous; a stream of
+    two, if not.
 
-    Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while they run, what is
-    in transit) are counted all the time.
+    Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while
+    they run, what is in transit) are counted all the time.
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -117,7 +124,9 @@ def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) 
 
 @lru_cache(maxsize=32)
 def _stream(schedule: Schedule, stages: int, microbatches: int, features: Features) -> StageWork:
-    """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks at."""
+    """The work of a step; of an asynchronous schedule, as much of its stream as `_steps_s` looks
+    at.
+    """
     count = (
         microbatches
         if schedule.synchronous
@@ -128,7 +137,8 @@ def _stream(schedule: Schedule, stages: int, microbatches: int, features: Featur
 
 
 def _lists(schedule: Schedule, devices: int, microbatches: int, count: int) -> TaskLists:
-    """The lists of so many micro-batches with their updates: of a step, each device's after all else that it does.
+    """The lists of so many micro-batches with their updates: of a step, each device's after all
+    else that it does.
 
     Args:
         schedule: whose tasks they are.
@@ -145,7 +155,9 @@ def _lists(schedule: Schedule, devices: int, microbatches: int, count: int) -> T
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
-    """The least share of the round trips, of any number of stages, that ends while a stream is timed."""
+    """The least share of the round trips, of any number of stages, that ends while a stream is
+    timed.
+    """
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed
 
@@ -153,7 +165,8 @@ def trips_counted(stages: int, microbatches: int) -> float:
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
     """How many micro-batches of a stream pass before its steady state is timed, and how many then.
 
-    Stages take turns in waiting for each other, over as many micro-batches as there are stages or a part of them.
+    Stages take turns in waiting for each other, over as many micro-batches as there are stages or a
+    part of them.
     """
     return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 
@@ -161,7 +174,9 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
 def _steps_s(
     problem: Problem, stream: StageWork, ends_s: Float[np.ndarray, "tasks runs"]
 ) -> Float[np.ndarray, " runs"]:
-    """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's backwards end."""
+    """Seconds per step from when tasks end: in a stream, how far apart the slowest stage's
+    backwards end.
+    """
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
     # Stages take turns in being late; over a multiple of their number that evens out.

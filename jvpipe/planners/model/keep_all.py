@@ -1,10 +1,10 @@
 """What every stage holds if each residual is kept.
 
-It is `stage_bytes` of many segments at once, held to it by property tests (tests/papers/test_kept_stages.py,
-tests/planners/model/test_groups.py).
+It is `stage_bytes` of many segments at once, held to it by property tests
+(tests/papers/test_kept_stages.py, tests/planners/model/test_groups.py).
 
-Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may be cut (`cuts`);
-where there is no layer between them it is infinite.
+Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may
+be cut (`cuts`); where there is no layer between them it is infinite.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,8 @@ class KeptBytes:
 
         Args:
             in_flight: micro-batches on the stage.
-            fixed_bytes: what `Segments.fixed_bytes` counts, shared values of all micro-batches included.
+            fixed_bytes: what `Segments.fixed_bytes` counts, shared values of all micro-batches
+                included.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak

@@ -1,9 +1,11 @@
-"""What segments of layers take at each local batch, roughly: what shapes are sought by before any is planned.
+"""What segments of layers take at each local batch, roughly: what shapes are sought by before any
+is planned.
 
-Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages keep
-everything where that keeps the limit, else compute all again; a stage is as full as its distance
-from the end says. Whoever finds a shape so asks for its plan, which counts exactly (`stage_cost.py`).
-A grid's entry (i, j) is for the layers from the i-th to the j-th of the coarse cuts.
+Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages
+keep everything where that keeps the limit, else compute all again; a stage is as full as its
+distance from the end says. Whoever finds a shape so asks for its plan, which counts exactly
+(`stage_cost.py`). A grid's entry (i, j) is for the layers from the i-th to the j-th of the coarse
+cuts.
 """
 
 from dataclasses import replace
@@ -27,7 +29,9 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between some cuts of the shapes of a model: `cuts` are all, `coarse` those looked at."""
+    """The segments between some cuts of the shapes of a model: `cuts` are all, `coarse` those
+    looked at.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes, self.pins = shapes, shapes.pins
@@ -100,7 +104,8 @@ class LocalSegments:
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
-        """Seconds of each segment: kept if that keeps the limit, else computed again, else infinite.
+        """Seconds of each segment: kept if that keeps the limit, else computed again, else
+        infinite.
 
         Args:
             size: examples of a micro-batch.
@@ -147,7 +152,8 @@ class LocalSegments:
         return KeepAll(_of_stages(costs, stages, microbatches, replicas), cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
-        """What each segment's replicas take to add up gradients, as far as its backward cannot hide it.
+        """What each segment's replicas take to add up gradients, as far as its backward cannot hide
+        it.
 
         Args:
             b: examples of a share.
@@ -172,7 +178,9 @@ class LocalSegments:
 
 
 def _of_stages(costs: Costs, stages: int, microbatches: int, replicas: int = 1) -> Problem:
-    """A problem of alike stages whose links carry a byte a second, so that seconds of links are bytes."""
+    """A problem of alike stages whose links carry a byte a second, so that seconds of links are
+    bytes.
+    """
     groups = (Group(tuple(range(replicas))),) * stages
     return Problem(costs, stages, ONE_F_ONE_B, microbatches, peer=Link(1.0), groups=groups)
 

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Pins:
-    """The number of stages, the devices and the layers of each, the examples of a micro-batch; None: to be decided.
+    """The number of stages, the devices and the layers of each, the examples of a micro-batch;
+    None: to be decided.
 
     Replicas have `least_slice` examples of a micro-batch at least.
 

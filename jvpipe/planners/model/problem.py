@@ -19,15 +19,18 @@ RECOMPUTE_CHAIN = -2
 
 @dataclass(frozen=True)
 class Group:
-    """The devices at one place of the pipeline: its replicas, each of which works on its share of a micro-batch.
+    """The devices at one place of the pipeline: its replicas, each of which works on its share of a
+    micro-batch.
 
     Attributes:
         devices: their numbers outside of the problem.
-        slowness: how many times as long as the costs say the slowest of them takes for each layer; none: as long.
+        slowness: how many times as long as the costs say the slowest of them takes for each layer;
+            none: as long.
         less_bytes: by how much less than the limit the one with the least memory may hold.
         name: what people call them.
         costs: of the largest share of a micro-batch; None: each works on whole ones.
-        receives: the link from the place before, for what all replicas receive together; None: the problem's.
+        receives: the link from the place before, for what all replicas receive together; None: the
+            problem's.
         reduces: the link on which the replicas add up gradients, for the bytes of one of them.
         machines: where they are, if places share the networks of machines.
 
@@ -60,17 +63,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has chunks.
+    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has
+    chunks.
 
-    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host and
-    to the next stage's device; `peer_uses_host` says that they are one. The memory limit is that of the
-    roomiest device, the host's that of all devices together; None means that there is no limit.
+    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host
+    and to the next stage's device; `peer_uses_host` says that they are one. The memory limit is
+    that of the roomiest device, the host's that of all devices together; None means that there is
+    no limit.
 
-    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch passes
-    them; none: each place has one, and all are alike. A limit of a device holds for each device of a
-    group. With `overlaps` replicas add up the gradients of a layer while the last backwards of the
-    layers before it run; without, after all backwards of the stage. `lent` is the share of an idle
-    device's time that the others use: with it an order of tasks is judged by less than its idle time.
+    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch
+    passes them; none: each place has one, and all are alike. A limit of a device holds for each
+    device of a group. With `overlaps` replicas add up the gradients of a layer while the last
+    backwards of the layers before it run; without, after all backwards of the stage. `lent` is the
+    share of an idle device's time that the others use: with it an order of tasks is judged by less
+    than its idle time.
 
     A plan that needs more than its devices may hold is over the limit by the same number on each: a
     limit that is raised, is raised for all.
@@ -112,7 +118,9 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many places the pipeline has, each of which has a device or several that are replicas."""
+        """How many places the pipeline has, each of which has a device or several that are
+        replicas.
+        """
         return self.stages // self.schedule.chunks
 
     @property
@@ -185,8 +193,8 @@ class Problem:
     def link_into(self, s: int) -> Link:
         """The link over which a stage receives from the stage before it, and sends cotangents back.
 
-        A place knows the link from the place before it; where a schedule goes back along the pipeline, that link is
-        the receiver's neighbour's.
+        A place knows the link from the place before it; where a schedule goes back along the
+        pipeline, that link is the receiver's neighbour's.
         """
         if not self.groups or s == 0:
             return self.peer
@@ -203,7 +211,9 @@ class Problem:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """What each device may hold, in the order of their numbers outside; none if there is no limit."""
+        """What each device may hold, in the order of their numbers outside; none if there is no
+        limit.
+        """
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
@@ -276,7 +286,8 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Makes a group of each device, and the limit of the roomiest; the arguments are those of `Problem.told_apart`.
+    """Makes a group of each device, and the limit of the roomiest; the arguments are those of
+    `Problem.told_apart`.
 
     Args:
         slowness: of each device.
@@ -311,8 +322,8 @@ def with_entry(row: tuple[Entry, ...], at: int, entry: Entry) -> tuple[Entry, ..
 class Decision:
     """Where layers go and how what they leave is treated.
 
-    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options on the
-    devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
+    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the
+    layer's options on the devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
     """
 
     bounds: tuple[int, ...]

@@ -1,10 +1,11 @@
-"""What segments of layers take whatever is kept, swapped or recomputed: all segments between two sets of cuts at once.
+"""What segments of layers take whatever is kept, swapped or recomputed: all segments between two
+sets of cuts at once.
 
-Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a device
-of the stage takes for its share of a micro-batch; what crosses cuts is that of whole micro-batches.
-A `Block` holds one number for each i of `starts` (rows) and each j of `ends` (columns); where j <= i
-the numbers mean nothing. `stage_cost.py` defines what is counted, for one segment at a time; a property test holds
-these sums to it (tests/planners/model/test_segments.py).
+Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a
+device of the stage takes for its share of a micro-batch; what crosses cuts is that of whole
+micro-batches. A `Block` holds one number for each i of `starts` (rows) and each j of `ends`
+(columns); where j <= i the numbers mean nothing. `stage_cost.py` defines what is counted, for one
+segment at a time; a property test holds these sums to it (tests/planners/model/test_segments.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,8 @@ class CutBlock:
 class Segments:
     """A problem's segments, from sums over its layers.
 
-    Stages whose devices work on other shares of micro-batches have `Segments` of their own: `of` finds them.
+    Stages whose devices work on other shares of micro-batches have `Segments` of their own: `of`
+    finds them.
     """
 
     def __init__(self, problem: Problem, costs: Costs | None = None) -> None:
@@ -133,7 +135,8 @@ class Segments:
     def share_s(self) -> float:
         """What the slowest stage takes at least, however the work is divided.
 
-        A stage takes for any layers at least the share of their seconds that it takes for the layer it is best at.
+        A stage takes for any layers at least the share of their seconds that it takes for the layer
+        it is best at.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
@@ -153,12 +156,15 @@ class Segments:
         return self.n - 1 - layers
 
     def early_bytes(self, more: tuple[int, ...], starts: Cuts, ends: Cuts) -> Grid:
-        """Counts values that arrive early: once for every micro-batch more in flight on the stage that makes them.
+        """Counts values that arrive early: once for every micro-batch more in flight on the stage
+        that makes them.
 
-        That stage is at least d stages before this one if the value is made at least d layers before the segment.
+        That stage is at least d stages before this one if the value is made at least d layers
+        before the segment.
 
         Args:
-            more: micro-batches in flight d stages before this one, beyond those on the stage after that, from d = 1 on.
+            more: micro-batches in flight d stages before this one, beyond those on the stage after
+                that, from d = 1 on.
             starts: where segments begin.
             ends: where they end.
         """
@@ -172,7 +178,8 @@ class Segments:
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts cotangents that wait (mirrored): once for every stage up to the next reader's, at most d further.
+        """Counts cotangents that wait (mirrored): once for every stage up to the next reader's, at
+        most d further.
 
         Args:
             count: how many stages there are behind this one, or as far as a cotangent goes.
@@ -190,7 +197,9 @@ class Segments:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Where a stage may begin or end; ValueError if `together` leaves too few places for the stages."""
+        """Where a stage may begin or end; ValueError if `together` leaves too few places for the
+        stages.
+        """
         stages = self.problem.stages
         forbidden = bounds_inside(self.problem.together)
         cuts = np.array([b for b in range(self.n + 1) if b not in forbidden])
@@ -228,7 +237,8 @@ class Segments:
         return self.early_bytes(more, starts, ends) + self.late_bytes(count, starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts parameters, gradients, optimizer, shared values, what waits, and what the device may not hold.
+        """Counts parameters, gradients, optimizer, shared values, what waits, and what the device
+        may not hold.
 
         Args:
             s: the stage.
@@ -251,15 +261,19 @@ class Segments:
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Counts the shared bytes that a segment beginning at i holds from each layer on, per micro-batch."""
+        """Counts the shared bytes that a segment beginning at i holds from each layer on, per
+        micro-batch.
+        """
         return self._tensors.at(i, self.n)
 
     def at_work(self, starts: Cuts, ends: Cuts, left: np.ndarray, working: np.ndarray) -> Grid:
-        """Counts of one micro-batch what layers from the first to any one leave, and what that one needs.
+        """Counts of one micro-batch what layers from the first to any one leave, and what that one
+        needs.
 
         Args:
             starts: where segments begin.
-            ends: where they end; columns are all layers up to the last end, from the first start on.
+            ends: where they end; columns are all layers up to the last end, from the first start
+                on.
             left: bytes that each layer leaves.
             working: bytes that each layer works with.
         """
@@ -320,7 +334,9 @@ class Segments:
         return np.array([layer.update_s for layer in self.costs.layers])
 
     def _reduce_s(self, s: int, link: Link, starts: Cuts, ends: Cuts) -> Grid:
-        """An all-reduce of the gradients of each segment, as far as its last backward cannot hide it, at least."""
+        """An all-reduce of the gradients of each segment, as far as its last backward cannot hide
+        it, at least.
+        """
         whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
         if not self.problem.overlaps:
             return whole_s
@@ -365,10 +381,12 @@ def _hops(edges: Iterable[Edge]) -> Hops:
 def surely_spared_bytes(
     layers: Sequence[LayerCost], starts: Cuts, ends: Cuts, replicas: int
 ) -> Grid:
-    """Counts for all segments of layers what is spared at least; never more than there is, and rarely much less.
+    """Counts for all segments of layers what is spared at least; never more than there is, and
+    rarely much less.
 
-    The largest is packed first, each to where least is: one of size s that ends up where most is found there no more
-    than all larger ones and its equals, without itself, divided by the replicas.
+    The largest is packed first, each to where least is: one of size s that ends up where most is
+    found there no more than all larger ones and its equals, without itself, divided by the
+    replicas.
 
     Args:
         layers: all.

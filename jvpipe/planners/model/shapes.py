@@ -1,7 +1,8 @@
-"""The shapes of pipelines: which devices hold each place, how many examples a micro-batch has, and what is open of it.
+"""The shapes of pipelines: which devices hold each place, how many examples a micro-batch has, and
+what is open of it.
 
-Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch of mu examples;
-M = batch / mu micro-batches a step.
+Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch
+of mu examples; M = batch / mu micro-batches a step.
 """
 
 from collections.abc import Sequence
@@ -67,10 +68,12 @@ Path = tuple[Shape, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a model on the first `devices` of a cluster, `batch` examples a step, and the problem of each.
+    """The shapes of a model on the first `devices` of a cluster, `batch` examples a step, and the
+    problem of each.
 
     Attributes:
-        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the links to the host.
+        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the
+            links to the host.
         local: what the model takes at each local batch.
         cluster: whose devices there are.
         devices: how many of them.
@@ -123,8 +126,8 @@ class Shapes:
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """Orders of the devices, along which stages are placed: DAPPLE's placements.
 
-        Machine by machine (append first, and fresh first where devices are left out), and one device of each machine
-        in turn (scatter first), over all machines or over groups of them:
+        Machine by machine (append first, and fresh first where devices are left out), and one
+        device of each machine in turn (scatter first), over all machines or over groups of them:
 
             two machines of two devices     0 1 | 2 3       append first   0 1 2 3
                                                             scatter first  0 2 1 3
@@ -172,7 +175,9 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Devices as one group: as slow as the slowest for each layer, with as little room as the fullest."""
+        """Devices as one group: as slow as the slowest for each layer, with as little room as the
+        fullest.
+        """
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]

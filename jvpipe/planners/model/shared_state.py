@@ -7,7 +7,8 @@ from jvpipe.programs.shares import packed
 
 
 def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
-    """Counts the bytes that each replica of a stage of these layers is spared at least, as they are packed.
+    """Counts the bytes that each replica of a stage of these layers is spared at least, as they are
+    packed.
 
     >>> from jvpipe.cost.costs import Option
     >>> spared_bytes([LayerCost("block", 1.0, 2.0, (Option(0),), state_bytes=size) for size in (10, 30, 10)], 2)

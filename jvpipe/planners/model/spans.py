@@ -1,4 +1,6 @@
-"""Weights at pairs of layers, such as the bytes of values from their makers to their readers, over segments."""
+"""Weights at pairs of layers, such as the bytes of values from their makers to their readers, over
+segments.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ Cuts = Int[np.ndarray, "_"]
 class Spans:
     """Weights w at pairs of layers (a, b), a < b, that count for a segment with a < i <= b < j.
 
-    So does a value that layer a made (or read) and that layer b is the next to read: the segment receives it.
+    So does a value that layer a made (or read) and that layer b is the next to read: the segment
+    receives it.
     """
 
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
@@ -51,7 +54,9 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """The ways of values from their producers to their first readers, and from reader to reader: from a to b."""
+    """The ways of values from their producers to their first readers, and from reader to reader:
+    from a to b.
+    """
 
     producer: Cuts
     a: Cuts
@@ -88,7 +93,9 @@ class Hops:
 
 @lru_cache(maxsize=64)
 def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4 hops"]:
-    """Values' ways from their producers to their first readers and from reader to reader: producer, a, b, and which."""
+    """Values' ways from their producers to their first readers and from reader to reader: producer,
+    a, b, and which.
+    """
     hops = (
         (producer, *hop, value)
         for value, (producer, readers) in enumerate(values)

@@ -1,6 +1,7 @@
 """What a stage takes, in seconds and bytes: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per micro-batch.
+Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per
+micro-batch.
 
     seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
     bytes     as the legend of `stage_bytes.py` says
@@ -54,7 +55,8 @@ class StageCost:
         return self.recompute_s - self.early_s
 
     def load(self, send_s: float = 0.0) -> StageLoad:
-        """Describes the stage to the simulator: of a swap, as of what crosses a link, each way takes one half.
+        """Describes the stage to the simulator: of a swap, as of what crosses a link, each way
+        takes one half.
 
         Args:
             send_s: of what it sends on, which the stage after it knows.
@@ -150,7 +152,8 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
 
 
 def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
-    """Counts what layers [i, j) read from earlier stages, what they send back of it, and what later ones exchange.
+    """Counts what layers [i, j) read from earlier stages, what they send back of it, and what later
+    ones exchange.
 
     Args:
         problem: whose edges count.
@@ -194,12 +197,15 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
-    """Counts what a stage takes per step beside its micro-batches: what replicas add up, and updates."""
+    """Counts what a stage takes per step beside its micro-batches: what replicas add up, and
+    updates.
+    """
     return stage.reduce_s + problem.updates * stage.update_s
 
 
 def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
-    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a cotangent in W.
+    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a
+    cotangent in W.
 
     Args:
         costs: those of the model.
@@ -261,7 +267,8 @@ def stage_bytes(
 
 
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone.
+    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so
+    runs in W alone.
 
     Args:
         costs: of the model.
@@ -275,7 +282,8 @@ def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
 
 
 def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
-    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of cotangents that wait there.
+    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of
+    cotangents that wait there.
 
     Args:
         problem: whose edges, schedule and micro-batches count.
@@ -310,19 +318,23 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
-    """Lists the limits, each that of the roomiest device, under which each device may hold so many bytes."""
+    """Lists the limits, each that of the roomiest device, under which each device may hold so many
+    bytes.
+    """
     less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
     return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
 
 def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
-    """Counts the most that the stages of one device hold at once, as the simulator's curves show it.
+    """Counts the most that the stages of one device hold at once, as the simulator's curves show
+    it.
 
     A property test holds it to them (tests/planners/model/test_unfolded.py).
 
     Args:
         of_stages: what each of its stages holds.
-        vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
+        vectors: how many micro-batches the stages have in flight and handed over at once, moment by
+            moment.
     """
 
     def held_bytes(moment: Holding) -> float:
@@ -340,10 +352,10 @@ def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]
 class Evaluation:
     """A decision's stages and its surrogate seconds per step.
 
-    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B), or that of each
-    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do. What is
-    computed again counts as if no cotangent were ever awaited: the simulator knows better, and is asked before plans
-    are chosen.
+    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B),
+    or that of each phase (GPipe); of an asynchronous one, M times the slowest stage. Links between
+    stages count as stages do. What is computed again counts as if no cotangent were ever awaited:
+    the simulator knows better, and is asked before plans are chosen.
     """
 
     stages: tuple[StageCost, ...]
@@ -388,7 +400,8 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts how far apart micro-batches are: on the slowest device, or on the slowest link.
 
-    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
+    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is
+    busy.
     """
     # Stages on one device work in turns, so that their seconds add up.
     busy_s = [0.0] * problem.devices
@@ -400,8 +413,9 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds of a step in closed form, held to the simulator by a property test.
 
-    It is exact where stages are alike and send in no time (tests/planners/model/test_stage_cost.py). Elsewhere it is
-    what cuts and fates are sought by, and the simulator decides.
+    It is exact where stages are alike and send in no time
+    (tests/planners/model/test_stage_cost.py). Elsewhere it is what cuts and fates are sought by,
+    and the simulator decides.
 
     Args:
         problem: whose schedule, micro-batches and places count.
@@ -424,7 +438,9 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def check(problem: Problem, decision: Decision) -> None:
-    """Raises ValueError unless a decision is complete, contiguous, and its choices exist. The one validator."""
+    """Raises ValueError unless a decision is complete, contiguous, and its choices exist. The one
+    validator.
+    """
     layers = problem.costs.layers
     bounds = decision.bounds
     if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):

@@ -1,8 +1,9 @@
-"""Planners for one stage per device, asked about devices of several stages, or of backwards in two halves.
+"""Planners for one stage per device, asked about devices of several stages, or of backwards in two
+halves.
 
-Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches, and whose limit is a
-budget, the same part of each device's limit. The largest budget is sought at which all stages of each device keep the
-limit together.
+Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches,
+and whose limit is a budget, the same part of each device's limit. The largest budget is sought at
+which all stages of each device keep the limit together.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,9 @@ BUDGETS = 7
 
 @dataclass(frozen=True)
 class UnfoldedLists:
-    """The lists of a schedule, one per stage, with whole backwards at the place of their first half."""
+    """The lists of a schedule, one per stage, with whole backwards at the place of their first
+    half.
+    """
 
     schedule: Schedule
 
@@ -70,8 +73,8 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
 def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
     """A planner that knows devices of several stages, from one that does not.
 
-    It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do is what was seen to.
-    A planner that looks at no limit answers all the same.
+    It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do
+    is what was seen to. A planner that looks at no limit answers all the same.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -115,7 +118,9 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
 def _infeasible(
     problem: Problem, decide: Callable[[Problem], Decision], asked: Problem, refused: Infeasible
 ) -> Infeasible:
-    """The answer when no budget does: what the decision of a budget that is too small takes at its least."""
+    """The answer when no budget does: what the decision of a budget that is too small takes at its
+    least.
+    """
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
