@@ -1,6 +1,4 @@
-"""What an order of tasks gives against 1F1B, and why; what updates take, and what keeps steps from
-overlapping.
-"""
+"""Explains an order of tasks: what it gains over 1F1B, what updates cost, what prevents overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -99,7 +99,9 @@ def save_state(session: Engine, path: str | Path, state: State, extra: dict[str,
 
 
 def restore(session: Engine, path: str | Path) -> State:
-    """Begins a run with the state that `save` wrote, under the plan in use; each process reads what it is to hold.
+    """Begins a run with the state that `save_state` wrote, under the plan in use.
+
+    Each process reads what it is to hold.
 
     Args:
         session: of the same model; one that has none yet takes that of the checkpoint.

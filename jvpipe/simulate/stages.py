@@ -137,7 +137,7 @@ class Features:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Task lists as `Work`.
+    """Task lists as `TaskGraph`.
 
     Tasks are named by integers, for planners make and compare millions of them:
 

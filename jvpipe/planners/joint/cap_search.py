@@ -1,5 +1,4 @@
-"""The best cuts and fates for the surrogate of `stage_cost.py`, jointly, and a bound that no plan
-is below.
+"""Finds the best cuts and fates for the surrogate of `stage_cost.py`, with a bound on any plan.
 
 Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it;
 M micro-batches.

@@ -1,5 +1,6 @@
-"""Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN`
-and `RECOMPUTE`.
+"""Every layer's choices as arrays: a row for each layer, a column for each choice.
+
+The columns are the layer's options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
 
 Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its
 backward `own_s` longer, and needs `working_bytes` while it runs. In a run of layers computed again

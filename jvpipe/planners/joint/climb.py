@@ -1,5 +1,4 @@
-"""From plans to neighbours that the simulator finds faster: bounds move, and fates are chosen
-again.
+"""Climbs from plans to neighbours that the simulator finds faster: bounds move, fates follow.
 
 A neighbour has one bound at another place, or two beside each other, or one taken away and another
 put in, so that the stages between move on to the next device; its fates are chosen again in each

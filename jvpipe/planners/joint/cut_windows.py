@@ -1,5 +1,4 @@
-"""Which cuts can matter: those that stages reach from the left and from the right, none slower than
-a cap.
+"""Finds the cuts that can matter: those that stages under a cap reach from both ends.
 
 Legend: T is the cap in seconds. left[s] is the last cut that s stages can reach, each in at most T
 seconds and within the limit; right[s] the first from which the stages from s on can reach the end.

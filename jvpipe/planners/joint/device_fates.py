@@ -1,5 +1,4 @@
-"""Fates for all layers of a device at once: the fewest seconds under its limit, or the fewest
-bytes.
+"""Fates for all layers of a device at once: the fastest under its limit, or the emptiest.
 
 A device may run several stages, or halves of backwards, in an order of any kind: its stages share
 the limit, and what they have in flight counts together, moment by moment (`Schedule.held`). The

@@ -1,5 +1,4 @@
-"""Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device
-has which stage.
+"""Orders of unlike devices along the pipeline: which device has which stage.
 
 For few devices, all orders that differ are looked at; of more those by speed and by memory, both
 ways. Which of them are worth a whole search is told by the surrogate's optimum of 1F1B, or of the

@@ -1,5 +1,4 @@
-"""Choices of a device's first layers, side by side: how they grow by a layer, and which of them can
-be forgotten.
+"""Grows the choices of a device's layers side by side, and forgets those that are dominated.
 
 The fates of a device's layers are chosen layer by layer. All that later layers ask of the choices
 before them stands in a few numbers, a state; of two states one that is nowhere larger can be

@@ -1,5 +1,4 @@
-"""Lower bounds of what segments take, from prices of bytes and of seconds on the link (Lagrangian
-duality).
+"""Bounds what segments take from below, by prices of bytes and link seconds (Lagrange).
 
 Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that
 of the link, mu the price of a byte in seconds. For any prices

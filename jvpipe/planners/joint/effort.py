@@ -1,5 +1,4 @@
-"""How hard the searches try: every number that trades seconds of planning for a better plan, one
-table per search.
+"""How hard the searches try: every number that trades planning time for better plans, by search.
 
 None of them decides what is a plan, or what it takes: with other numbers the same problems are
 answered, sooner and worse or later and better. `python -m experiments.planners.effort` plans

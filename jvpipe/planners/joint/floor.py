@@ -1,5 +1,4 @@
-"""The plan whose fullest device holds the least, whatever its seconds: it decides whether a limit
-can be kept.
+"""The plan whose fullest device holds the least: it decides whether a limit can be kept.
 
 Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes
 alone: a search by what the lowered lists hold begins at the cuts and choices that hold the least by

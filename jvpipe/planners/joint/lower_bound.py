@@ -1,5 +1,4 @@
-"""What no plan is below: simulated seconds per step, from what each stage and the links before it
-take at least.
+"""Lower bounds of any plan's simulated step, from what its stages and links take at least.
 
 The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small
 problems (tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones

@@ -1,6 +1,4 @@
-"""The fewest bytes that a device's layers can hold and work with: dominance over what they take
-(`dominance.py`).
-"""
+"""The fewest bytes that a device's layers can hold and work with, by dominance (`dominance.py`)."""
 
 import numpy as np
 

@@ -1,5 +1,6 @@
-"""From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki
-and Smutnicki).
+"""Improves an order by tabu search on its longest path, as job shops are solved.
+
+The method is that of Nowicki and Smutnicki.
 
 A step becomes shorter only by a change of what its longest path goes through. That path consists of
 blocks of tasks that a device runs without a pause, and only a task at either end of a block is

@@ -1,5 +1,4 @@
-"""The course of an order: when its steps start and end, what follows each of them, and the longest
-path.
+"""The course of an order: when its steps start and end, and the longest path through them.
 
 An order is a list of steps per device. Each step starts when the one before it on its device has
 ended and what it reads has arrived, so that one pass over the lists, device by device as far as

@@ -1,6 +1,4 @@
-"""The neighbours of cuts: bounds moved, or one taken away and another put in; and how long devices
-then work.
-"""
+"""The neighbours of cuts (bounds moved, removed or inserted), and how long devices then work."""
 
 from collections.abc import Sequence
 from functools import partial

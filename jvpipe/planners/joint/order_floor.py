@@ -1,5 +1,4 @@
-"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight, and
-as little of it kept.
+"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight.
 
 No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if
 it is kept by the emptiest plan under that one. With one stage per device it is `min_bytes_plan`.

@@ -1,5 +1,4 @@
-"""Orders in rounds: in each of them a device takes a forward and a backward, and second halves fill
-the gaps.
+"""Orders in rounds of a forward and a backward per device; second halves fill the gaps.
 
     device 0    F F F F F      I F I F I W F I W ...         first as many forwards as there is
     device 1      F F F      I F I F I W F I W ...           time for before the first backward
@@ -9,7 +8,7 @@ the gaps.
 Devices are idle for unlike times. As long as one has been idle for less than the one that was idle
 the longest, it may wait without making the step longer: so its second halves need not fill every
 gap, and are there for gaps to come. This is the heuristic of Zero Bubble Pipeline Parallelism (Qi
-et al. 2024, section 3.1), of one stage per device, in the eight forms that its `Rule` spans.
+et al. 2024, section 3.1), of one stage per device, in the eight forms that its `TieBreak` spans.
 
 Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
 """

@@ -1,5 +1,4 @@
-"""`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by
-simulation.
+"""`schedule="auto"`: cuts, chunks, fates and an order of tasks, chosen together.
 
     placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
     for each    all cuts where there are few, else those that give devices equal work; fates under the limit

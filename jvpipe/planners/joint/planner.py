@@ -1,5 +1,4 @@
-"""jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory
-limit.
+"""jvpipe's own planner: cuts and fates jointly, for the fastest step under the memory limit.
 
 The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least
 seconds t of each segment, the best cuts are shortest paths under caps, and t is found only where a

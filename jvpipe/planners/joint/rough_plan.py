@@ -1,5 +1,4 @@
-"""Rough plans of shapes: each stage keeps everything or computes all again, and few micro-batches
-are simulated.
+"""Rough plans of shapes: each stage keeps everything or recomputes all, few steps are simulated.
 
 A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by
 stages, round trips and networks. Shapes are ranked by that, and the best of them simulated.

@@ -1,5 +1,4 @@
-"""Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of
-the fastest step.
+"""Cuts and fates for schedules with several chunks per device, or with split backwards.
 
 begin       cuts of equal work; those of the surrogate, which knows the links; those of the best plan without a limit
 then        bounds of the best move while the simulator is faster; fates follow (`climb.py`)

@@ -1,5 +1,4 @@
-"""The seconds of all segments between given cuts: lower bounds first, and the truth where a search
-asks for it.
+"""The seconds of all segments between given cuts: bounded first, counted where a search asks.
 
 Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known
 that take its seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.

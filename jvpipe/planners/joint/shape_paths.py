@@ -1,5 +1,4 @@
-"""Shapes with their cuts, for one micro-batch size and one order of devices: one dynamic program
-over both.
+"""Finds shapes and their cuts together, for one micro-batch size and one order of devices.
 
 Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m
 devices of an order: counted from the end, so that a stage's micro-batches in flight are known. m

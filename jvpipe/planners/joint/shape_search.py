@@ -1,5 +1,4 @@
-"""Shapes that are worth a plan: how many devices each place of a pipeline has, and micro-batches of
-what size.
+"""Searches shapes worth planning: devices at each place of the pipeline, and micro-batch sizes.
 
 A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have
 several stages, and each stage keeps everything or computes all again. The micro-batch sizes of most

@@ -1,6 +1,4 @@
-"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below
-it.
-"""
+"""The smallest memory limit that any plan keeps, and the message for a limit below it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,4 @@
-"""The choices of one stage's layers that take the fewest seconds under its limit: dominance over
-what they take.
+"""The fastest choices of one stage's layers under its limit, by dominance over what they take.
 
 Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer
 multiplies them by its choices; out go those that cannot fit, those whose lower bound

@@ -1,5 +1,4 @@
-"""Cuts for slow links: no group of stages beside each other waits longer for its round trips than a
-cap allows.
+"""Cuts for slow links: no group of adjacent stages waits longer for its round trips than a cap.
 
 Legend: t is a stage's seconds, c the seconds of the link before it, both ways; T is the cap,
 seconds per micro-batch. A micro-batch that stage a has sent on comes back from stage r, r - a + 1

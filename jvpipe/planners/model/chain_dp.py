@@ -1,5 +1,4 @@
-"""The dynamic program over cuts of a chain: one matrix per stage, and the best path through all of
-them.
+"""The dynamic program over cuts of a chain: one matrix per stage, one best path through them.
 
 Legend: the matrix of stage s has a row per place where it may begin and a column per place where it
 may end; the ends of a stage are the starts of the next. Where both are all places of a model, the

@@ -1,5 +1,4 @@
-"""What the simulator says of a problem's stages: seconds per step, as often as a planner likes to
-ask.
+"""Simulates a problem's stages: seconds per step, as often as a planner likes to ask.
 
 The order of tasks depends on the schedule, the stages and the micro-batches alone: it is made once,
 then only run.
@@ -27,12 +26,12 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     stream, if not.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.planners.model.stage_cost import evaluate
+    >>> from jvpipe.planners.model.stage_cost import evaluate_decision
     >>> from jvpipe.planners.model.problem import Decision
     >>> from jvpipe.schedules import find_schedule
     >>> costs = Costs((LayerCost("a", 1.0, 2.0, (Option(0),)),) * 4)
     >>> problem = Problem(costs, stages=4, schedule=find_schedule("1f1b"), microbatches=8)
-    >>> stages = evaluate(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
+    >>> stages = evaluate_decision(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
     >>> simulated_step_s(problem, stages)  # (8 + 4 - 1) (1 + 2)
     33.0
     """

@@ -1,5 +1,4 @@
-"""What segments of layers take at each local batch, roughly: what shapes are sought by before any
-is planned.
+"""Rough costs of segments at each local batch: what shapes are compared by before planning.
 
 Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages
 keep everything where that keeps the limit, else compute all again; a stage is as full as its

@@ -1,5 +1,4 @@
-"""The shapes of pipelines: which devices hold each place, how many examples a micro-batch has, and
-what is open of it.
+"""The shapes of pipelines: the devices at each place, and the examples of a micro-batch.
 
 Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch
 of mu examples; M = batch / mu micro-batches a step.

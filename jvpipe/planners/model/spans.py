@@ -1,6 +1,4 @@
-"""Weights at pairs of layers, such as the bytes of values from their makers to their readers, over
-segments.
-"""
+"""Sums weights at pairs of layers over segments, such as the bytes of values on their way."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""The bytes of layers and stages: one formula for every planner, held by a test to a list of all
-that lies there.
+"""The bytes of layers and stages: one formula for all planners, tested against enumeration.
 
 Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its
 parameters are live.

@@ -1,5 +1,4 @@
-"""Planners for one stage per device, asked about devices of several stages, or of backwards in two
-halves.
+"""Extends planners of one stage per device to several stages, or split backwards.
 
 Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches,
 and whose limit is a budget, the same part of each device's limit. The largest budget is sought at
