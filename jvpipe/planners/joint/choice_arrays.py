@@ -56,15 +56,13 @@ class Choices:
 
     @staticmethod
     def of(costs: Costs, swaps: bool = True) -> "Choices":
-        """The choices of layers at these costs; without `swaps`, those that swap nothing."""
+        """Collects the choices of layers at these costs; without `swaps`, none that swaps."""
         layers = costs.layers
-        n = len(layers)
-        options = max(len(layer.options) for layer in layers)
-        # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
-        allowed = np.zeros((n, options + 2), dtype=bool, order="F")
-        kept, swapped, working, extra, handed = (
-            np.zeros((n, options + 2), order="F") for _ in range(5)
-        )
+        shape = len(layers), max(len(layer.options) for layer in layers) + 2
+        # Column by column in memory: most of what is asked is the least of each row, of all layers
+        # at once.
+        allowed = np.zeros(shape, dtype=bool, order="F")
+        kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
             for c, option in enumerate(layer.options):
                 taken = option_bytes(layer, option)
@@ -72,29 +70,30 @@ class Choices:
                 allowed[row, c] = swaps or taken.swapped == 0
                 handed[row, c] = handed_bytes(costs, row, taken)
             for c, left in ((RECOMPUTE, layer.input_bytes), (RECOMPUTE_CHAIN, 0)):
-                handed[row, c] = handed_bytes(costs, row, LayerBytes(left, 0, 0, 0.0))
+                again = LayerBytes(left, 0, 0, 0.0)
+                handed[row, c] = handed_bytes(costs, row, again)
         input_bytes = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
+        recomputed = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
+        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         kept[:, RECOMPUTE] = input_bytes
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
-        forward = np.array([layer.forward_s for layer in layers])
-        again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
-        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         # At least: what a layer needs inside a run, and what it needs as the last one of it.
-        working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
+        inside = np.minimum(residual, recomputed) + temporary
+        working[:, -2:] = inside[:, None]
         return Choices(
-            allowed,
-            kept,
-            swapped,
-            handed,
-            extra,
-            forward,
-            working,
-            residual,
-            again,
-            input_bytes,
-            temporary,
+            allowed=allowed,
+            kept_bytes=kept,
+            swapped_bytes=swapped,
+            handed_bytes=handed,
+            own_s=extra,
+            forward_s=np.array([layer.forward_s for layer in layers]),
+            working_bytes=working,
+            residual_bytes=residual,
+            recompute_peak_bytes=recomputed,
+            input_bytes=input_bytes,
+            temporary_bytes=temporary,
         )
 
     @property
@@ -103,15 +102,15 @@ class Choices:
         return self.allowed.shape[1]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
-        """How much longer choices make backwards on a device that takes `slowness` times as long
-        for each layer.
+        """Counts how much longer choices make backwards on a slower device.
 
         A layer of a run takes its forward, the last one what its backward recomputes:
         `RECOMPUTE_CHAIN` takes that, and what the layer before it takes more than that.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
-        extra_s[1:, RECOMPUTE_CHAIN] += (slower * (self.forward_s - self.own_s[:, RECOMPUTE]))[:-1]
+        beyond_s = slower * (self.forward_s - self.own_s[:, RECOMPUTE])
+        extra_s[1:, RECOMPUTE_CHAIN] += beyond_s[:-1]
         return extra_s
 
     @cached_property
@@ -121,14 +120,14 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """What a layer adds to the working bytes of a run at least, except for the first layer's
+        """Bounds what a layer adds to the working bytes of a run, except for the first layer's
         input.
         """
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists of each layer the columns to which no other is never worse in bytes, whatever their
+        """Lists each layer's columns that no other column matches in all bytes, whatever their
         seconds.
         """
         every = slice(0, len(self.input_bytes))
@@ -155,17 +154,18 @@ class Choices:
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
-        """Counts what choices hold on the device for all micro-batches in flight: of what is
-        swapped, two at most.
+        """Counts what choices hold on the device for all micro-batches in flight.
+
+        Of what is swapped, two micro-batches at most are there.
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
         return total + between * self.handed_bytes[layers] if between else total
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
-        """The bytes per micro-batch that layers' choices swap."""
+        """Counts the bytes per micro-batch that layers' choices swap."""
         return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
 
     def choice(self, column: int) -> int:
-        """What a decision calls a column."""
+        """Returns what a decision calls a column."""
         return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

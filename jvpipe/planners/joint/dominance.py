@@ -211,7 +211,13 @@ class Growth:
             grown[[EXTRA, SWAPPED]] = 0.0
         return grown.reshape(len(states), -1)
 
-    def _grow_beyond(self, states: States, grown: np.ndarray, run: np.ndarray, at: int) -> None:
+    def _grow_beyond(
+        self,
+        states: States,
+        grown: np.ndarray,
+        run: np.ndarray,
+        at: int,
+    ) -> None:
         """Counts what a stage with one layer more needs beyond what it holds, in `grown`.
 
         While an earlier layer works, what the new one leaves is gone: so much less is needed
@@ -234,11 +240,18 @@ class Growth:
         left = table.left_bytes[layer, columns] + self.given[at]
 
         def grow(
-            closed: int, opened: int, less: np.ndarray | float, beside: np.ndarray | float
+            closed: int,
+            opened: int,
+            less: np.ndarray | float,
+            beside: np.ndarray | float,
         ) -> None:
             # closed: if the run ends here. opened: if it goes on, so that a choice that continues a
             # run grows out of `opened`, every other one out of `closed`.
-            before = np.repeat(states[closed][:, None], len(columns), axis=1)
+            before = np.repeat(
+                states[closed][:, None],
+                len(columns),
+                axis=1,
+            )
             before[:, RECOMPUTE_CHAIN] = states[opened]
             before -= less
             grown[closed] = np.maximum(before, working + beside)
@@ -252,7 +265,7 @@ class Growth:
             grow(ENDS, ENDS_OPEN, less=0.0, beside=grown[LEFT])
 
     def _end_stage(self, states: np.ndarray) -> None:
-        """Records what the stage needs beyond that ends with these states, and begins the next one."""
+        """Ends a stage with these states: records what it needs beyond, and begins the next one."""
         needed = states[BEYOND]
         # What halves need is counted over the bytes before the first halves or after them: over
         # whichever is more, so the need beyond is the smaller of the two.

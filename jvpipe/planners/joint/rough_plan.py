@@ -39,20 +39,18 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """The same with the simulated seconds of a step; beyond a few, micro-batches are as far
-        apart as those are.
-        """
+        """Returns the plan with its simulated seconds; few micro-batches stand for all."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run micro-batches are equally far apart: two short runs tell how far.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
-        half_s, step_s = (
-            simulated_step_s(replace(self.problem, microbatches=m), stages)
-            for m in (count // 2, count)
-        )
-        apart_s = (step_s - half_s) / (count - count // 2)
-        return replace(self, step_s=step_s + (self.problem.microbatches - count) * apart_s)
+        half = count // 2
+        half_s = simulated_step_s(replace(self.problem, microbatches=half), stages)
+        step_s = simulated_step_s(replace(self.problem, microbatches=count), stages)
+        apart_s = (step_s - half_s) / (count - half)
+        rest_s = (self.problem.microbatches - count) * apart_s
+        return replace(self, step_s=step_s + rest_s)
 
     @property
     def path(self) -> Path:
@@ -87,18 +85,23 @@ class RoughStages:
             problem: of a shape.
             bounds: of its stages.
         """
-        every = [self._stage(problem, s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
-        choices = [
-            choice
-            for (choice, _), (i, j) in zip(every, pairwise(bounds), strict=True)
-            for _ in range(i, j)
-        ]
-        return Decision(bounds, tuple(choices)), evaluation_of(
-            problem, [stage for _, stage in every]
-        )
+        choices = list[int]()
+        stages = list[StageCost]()
+        for s, (i, j) in enumerate(pairwise(bounds)):
+            choice, stage = self._stage(problem, s, i, j)
+            choices += [choice] * (j - i)
+            stages.append(stage)
+        decision = Decision(bounds, tuple(choices))
+        return decision, evaluation_of(problem, stages)
 
-    def _stage(self, problem: Problem, s: int, i: int, j: int) -> tuple[int, StageCost]:
-        """The choice for all layers of a stage, and what it takes."""
+    def _stage(
+        self,
+        problem: Problem,
+        s: int,
+        i: int,
+        j: int,
+    ) -> tuple[int, StageCost]:
+        """Returns the choice for all layers of a stage, and what it takes."""
         group = problem.group(s)
         # What distinguishes a stage from the same layers elsewhere.
         apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
@@ -123,7 +126,7 @@ def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
 
 
 def _period_s(stages: Sequence[StageCost]) -> float:
-    """How far apart micro-batches are in the long run, if no network is shared.
+    """Counts how far apart micro-batches are in the long run, if no network is shared.
 
     Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as
     the slowest link one way, and as stages a to r with the links between them divided by r - a + 1:
@@ -140,12 +143,11 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
 
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """How long a micro-batch keeps the busiest network of a machine busy, one way; both ways are as
-    busy.
-    """
+    """Counts how long a micro-batch keeps the busiest network busy, one way; both are as busy."""
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
-        before, here = (problem.group(x).machines for x in (s - 1, s))
+        before = problem.group(s - 1).machines
+        here = problem.group(s).machines
         if before != here and len({*before, *here}) > 1:
             # Values leave by the machines of one stage, their cotangents by those of the other.
             for machine in (*set(before), *set(here)):
@@ -154,8 +156,7 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float) -> float:
-    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of all-reduces and
-    updates comes late.
+    """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that come late.
 
     Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it,
     and half of the links up to it.

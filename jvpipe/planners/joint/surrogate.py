@@ -63,8 +63,9 @@ def effort(layers: int) -> Effort:
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Prices a problem's choices, with or without those that swap, under its limit."""
-    limit = UNLIMITED if problem.memory_limit_bytes is None else float(problem.memory_limit_bytes)
-    return Pricing.of(Segments(problem), limit, swaps)
+    limit = problem.memory_limit_bytes
+    limit_bytes = UNLIMITED if limit is None else float(limit)
+    return Pricing.of(Segments(problem), limit_bytes, swaps)
 
 
 def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
@@ -85,33 +86,43 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         return between(everything)
     reach = Reach.of(pricing)
     least_s = reach.least_cap_s()
-    small = (
-        x for x in CUTS.cap_slacks if area(reach.windows(least_s * (1 + x))) <= CUTS.window_cells
-    )
+
+    def is_small(slack: float) -> bool:
+        return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
+
+    widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
     # The widest windows that can be looked at; wider ones, thinned out, where nothing in them fits.
-    for slack in (next(small, 0.0), 0.4, 3.0):
+    for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
         if solution.feasible:
-            return replace(solution, beyond_s=_beyond_s(problem, pricing, cap_s), cap_s=cap_s)
+            beyond_s = _beyond_s(problem, pricing, cap_s)
+            return replace(solution, beyond_s=beyond_s, cap_s=cap_s)
     return between(bounded(everything))
 
 
 def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
-    """Finds the most promising plans that keep round trips short, so many at most, best first; see
-    `trips.py`.
+    """Finds the most promising plans that keep round trips short, best first; see `trips.py`.
 
     Args:
         problem: what is to be planned.
         pricing: its choices, priced.
         paths: how many plans at most.
     """
-    table = Table(pricing, spread(pricing.segments, CUTS.trip_cells), effort(pricing.segments.n))
+    segments = pricing.segments
+    table = Table(
+        pricing,
+        spread(segments, CUTS.trip_cells),
+        effort(segments.n),
+    )
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in CUTS.transfer_factors)
-    every_path = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
+    # A dictionary as an ordered set: the same path may come from several factors.
+    every_path = dict[tuple[int, ...], None]()
+    for factor in CUTS.transfer_factors:
+        slower_s = [factor * c for c in comm_s]
+        every_path |= dict.fromkeys(Trips(link_s, slower_s).paths())
     if not every_path:
         return []
     every = np.array(list(every_path))
@@ -130,10 +141,11 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
 
 
 def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
-    """What a plan takes at least whose slowest stage is above a cap."""
+    """Bounds what a plan takes whose slowest stage is above a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
-    return float(pricing.segments.least_compute_s[-1]) + (problem.microbatches - 1) * cap_s
+    work_s = float(pricing.segments.least_compute_s[-1])
+    return work_s + (problem.microbatches - 1) * cap_s
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
@@ -143,7 +155,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         return solution
     pricing = solution.table.pricing
     decision = solution.decision()
-    k = [flying * problem.group(s).replicas for s, flying in enumerate(pricing.segments.in_flight)]
+    in_flight = enumerate(pricing.segments.in_flight)
+    k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
         # Choices of other stages may be columns that this one's layers do not have.
@@ -153,7 +166,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     if sum(moves) <= limit:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
-    parts = [limit * want / sum(moves) // kept for want, kept in zip(moves, k, strict=True)]
+    total = sum(moves)
+    parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

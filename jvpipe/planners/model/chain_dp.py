@@ -17,8 +17,7 @@ Places = tuple[int, ...]
 
 
 def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places | None]:
-    """Returns the least that a path takes, and its places: infinity and None if every path meets an
-    infinite number.
+    """Finds the least that a path takes, and its places; infinity and None if no path is finite.
 
     Args:
         matrices: what each stage takes, in seconds or bytes; they are looked at one after the
@@ -27,18 +26,23 @@ def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places
             largest.
 
     >>> inf = np.inf
-    >>> square = np.array([[inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4])
-    >>> least_path([square] * 2, np.maximum), least_path([square] * 3, np.add), least_path([square] * 4, np.add)
-    ((5.0, (0, 2, 3)), (10.0, (0, 1, 2, 3)), (inf, None))
+    >>> rows = [inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4
+    >>> square = np.array(rows)
+    >>> least_path([square] * 2, np.maximum)
+    (5.0, (0, 2, 3))
+    >>> least_path([square] * 3, np.add), least_path([square] * 4, np.add)
+    ((10.0, (0, 1, 2, 3)), (inf, None))
     """
-    best, came = None, list[np.ndarray]()
+    best = None
+    came = list[np.ndarray]()
     for matrix in matrices:
         if best is None:
             best = matrix[0]
             continue
         total = how(best[:, None], matrix)
-        came.append(total.argmin(0))
-        best = total[came[-1], np.arange(total.shape[1])]
+        origins = total.argmin(0)
+        came.append(origins)
+        best = total[origins, np.arange(total.shape[1])]
     assert best is not None, "there is at least one stage"
     if not np.isfinite(best[-1]):
         return float("inf"), None

@@ -42,7 +42,12 @@ class KeptBytes:
     beyond: Grid
 
     @staticmethod
-    def of(segments: Segments, block: CutBlock, kept: OverJ, working: OverJ) -> "KeptBytes":
+    def of(
+        segments: Segments,
+        block: CutBlock,
+        kept: OverJ,
+        working: OverJ,
+    ) -> "KeptBytes":
         """Counts the bytes of a block's segments.
 
         Args:
@@ -91,7 +96,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments: what crosses their bounds depends on no stage, where all links are alike."""
+        """All segments: what crosses their bounds depends on no stage, if all links are alike."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property
