@@ -12,7 +12,11 @@ from jvpipe.schedules import find_schedule
 from jvpipe.util.sizes import format_bytes
 
 
-def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[str]) -> list[str]:
+def order_reasons(
+    problem: Problem,
+    decision: Decision,
+    cross_layer: Sequence[str],
+) -> list[str]:
     """Compares a plan's order with 1F1B's without a limit: seconds, idle time, transfers, bytes.
 
     Args:

@@ -57,7 +57,11 @@ def shape_reasons(
     return [*_replica_reasons(shapes, problem, decision), *lines]
 
 
-def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> list[str]:
+def _replica_reasons(
+    shapes: Shapes,
+    problem: Problem,
+    decision: Decision,
+) -> list[str]:
     """Says of each place of several devices what one device less would do."""
     reasons = []
     shape = shape_of(problem, shapes.batch // problem.microbatches)
@@ -77,7 +81,11 @@ def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> li
     return reasons
 
 
-def _not_work(shapes: Shapes, problem: Problem, stages: Sequence[StageCost]) -> str:
+def _not_work(
+    shapes: Shapes,
+    problem: Problem,
+    stages: Sequence[StageCost],
+) -> str:
     """Says what of a step is not work."""
     longest_s = max(stage.reduce_s for stage in stages)
     idle = simulated_bubble_fraction(problem, stages, shapes.devices)

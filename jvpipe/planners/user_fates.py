@@ -30,7 +30,11 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
     return replace(plan, stages=stages, keep_last=mode == "except_last")
 
 
-def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
+def with_fates(
+    graph: LayerGraph,
+    plan: Plan,
+    patterns: Mapping[str, str],
+) -> Plan:
     """Changes the fates of tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
 
     Tensors are named by their layer and the operation that makes them, as `explain` lists them. A
@@ -67,7 +71,11 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     return replace(plan, stages=tuple(replace(stage, fates=fates) for stage, fates in both))
 
 
-def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
+def with_state_fates(
+    graph: LayerGraph,
+    plan: Plan,
+    patterns: Mapping[str, str],
+) -> Plan:
     """Changes the fates of optimizer state by parameter path; the last pattern wins.
 
     `{"*": "swap"}` swaps the state of all parameters.
@@ -110,7 +118,11 @@ def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
 
-def _give(stages: Sequence[dict[str, Fate]], names: Sequence[Sequence[str]], fate: Fate) -> None:
+def _give(
+    stages: Sequence[dict[str, Fate]],
+    names: Sequence[Sequence[str]],
+    fate: Fate,
+) -> None:
     """Gives some names of each stage a fate."""
     for fates, matches in zip(stages, names, strict=True):
         fates.update(dict.fromkeys(matches, fate))
@@ -173,7 +185,11 @@ def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
     return [graph.parameters[p].array.name for p in trained]
 
 
-def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
+def _nearest(
+    graph: LayerGraph,
+    stage: Stage,
+    pattern: str,
+) -> list[str]:
     """Lists the candidates of layers of which a pattern names another value.
 
     Wildcards alone name no layer.

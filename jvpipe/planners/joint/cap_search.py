@@ -254,7 +254,11 @@ class _Boxes:
         return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12)
 
 
-def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> list[Matrix]:
+def _under(
+    matrices: list[Matrix],
+    phases: list[list[Matrix]],
+    caps: Caps,
+) -> list[Matrix]:
     """Makes matrices infinite where a phase exceeds its cap."""
     capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
@@ -264,7 +268,11 @@ def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> li
     return capped
 
 
-def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
+def _rest(
+    low: Caps,
+    high: Caps,
+    maxima: Caps,
+) -> list[tuple[Caps, Caps]]:
     """Divides what is left of a box once its path of the least sum is known.
 
     All that is better has smaller maxima: boxes below them, each halved.

@@ -120,16 +120,12 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """Bounds what a layer adds to the working bytes of a run, except for the first layer's
-        input.
-        """
+        """Bounds what a layer adds to the working bytes of a run, without the first one's input."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists each layer's columns that no other column matches in all bytes, whatever their
-        seconds.
-        """
+        """Lists each layer's columns that no other dominates in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])[
@@ -156,7 +152,7 @@ class Choices:
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
         """Counts what choices hold on the device for all micro-batches in flight.
 
-        Of what is swapped, two micro-batches at most are there.
+        Two micro-batches at most of what is swapped are there.
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])

@@ -101,7 +101,11 @@ class Climb:
             best = min(best, self.climbed(start), key=self.rank)
         return best
 
-    def _fastest_neighbour(self, best: Decision, tried: Set[Decision]) -> Decision | None:
+    def _fastest_neighbour(
+        self,
+        best: Decision,
+        tried: Set[Decision],
+    ) -> Decision | None:
         """Finds the fastest untried plan with a bound moved; of many, some are simulated."""
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]

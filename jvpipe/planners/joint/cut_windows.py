@@ -211,7 +211,7 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
 def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     """Picks so many of the cuts: one from each equal part of the seconds between them.
 
-    Of each part it is the cut that the fewest bytes cross.
+    In each part it is the cut that the fewest bytes cross.
     """
     if len(cuts) <= count:
         return cuts

@@ -135,7 +135,12 @@ class DeviceFates:
         fits = taken <= room and swapped <= most_swapped
         return fates if fits else None
 
-    def _emptiest(self, problem: Problem, d: int, cells: Sequence[Cell]) -> Fates:
+    def _emptiest(
+        self,
+        problem: Problem,
+        d: int,
+        cells: Sequence[Cell],
+    ) -> Fates:
         """Chooses the fewest bytes for the stages of one device."""
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
@@ -145,7 +150,12 @@ class DeviceFates:
         assert fates is not None, "some fates take the fewest bytes"
         return fates
 
-    def _lot(self, problem: Problem, cells: Sequence[Cell], moments: Sequence[Holding]) -> Lot:
+    def _lot(
+        self,
+        problem: Problem,
+        cells: Sequence[Cell],
+        moments: Sequence[Holding],
+    ) -> Lot:
         """Describes the layers of a device; values that several layers read are always held."""
         freed = self.pricing.at(cells[0][0]).segments.given
         shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]

@@ -86,7 +86,13 @@ class Lot:
 class Growth:
     """The layers of a lot; with all choices, or those that bytes alone ask for."""
 
-    def __init__(self, pricing: Pricing, lot: Lot, *, by_bytes: bool = False) -> None:
+    def __init__(
+        self,
+        pricing: Pricing,
+        lot: Lot,
+        *,
+        by_bytes: bool = False,
+    ) -> None:
         stage = lot.cells[0][0]
         pricing = pricing.at(stage)  # all stages of a device work on the same shares
         self.table = pricing.choices
@@ -152,7 +158,12 @@ class Growth:
         behind_all = np.full((len(largest), 1), -np.inf)
         self.most_to_come = np.append(largest, behind_all, axis=1)
 
-    def until_end(self, inside: np.ndarray, after: np.ndarray, skipped: int = 0) -> np.ndarray:
+    def until_end(
+        self,
+        inside: np.ndarray,
+        after: np.ndarray,
+        skipped: int = 0,
+    ) -> np.ndarray:
         """Sums from each layer on: over its stage one number per layer, over later stages another.
 
         Args:
@@ -282,7 +293,7 @@ class Growth:
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
         """Bounds what states take, held and beyond, whatever the layers to come choose.
 
-        Of all layers the bound is what they take.
+        Once no layer is to come, the bound is what they take.
 
         Args:
             states: of the first layers.

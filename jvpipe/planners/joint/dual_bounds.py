@@ -50,7 +50,11 @@ class Pricing:
     swaps: bool = True
 
     @staticmethod
-    def of(segments: Segments, limit_bytes: float, swaps: bool = True) -> "Pricing":
+    def of(
+        segments: Segments,
+        limit_bytes: float,
+        swaps: bool = True,
+    ) -> "Pricing":
         """Prices the choices of the layers of segments.
 
         Args:
@@ -160,7 +164,12 @@ class Pricing:
         fixed_s = alpha * block.compute_s + (1 - alpha) * block.traffic_s
         return fixed_s + paid - free
 
-    def _over(self, cost: PerChoice, last: PerChoice, block: CutBlock) -> Grid:
+    def _over(
+        self,
+        cost: PerChoice,
+        last: PerChoice,
+        block: CutBlock,
+    ) -> Grid:
         """Sums over segments of each layer's least, the last one's with `last`.
 
         A layer without a choice adds nothing: what it needs at least is over the limit anyhow.

@@ -94,7 +94,12 @@ class _Search:
         """Whether what was seen is enough, or no more is to be looked at."""
         return self.lowest.bytes <= self.enough_bytes or self.left <= 0
 
-    def look(self, decisions: Iterator[Decision], *, until_better: bool = False) -> None:
+    def look(
+        self,
+        decisions: Iterator[Decision],
+        *,
+        until_better: bool = False,
+    ) -> None:
         """Looks at what plans hold, until that is enough, or less than before."""
         before = self.lowest
         while not self.ended and (decision := next(decisions, None)):
@@ -147,7 +152,10 @@ def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
     yield Decision.keeping_all(kept.cuts[list(places)].tolist())
 
 
-def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator[Decision]:
+def _of_every_cut(
+    problem: Problem,
+    lowest_bytes: Callable[[], int],
+) -> Iterator[Decision]:
     """Yields each cut's plan of the fewest bytes by the planners' count, while they may hold less.
 
     Bytes that are counted for all of them, such as those of state that comes and goes, do not
@@ -162,7 +170,12 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
         yield plan.decision
 
 
-def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decision]:
+def _neighbours(
+    problem: Problem,
+    plan: Floor,
+    *,
+    keeps: bool,
+) -> Iterator[Decision]:
     """Yields plans whose fullest stage has a layer less, or treats a layer's values differently.
 
     None are looked at that are counted for much more.

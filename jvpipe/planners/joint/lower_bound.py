@@ -125,7 +125,11 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
     return least_sum(ways_s)[0] + (problem.microbatches - 1) * slowest_s
 
 
-def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
+def _of_1f1b(
+    problem: Problem,
+    stages: Stages,
+    segments: Segments,
+) -> float:
     """Sums M micro-batches of a stage, and what is before it, or what it does once a step."""
     m = problem.microbatches
     every = list[Matrix]()

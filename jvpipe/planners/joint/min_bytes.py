@@ -35,7 +35,11 @@ def fewest_bytes(
     return best
 
 
-def _fewest(growth: Growth, width: int, below: float) -> tuple[Fewest, float]:
+def _fewest(
+    growth: Growth,
+    width: int,
+    below: float,
+) -> tuple[Fewest, float]:
     """Looks at so many states at once; returns also the bytes that no state left out is below."""
 
     def emptiest(

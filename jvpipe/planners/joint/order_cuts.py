@@ -46,7 +46,11 @@ def moved_bounds(
     return neighbours
 
 
-def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
+def shifted_bounds(
+    problem: Problem,
+    bounds: Sequence[int],
+    cuts: Cuts,
+) -> list[tuple[int, ...]]:
     """Lists the bounds with one removed and another inserted: all stages between move by a device.
 
     Args:
@@ -62,7 +66,7 @@ def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
         for new in others:
-            # Between these two a bound is only moved, which is no shift of stages.
+            # Between these two a bound is only moved: no stage gets another device.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))
     return sorted(shifted, key=partial(busiest_s, problem))

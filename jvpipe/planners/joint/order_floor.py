@@ -34,7 +34,10 @@ class OrderFloor:
     limit_bytes: int
 
 
-def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[OrderFloor]:
+def order_floors(
+    problem: Problem,
+    placements: Iterable[Schedule],
+) -> Iterator[OrderFloor]:
     """Yields the emptiest plan of each placement; it swaps empty if the host has a limit.
 
     Args:

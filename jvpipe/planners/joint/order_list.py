@@ -132,7 +132,11 @@ class Listing:
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _first_backward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
+    def _first_backward(
+        self,
+        device: _Device,
+        now: float,
+    ) -> tuple[tuple[int, int] | None, float]:
         """Picks the ready backward of the first micro-batch and its last stage.
 
         If none is ready, it returns when one is.
@@ -148,7 +152,11 @@ class Listing:
                 first = s, m
         return first, following
 
-    def _first_forward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
+    def _first_forward(
+        self,
+        device: _Device,
+        now: float,
+    ) -> tuple[tuple[int, int] | None, float]:
         """Picks the ready forward of the last stage that has room.
 
         If none is ready, it returns when one is.

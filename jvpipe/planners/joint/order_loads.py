@@ -190,7 +190,7 @@ def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, 
         for edge in problem.costs.edges_at(i, j):
             is_read = any(i <= reader < j for reader in edge.readers)
             if edge.producer < i and is_read:
-                # Each stage before has a layer at least: the maker is no further back.
+                # Each stage has a layer at least, so that the maker is at most so far away.
                 away = i - edge.producer
                 yield s, max(0, s - away), edge.bytes
 

@@ -146,9 +146,11 @@ def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
             return one
         over = one.loads.over_bytes(order)
         if max(over) <= 0:
-            family = one.family.removesuffix(CLIMBED)
             return replace(
-                one, order=order, family=family + CLIMBED, step_s=Course(one.loads, order).step_s
+                one,
+                order=order,
+                family=one.family.removesuffix(CLIMBED) + CLIMBED,
+                step_s=Course(one.loads, order).step_s,
             )
         rooms = [room - max(0.0, more) for room, more in zip(rooms, over, strict=True)]
     return one

@@ -67,7 +67,12 @@ class Rounds:
         rule: what is done where either may be better.
     """
 
-    def __init__(self, loads: Loads, rooms_bytes: Sequence[float], rule: TieBreak) -> None:
+    def __init__(
+        self,
+        loads: Loads,
+        rooms_bytes: Sequence[float],
+        rule: TieBreak,
+    ) -> None:
         self._loads = loads
         self._rooms = rooms_bytes
         self._rule = rule

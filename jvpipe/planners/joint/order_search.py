@@ -138,7 +138,10 @@ def find_order(problem: Problem) -> OrderedPlan:
     return replace(_chosen(answers, problem.lent), whole=whole, others=others)
 
 
-def _worth_simulating(problem: Problem, candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
+def _worth_simulating(
+    problem: Problem,
+    candidates: Sequence[RuledPlan],
+) -> list[RuledPlan]:
     """Refines candidates and picks the best of them, with and without swaps.
 
     Where transfers wait for each other, of which the clock does not know, there are more of them.
@@ -253,7 +256,11 @@ def _of_cuts(
             yield from _listed(placed[0], decision, fates, in_flight)
 
 
-def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
+def _moments(
+    problem: Problem,
+    *,
+    few: bool,
+) -> Iterator[tuple[tuple[int, ...], Moments]]:
     """Yields what fates may leave room for: micro-batches of each of a device's stages.
 
     All devices have as many, or each one fewer than the one before. Between its halves a backward
@@ -303,7 +310,7 @@ def _under(problem: Problem, rule: Schedule) -> Problem:
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
     """Yields the rules of each placement of which the problem has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
-    # Chunks of one device gain nothing, and what is carried must not leave its device.
+    # One device gains nothing by chunks, and carried model state must stay in one stage.
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
         rule = rules[0]
@@ -346,7 +353,7 @@ def _listed(
 
 
 def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
-    """Lists rooms for shares of what GPipe has in flight that all devices have room for."""
+    """Lists rooms for multiples of D micro-batches in flight, if all devices have room for them."""
     D = loads.devices
     units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     rooms = list[Sequence[float]]()
@@ -410,14 +417,23 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
     )
 
 
-def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> RuledPlan:
+def _in_own_order(
+    problem: Problem,
+    schedule: Schedule,
+    decision: Decision,
+) -> RuledPlan:
     """Makes the candidate of a plan in the order of a schedule's rule, whether it fits or not."""
     under = _under(problem, schedule)
     order = order_of(schedule.tasks(problem.devices, problem.microbatches))
     return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
 
 
-def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[RuledPlan]:
+def _planned(
+    problem: Problem,
+    rule: Schedule,
+    *,
+    refine: bool = True,
+) -> Iterator[RuledPlan]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
@@ -464,7 +480,10 @@ def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
 
 
-def _from_rival(placements: Sequence[Placement], rival: RuledPlan) -> Iterator[RuledPlan]:
+def _from_rival(
+    placements: Sequence[Placement],
+    rival: RuledPlan,
+) -> Iterator[RuledPlan]:
     """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
     problem = rival.problem
     decision = rival.decision

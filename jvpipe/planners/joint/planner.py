@@ -25,7 +25,11 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import check, evaluate_decision
 
 
-def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()) -> Decision:
+def jvpipe(
+    problem: Problem,
+    refine: bool = True,
+    begin: Sequence[Decision] = (),
+) -> Decision:
     """Finds the plan of the fewest simulated seconds per step.
 
     Args:
@@ -55,7 +59,11 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
     return best
 
 
-def _fits(problem: Problem, decision: Decision, share: float = 1) -> bool:
+def _fits(
+    problem: Problem,
+    decision: Decision,
+    share: float = 1,
+) -> bool:
     """Tells whether a decision keeps so many times the limit; without a limit none does."""
     limit = problem.memory_limit_bytes
     if limit is None:
@@ -63,10 +71,14 @@ def _fits(problem: Problem, decision: Decision, share: float = 1) -> bool:
     return evaluate_decision(problem, decision).limit_bytes <= share * limit
 
 
-def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
+def _kept_best(
+    problem: Problem,
+    refine: bool,
+    begin: Sequence[Decision],
+) -> Decision | None:
     """Finds the plan without a limit, which keeps everything, if it may keep the limit.
 
-    No fates are faster than that. Of many layers it is looked for only if even cuts keep the limit.
+    No fates are faster than that. With many layers, it is looked for if even cuts keep the limit.
 
     Returns:
         None if there is no limit, or if it is not nearly kept.

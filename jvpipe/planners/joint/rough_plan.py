@@ -78,7 +78,11 @@ class RoughStages:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[int, StageCost]] = {}
 
-    def evaluate(self, problem: Problem, bounds: tuple[int, ...]) -> tuple[Decision, Evaluation]:
+    def evaluate(
+        self,
+        problem: Problem,
+        bounds: tuple[int, ...],
+    ) -> tuple[Decision, Evaluation]:
         """Decides what stages keep, and counts what they take.
 
         Args:
@@ -155,7 +159,11 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return max(busy_s.values(), default=0.0)
 
 
-def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float) -> float:
+def _estimate_s(
+    stages: Sequence[StageCost],
+    microbatches: int,
+    period_s: float,
+) -> float:
     """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that come late.
 
     Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it,

@@ -105,7 +105,11 @@ def _asked(problem: Problem) -> list[Decision]:
     return [on_devices(partial(jvpipe, refine=refine))(problem)]
 
 
-def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[RuledPlan]:
+def ruled(
+    problem: Problem,
+    decision: Decision,
+    fates: DeviceFates,
+) -> Iterator[RuledPlan]:
     """Yields the rule's own order.
 
     Args:
@@ -120,7 +124,11 @@ def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[
     yield from fitting(one, order_of(lists))
 
 
-def fitting(one: RuledPlan, order: Order, family: str = "") -> Iterator[RuledPlan]:
+def fitting(
+    one: RuledPlan,
+    order: Order,
+    family: str = "",
+) -> Iterator[RuledPlan]:
     """Yields a candidate in another order, if that fits; stages without halves stay whole.
 
     Args:

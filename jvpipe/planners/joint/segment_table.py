@@ -90,7 +90,11 @@ class StageTable:
         column = np.searchsorted(self.block.ends, j)
         return int(row), int(column)
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def loads_s(
+        self,
+        rows: np.ndarray,
+        columns: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the seconds of cells as `least_steps_s` takes them; bounds if not settled.
 
         All seconds beyond those of keeping everything count as recomputation while cotangents are

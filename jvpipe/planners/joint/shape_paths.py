@@ -86,9 +86,7 @@ class Ground:
 
     @cached_property
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
-        """Latency and seconds of a byte, both ways, behind a stage that begins at m, by both
-        stages' counts.
-        """
+        """Latency and seconds of a byte, both ways, behind a stage at m, by both stages' counts."""
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
         latency_s = np.zeros((self.places, kinds, kinds))
@@ -128,7 +126,11 @@ class _Ways(NamedTuple):
         )
 
 
-def paths(ground: Ground, stages: int, floor_s: float) -> Iterator[Path]:
+def paths(
+    ground: Ground,
+    stages: int,
+    floor_s: float,
+) -> Iterator[Path]:
     """Yields the best way found for each number of stages.
 
     Args:

@@ -152,7 +152,13 @@ class _Search:
         distinct = {plan.path: plan for plan in some}
         return list(distinct.values())
 
-    def paths(self, size: int, floor_s: float = 0.0, *, hasty: bool = False) -> Iterator[Path]:
+    def paths(
+        self,
+        size: int,
+        floor_s: float = 0.0,
+        *,
+        hasty: bool = False,
+    ) -> Iterator[Path]:
         """Yields paths along the orders of devices; of many devices also those of one each.
 
         Args:
@@ -175,10 +181,15 @@ class _Search:
             )
             yield from paths(ground, most_stages, floor_s)
 
-    def _grounds(self, size: int, cuts: Cuts, units: int) -> Iterator[Ground]:
+    def _grounds(
+        self,
+        size: int,
+        cuts: Cuts,
+        units: int,
+    ) -> Iterator[Ground]:
         """Yields what is searched for paths: each order, divided into so many units of devices.
 
-        Of many devices, stages of one device each are searched too.
+        If there are many devices, stages of one device each are searched too.
         """
         orders = self.shapes.orders
         pins = self.shapes.pins
@@ -268,7 +279,11 @@ class _Search:
         for replicas, others in self._regrouped(shape, bounds):
             yield from self._placed(shape.size, replicas, others)
 
-    def _regrouped(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[Replicas, Bounds]]:
+    def _regrouped(
+        self,
+        shape: Shape,
+        bounds: Bounds,
+    ) -> Iterator[tuple[Replicas, Bounds]]:
         """Yields replicas and bounds with a device moved, or places exchanged, joined or split."""
         counts = shape.replicas
         for moved in _moved(counts, self.shapes.devices):
@@ -293,7 +308,12 @@ class _Search:
                 split = (*before, part, count - part, *after)
                 yield split, (*first, b, *last)
 
-    def _placed(self, size: int, replicas: Replicas, bounds: Bounds) -> Iterator[Path]:
+    def _placed(
+        self,
+        size: int,
+        replicas: Replicas,
+        bounds: Bounds,
+    ) -> Iterator[Path]:
         """Yields the paths of some replicas, along all orders."""
         starts = [0, *accumulate(replicas)][:-1]
         if bounds and max(replicas) <= size:

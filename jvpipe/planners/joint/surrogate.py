@@ -68,7 +68,11 @@ def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     return Pricing.of(Segments(problem), limit_bytes, swaps)
 
 
-def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
+def solve(
+    problem: Problem,
+    pricing: Pricing,
+    most_swapped_bytes: Sequence[float] = (),
+) -> Solution:
     """Finds the surrogate's best paths; each stage may swap so many bytes per micro-batch.
 
     Args:
@@ -101,7 +105,11 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
     return between(bounded(everything))
 
 
-def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
+def trips(
+    problem: Problem,
+    pricing: Pricing,
+    paths: int,
+) -> list[Decision]:
     """Finds the most promising plans that keep round trips short, best first; see `trips.py`.
 
     Args:
@@ -140,7 +148,11 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     return decisions
 
 
-def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
+def _beyond_s(
+    problem: Problem,
+    pricing: Pricing,
+    cap_s: float,
+) -> float:
     """Bounds what a plan takes whose slowest stage is above a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s

@@ -16,7 +16,10 @@ Matrix = Float[np.ndarray, "_ _"]
 Places = tuple[int, ...]
 
 
-def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places | None]:
+def least_path(
+    matrices: Iterable[Matrix],
+    how: np.ufunc,
+) -> tuple[float, Places | None]:
     """Finds the least that a path takes, and its places; infinity and None if no path is finite.
 
     Args:

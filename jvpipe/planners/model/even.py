@@ -14,8 +14,7 @@ _EQUAL_S = 1e-12
 
 
 def even(problem: Problem) -> Decision:
-    """Puts equally many layers on each stage and keeps everything, whatever the costs and the
-    limit.
+    """Puts equally many layers on each stage and keeps everything, whatever the limit.
 
     Where layers must stay together, each cut goes to the nearest place that is free.
 

@@ -125,7 +125,11 @@ def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
     return machines if all(machines) else ()
 
 
-def _work_of(problem: Problem, stages: int, parts_s: Sequence[Sequence[float]]) -> StageWork:
+def _work_of(
+    problem: Problem,
+    stages: int,
+    parts_s: Sequence[Sequence[float]],
+) -> StageWork:
     features = Features.of(parts_s, shared=problem.peer_uses_host, machines=_machines(problem))
     return _stream(problem.schedule, stages, problem.microbatches, features)
 

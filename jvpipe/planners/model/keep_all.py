@@ -77,7 +77,12 @@ class KeptBytes:
 class KeepAll:
     """The bytes of `stage_cost` for all segments, with `options[0]` of each layer."""
 
-    def __init__(self, problem: Problem, cuts: Cuts | None = None, s: int = 0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        cuts: Cuts | None = None,
+        s: int = 0,
+    ) -> None:
         self.problem = problem
         self.segments = Segments(problem).of(s)
         self.cuts = self.segments.cuts if cuts is None else cuts

@@ -94,7 +94,7 @@ class LocalSegments:
         return np.array([(layer.forward_s, layer.backward_s) for layer in layers]).T
 
     def compute_s(self, b: int) -> PerLayer:
-        """Counts the seconds of each segment's forward and backward on `b` examples."""
+        """Counts the seconds of each layer's forward plus backward on `b` examples."""
         return self.layer_s(b).sum(0)
 
     def between(self, layers: PerLayer) -> Grid:

@@ -34,7 +34,12 @@ class Pins:
         """Where stages begin and end, if that is given."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
-    def allow(self, bounds: tuple[int, ...], replicas: tuple[int, ...], size: int) -> bool:
+    def allow(
+        self,
+        bounds: tuple[int, ...],
+        replicas: tuple[int, ...],
+        size: int,
+    ) -> bool:
         """Tells whether a plan has what is given.
 
         Args:

@@ -118,9 +118,7 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many places the pipeline has, each of which has a device or several that are
-        replicas.
-        """
+        """How many places the pipeline has, each with a device, or several that are replicas."""
         return self.stages // self.schedule.chunks
 
     @property
@@ -136,7 +134,7 @@ class Problem:
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
         """The groups of layers that must share a stage."""
-        # What is carried from layer to layer must not go around among devices.
+        # Model state that goes to the next micro-batch stays in one of a device's stages.
         carried = self.costs.carried if self.schedule.chunks > 1 else ()
         return (*self.costs.together, *carried)
 
@@ -316,7 +314,11 @@ def single_groups(
 Entry = TypeVar("Entry")
 
 
-def with_entry(row: tuple[Entry, ...], at: int, entry: Entry) -> tuple[Entry, ...]:
+def with_entry(
+    row: tuple[Entry, ...],
+    at: int,
+    entry: Entry,
+) -> tuple[Entry, ...]:
     """Makes a row with one entry replaced: a bound, a choice, the devices of a place.
 
     >>> with_entry((0, 2, 4), 1, 3)

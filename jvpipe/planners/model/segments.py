@@ -164,7 +164,12 @@ class Segments:
         """Mirrors the layers: what a segment sends is what it would receive the other way."""
         return self.n - 1 - layers
 
-    def early_bytes(self, more: tuple[int, ...], starts: Cuts, ends: Cuts) -> Grid:
+    def early_bytes(
+        self,
+        more: tuple[int, ...],
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Counts values that arrive early, once per micro-batch more in flight where they are made.
 
         That stage is at least d stages before this one if the value is made at least d layers
@@ -187,8 +192,7 @@ class Segments:
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts cotangents that wait (mirrored): once per stage up to the next reader's, at most
-        d.
+        """Counts cotangents that wait (mirrored), once per stage up to the next reader's.
 
         Args:
             count: how many stages there are behind this one, or as far as a cotangent goes.
@@ -400,7 +404,12 @@ class Segments:
         ends = np.arange(self.n + 1)
         return self._backwards(self._sent, start, ends)[0]
 
-    def _backwards(self, spans: Spans, starts: Cuts, ends: Cuts) -> Grid:
+    def _backwards(
+        self,
+        spans: Spans,
+        starts: Cuts,
+        ends: Cuts,
+    ) -> Grid:
         """Sums spans of mirrored layers: what is sent behind a segment, as if it were received."""
         mirrored = spans.over(self.n - ends[::-1], self.n - starts[::-1])
         return mirrored[::-1, ::-1].T
@@ -450,7 +459,11 @@ def sums(values: Iterable[float]) -> OverJ:
     return np.concatenate([[0.0], total])
 
 
-def between(total: Float[np.ndarray, "N"], starts: Cuts, ends: Int[np.ndarray, "J"]) -> Grid:
+def between(
+    total: Float[np.ndarray, "N"],
+    starts: Cuts,
+    ends: Int[np.ndarray, "J"],
+) -> Grid:
     """Gives sums over each segment, from sums over the first layers.
 
     Args:

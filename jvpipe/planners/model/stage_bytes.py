@@ -42,7 +42,11 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
 
 
-def on_device_bytes(in_flight: int, kept: Bytes, swapped: Bytes | int = 0) -> Bytes:
+def on_device_bytes(
+    in_flight: int,
+    kept: Bytes,
+    swapped: Bytes | int = 0,
+) -> Bytes:
     """Counts what all micro-batches in flight hold on the device.
 
     Args:
@@ -109,7 +113,10 @@ def recomputed_bytes(layer: LayerCost) -> LayerBytes:
     return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
 
 
-def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[LayerBytes]:
+def layers_bytes(
+    layers: Sequence[LayerCost],
+    choices: Sequence[int],
+) -> Iterator[LayerBytes]:
     """Yields each layer's bytes under its choice; in a recomputed run, of the run so far.
 
     The forwards of a run hold the residuals of its layers and the inputs between them at once;

@@ -165,7 +165,11 @@ def stage_cost(
     )
 
 
-def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
+def crossing_bytes(
+    problem: Problem,
+    i: int,
+    j: int,
+) -> tuple[int, int, int]:
     """Counts what layers [i, j) read from earlier stages, return, and pass by for later ones.
 
     Args:
@@ -184,7 +188,11 @@ def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
     return received, returned, sent
 
 
-def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
+def _reduce_s(
+    link: Link,
+    layers: Sequence[LayerCost],
+    overlaps: bool,
+) -> float:
     """Counts the seconds of an all-reduce of layers' gradients that no backward hides.
 
     Args:
@@ -217,7 +225,11 @@ def once_s(problem: Problem, stage: StageCost) -> float:
     return stage.reduce_s + problem.updates * stage.update_s
 
 
-def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
+def halves_s(
+    costs: Costs,
+    layer: int,
+    cost: LayerCost,
+) -> tuple[float, float]:
     """Counts the halves of a backward: unsplit ones are in I, those without cotangent in W.
 
     Args:
@@ -349,7 +361,10 @@ def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
     return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
 
-def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
+def joint_bytes(
+    of_stages: Sequence[StageBytes[int]],
+    vectors: Sequence[Holding],
+) -> int:
     """Counts the most that a device's stages hold at once, as in the simulator's curves.
 
     A property test holds it to them (tests/planners/model/test_unfolded.py).
