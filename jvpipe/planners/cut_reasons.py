@@ -62,8 +62,8 @@ def _reason(
     before = stage_cost(problem, s - 1, i, j + 1, choices)
     limit = problem.limit_of(problem.places[s - 1])
     if limit is not None and before.peak_bytes > limit:
-        held = format_bytes(before.peak_bytes)
-        return head + f"stage {s - 1} would hold {held} with it, the limit is {format_bytes(limit)}"
+        size = format_bytes(before.peak_bytes)
+        return head + f"stage {s - 1} would hold {size} with it, the limit is {format_bytes(limit)}"
     moved_ms = 1e3 * before.seconds
     slowest_s = max(stage.seconds for stage in stages)
     if before.seconds > slowest_s:

@@ -40,15 +40,15 @@ def order_reasons(
     usual_s = simulated_step_s(plain, usual.stages)
     idle = simulated_bubble_fraction(problem, ours.stages)
     usual_idle = simulated_bubble_fraction(plain, usual.stages)
-    held = format_bytes(ours.peak_bytes)
-    usually_held = format_bytes(usual.peak_bytes)
+    size = format_bytes(ours.peak_bytes)
+    usual_size = format_bytes(usual.peak_bytes)
     line = (
         f"simulated, a step takes {1e3 * step_s:.2f} ms, "
         f"{step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
         f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch "
         f"({1e3 * _transfer_s(usual):.2f}), "
-        f"the fullest device holds {held} ({usually_held})"
+        f"the fullest device holds {size} ({usual_size})"
     )
     if not cross_layer:
         return [line]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import FATES, STATE_FATES, Fate, Plan, Stage
@@ -26,8 +26,15 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
     if mode == "never":
         return plan.without_fates()
-    stages = tuple(replace(stage, fates=_all_again(graph, stage)) for stage in plan.stages)
-    return replace(plan, stages=stages, keep_last=mode == "except_last")
+    stages = []
+    for stage in plan.stages:
+        fates = _all_again(graph, stage)
+        stages.append(replace(stage, fates=fates))
+    return replace(
+        plan,
+        stages=tuple(stages),
+        keep_last=mode == "except_last",
+    )
 
 
 def with_fates(
@@ -49,9 +56,10 @@ def with_fates(
     Raises:
         ValueError: an unknown fate, or a pattern that matches nothing.
     """
-    if unknown := set(patterns.values()) - set(FATES):
+    unknown = set(patterns.values()) - set(FATES)
+    if unknown:
         raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
-    stages = [dict(stage.fates) for stage in plan.stages]
+    every_fate = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = _matching(names, pattern)
@@ -64,11 +72,13 @@ def with_fates(
                     f"unknown tensor '{pattern}' in fates: no name matches, "
                     f"{_close(pattern, names)}"
                 )
-            taken = ", ".join(name for stage_names in matches for name in stage_names)
+            taken = ", ".join(chain.from_iterable(matches))
             _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
-        _give(stages, matches, Fate(fate))
-    both = zip(plan.stages, stages, strict=True)
-    return replace(plan, stages=tuple(replace(stage, fates=fates) for stage, fates in both))
+        _give(every_fate, matches, Fate(fate))
+    stages = []
+    for stage, fates in zip(plan.stages, every_fate, strict=True):
+        stages.append(replace(stage, fates=fates))
+    return replace(plan, stages=tuple(stages))
 
 
 def with_state_fates(
@@ -89,12 +99,13 @@ def with_state_fates(
         ValueError: a fate that state cannot have, or a pattern that matches no parameter that is
             trained.
     """
-    if unknown := set(patterns.values()) - set(STATE_FATES):
+    unknown = set(patterns.values()) - set(STATE_FATES)
+    if unknown:
         raise ValueError(
             f"unknown fates {sorted(unknown)} in state_fates: there are {', '.join(STATE_FATES)}"
         )
     names = [_trained(graph, stage) for stage in plan.stages]
-    fates = [dict(stage.state_fates) for stage in plan.stages]
+    every_fate = [dict(stage.state_fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         matches = _matching(names, pattern)
         if not any(matches):
@@ -102,19 +113,24 @@ def with_state_fates(
                 f"unknown parameter '{pattern}' in state_fates: no path matches, "
                 f"{_close(pattern, names)}"
             )
-        _give(fates, matches, Fate(fate))
-    both = zip(plan.stages, fates, strict=True)
-    return replace(plan, stages=tuple(replace(stage, state_fates=f) for stage, f in both))
+        _give(every_fate, matches, Fate(fate))
+    stages = []
+    for stage, fates in zip(plan.stages, every_fate, strict=True):
+        stages.append(replace(stage, state_fates=fates))
+    return replace(plan, stages=tuple(stages))
 
 
 def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
     """Picks the names of each stage that a pattern matches."""
-    return [[name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names]
+    matches = []
+    for stage_names in names:
+        matches.append([name for name in stage_names if fnmatchcase(name, pattern)])
+    return matches
 
 
 def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
     """Says which of the stages' names are nearest to a pattern that matches none."""
-    every = [name for stage_names in names for name in stage_names]
+    every = list(chain.from_iterable(names))
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
 
@@ -146,7 +162,8 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     for old, (i, j) in zip(plan.stages, spans, strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
         possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        carried = every_fate | dict(old.fates)  # a value that two stages hold has a fate in each
+        # A value that two stages hold has a fate in each: that of this stage goes before others.
+        carried = every_fate | dict(old.fates)
         fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
         trained = [name for name in _trained(graph, stage) if name in every_state_fate]
         state_fates = {name: every_state_fate[name] for name in trained}
@@ -174,7 +191,8 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     for tensor in graph.tensors:
         read = not inside.isdisjoint(tensor.readers)
         makes = tensor.producer in inside
-        if makes if FATES[fate].again else read:
+        is_possible = makes if FATES[fate].again else read
+        if is_possible:
             names.append(tensor.array.name)
     return names
 

@@ -279,13 +279,13 @@ def _rest(
     """
     boxes = []
     for phase, maximum in enumerate(maxima):
-        least = low[phase]
-        most = float(np.nextafter(maximum, 0))
-        above = with_entry(high, phase, most)
-        if most >= least:
-            middle = (least + most) / 2
+        lowest = low[phase]
+        highest = float(np.nextafter(maximum, 0))
+        above = with_entry(high, phase, highest)
+        if highest >= lowest:
+            middle = (lowest + highest) / 2
             boxes.append((low, with_entry(above, phase, middle)))
-            if middle < most:
+            if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
         # The boxes of later phases have no path that those of this one have.
         low = with_entry(low, phase, maximum)

@@ -128,9 +128,9 @@ class Choices:
         """Lists each layer's columns that no other dominates in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
-        numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])[
-            ..., :RECOMPUTE_CHAIN
-        ]
+        numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
+        # The last two columns, layers of runs, stay in any case.
+        numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
@@ -139,7 +139,9 @@ class Choices:
             # Where choices are the same in everything, the first one stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
-            beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
+            is_better = no_worse & ~same
+            is_repeated = np.tril(same, -1)
+            beaten = (is_better | is_repeated).any(1)
             runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
             per_layer.append(np.append(columns[~beaten], runs))
         return tuple(per_layer)
@@ -156,7 +158,9 @@ class Choices:
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
-        return total + between * self.handed_bytes[layers] if between else total
+        if not between:
+            return total
+        return total + between * self.handed_bytes[layers]
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
         """Counts the bytes per micro-batch that layers' choices swap."""

@@ -137,8 +137,8 @@ class Reach:
             room_bytes = self._room_bytes(s)
             yield self._sums(s, BYTES_ALONE), room_bytes + ROUNDING_BYTES
             for prices in self.prices[s]:
-                most = cap_s * (1 + 1e-9) + prices[1] * room_bytes
-                yield self._sums(s, prices), most
+                limit = cap_s * (1 + 1e-9) + prices[1] * room_bytes
+                yield self._sums(s, prices), limit
 
     def _sums(self, s: int, prices: Prices) -> OverJ:
         if (s, prices) in self.known:

@@ -254,7 +254,8 @@ class DualBounds:
             if step >= self.BISECTION_STEPS:
                 # The dual is the lower of two lines: the best mu is where they meet, or near.
                 slope = np.maximum(low.over - high.over, 1e-300)
-                rise = high.dual - high.over * high.mu - low.dual + low.over * low.mu
+                at_zero = high.dual - high.over * high.mu  # of the line through `high`
+                rise = at_zero - low.dual + low.over * low.mu
                 mu = np.clip(rise / slope, low.mu, high.mu)
             point = self._point(alpha, mu)
             over = point.over > 0

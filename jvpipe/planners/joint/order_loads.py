@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import sub
 
 from jvpipe.ir.kinds import KINDS, Kind
 from jvpipe.ir.task import Task, TaskLists
@@ -62,11 +63,11 @@ class Loads:
         spans = pairwise(decision.bounds)
         stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(spans)]
         places = problem.places
-        # Half of what two stages exchange goes each way.
-        ways_s = [
-            0.0 if places[s] == places[s - 1] else stages[s].comm_s / 2
-            for s in range(1, len(stages))
-        ]
+        # Half of what two stages exchange goes each way; on one device nothing has to go.
+        ways_s = list[float]()
+        for s in range(1, len(stages)):
+            is_near = places[s] == places[s - 1]
+            ways_s.append(0.0 if is_near else stages[s].comm_s / 2)
         is_limited = problem.memory_limit_bytes is not None
         early = _early(problem, decision.bounds) if is_limited else ()
         return Loads(
@@ -112,9 +113,9 @@ class Loads:
         kept, handed = self.kept_bytes, self.handed_bytes
         return {
             Kind.F: list(kept),
-            Kind.B: [-x for x in kept],
-            Kind.I: [h - x for x, h in zip(kept, handed, strict=True)],
-            Kind.W: [-x for x in handed],
+            Kind.B: [-size for size in kept],
+            Kind.I: list(map(sub, handed, kept)),
+            Kind.W: [-size for size in handed],
         }
 
     def over_bytes(self, order: Order) -> list[float]:
@@ -124,7 +125,9 @@ class Loads:
 
     def fits(self, order: Order) -> bool:
         """Tells whether each device has room for what is in flight."""
-        return min(self.room_bytes) == float("inf") or max(self.over_bytes(order)) <= 0
+        if min(self.room_bytes) == float("inf"):
+            return True
+        return max(self.over_bytes(order)) <= 0
 
     def rooms_bytes(self, order: Order) -> list[float]:
         """Counts what each device has for micro-batches in flight under an order."""
@@ -164,8 +167,11 @@ class Loads:
             first_s.setdefault(place, arrived_s)
             works_s[place] += forward_s + backward_s
             arrived_s += forward_s + self.send_s[s]
-        work_s = (first_s[d] + self.microbatches * works_s[d] + self.updates_s(d) for d in first_s)
-        return max(work_s)
+        ends_s = []
+        for d, begin_s in first_s.items():
+            work_s = self.microbatches * works_s[d]
+            ends_s.append(begin_s + work_s + self.updates_s(d))
+        return max(ends_s)
 
 
 def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, ...]:
@@ -178,8 +184,8 @@ def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, .
             continue
         here = [stages[s].held for s, place in enumerate(problem.places) if place == d]
         # One stage of a device works at a time, so that they share what they need beyond.
-        beyond = max(held.beyond for held in here)
-        fixed = sum(held.static for held in here) + beyond
+        beyond = max(stage.beyond for stage in here)
+        fixed = sum(stage.static for stage in here) + beyond
         rooms.append(float(limit - fixed))
     return tuple(rooms)
 

@@ -129,7 +129,8 @@ class Rounds:
         # A device cannot be as far ahead as the one that feeds it.
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:
-                more[s] = max(0, min(more[s], more[s - 1] - 1))
+                fewer = max(0, more[s - 1] - 1)
+                more[s] = min(more[s], fewer)
         return more
 
     def _round(self) -> bool:
@@ -180,8 +181,9 @@ class Rounds:
         following = self._devices[s + 1]
         # When this device could begin its backward, if the next one takes its forward and backward
         # now.
+        backward = self._first_half(s + 1)
         wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.return_s[s + 1]
-        wanted_s += seconds[self._first_half(s + 1)][s + 1] - loads.early_s[s]
+        wanted_s += seconds[backward][s + 1] - loads.early_s[s]
         if device.end_s >= wanted_s:
             return True
         # Second halves make the room that the forward lacks.
@@ -228,12 +230,14 @@ class Rounds:
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
         """Counts when the input of a device's next task of a kind has arrived."""
+        loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:
-            return self._ends_s[Kind.F, s - 1][m] + self._loads.send_s[s - 1]
+            sent_s = self._ends_s[Kind.F, s - 1][m]
+            return sent_s + loads.send_s[s - 1]
         if kind is Kind.I and s + 1 < self._count:
-            arrives_s = self._ends_s[Kind.I, s + 1][m] + self._loads.return_s[s + 1]
-            return arrives_s - self._loads.early_s[s]
+            sent_s = self._ends_s[Kind.I, s + 1][m]
+            return sent_s + loads.return_s[s + 1] - loads.early_s[s]
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:

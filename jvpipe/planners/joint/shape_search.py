@@ -133,8 +133,8 @@ class _Search:
         # The floor is what the slowest stage of the best plan takes: paths are not preferred for
         # being below it. It rises from round to round until it is that of the best.
         for _ in range(SHAPE.rounds):
-            known = [plan.path for plan in best]
-            best = self.ranked([*known, *self.paths(size, floor_s)])
+            earlier = [plan.path for plan in best]
+            best = self.ranked([*earlier, *self.paths(size, floor_s)])
             if not best or best[0].evaluation.bottleneck_s == floor_s:
                 break
             floor_s = best[0].evaluation.bottleneck_s

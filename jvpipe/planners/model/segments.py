@@ -501,9 +501,9 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
         starts: where segments begin.
         ends: where they end.
     """
-    most = np.maximum.accumulate(at_work, axis=1)
+    so_far = np.maximum.accumulate(at_work, axis=1)
     lasts = np.maximum(ends - starts[0] - 1, 0)
-    return most[:, lasts]
+    return so_far[:, lasts]
 
 
 def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:

@@ -376,10 +376,10 @@ def joint_bytes(
     """
 
     def held_bytes(moment: Holding) -> float:
-        held: float = 0
+        in_flight: float = 0
         for stage, (k, handed) in zip(of_stages, moment, strict=True):
-            held += on_device_bytes(k, stage.kept, stage.swapped) + handed * stage.handed
-        return held
+            in_flight += on_device_bytes(k, stage.kept, stage.swapped) + handed * stage.handed
+        return in_flight
 
     static = sum(stage.static for stage in of_stages)
     # One stage works at a time, so that only the largest of what they need beyond counts.
