@@ -7,7 +7,7 @@ All seconds may come from the archive instead, if an earlier process measured th
 import statistics
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,10 +44,19 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The seconds of a program, and its bytes beside its inputs and results."""
+    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of all processors."""
 
     seconds: float
     temporary_bytes: int
+    processor_s: float = 0.0
+
+    def beside(self, devices_per_core: float) -> "Run":
+        """Returns the run while all devices are busy, when none has more of the cores than its share.
+
+        >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
+        (3.0, 5.0)
+        """
+        return replace(self, seconds=max(self.seconds, devices_per_core * self.processor_s))
 
 
 Runs = dict[Hashable, Run]
@@ -87,11 +96,11 @@ def measure_programs(
         return "seconds", surroundings(device), store.text(fitting[i][0], device)
 
     def measure(missing: Sequence[int]) -> list[list[float]]:
-        return [[s] for s in _in_turns([fitting[i] for i in missing], device)]
+        return _in_turns([fitting[i] for i in missing], device)
 
-    seconds = (archive or Archive()).each(description, len(fitting), 1, measure)
-    for (program, _), (s,), size in zip(fitting, seconds, temporary, strict=True):
-        runs[program.key] = Run(s, size)
+    seconds = (archive or Archive()).each(description, len(fitting), 2, measure)
+    for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
+        runs[program.key] = Run(s, size, processor_s)
     return runs
 
 
@@ -107,6 +116,7 @@ def measured_costs(
     earlier: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
+    devices_per_core: float = 0.0,
 ) -> Costs:
     """Measures the costs of a model on a device at hand.
 
@@ -125,6 +135,7 @@ def measured_costs(
         earlier: earlier measurements, to which new ones are added.
         room_bytes: the bytes that the device has for a program; programs that need more are estimated.
         archive: where seconds of earlier processes are found, and new ones kept.
+        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
@@ -143,6 +154,7 @@ def measured_costs(
     to_run = [program for program, _ in busy.values()]
     runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
     runs = idle | runs | _estimated(store, device, runs, busy)
+    runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f, b = runs[forward.key], runs[backward.key]
@@ -232,24 +244,28 @@ def _needed_bytes(needs: Any) -> int:
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
 
-def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[float]:
-    """Returns the least seconds of each program in several turns, in which all run one after another."""
+def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
+    """Returns the least of each program's `_seconds` in several turns, in which all run one after another."""
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
-            if least[i] < MEASURING.long_s:
-                least[i] = min(least[i], _seconds(executable, program, device))
+            if least[i][0] < MEASURING.long_s:
+                again = _seconds(executable, program, device)
+                least[i] = list(map(min, least[i], again))
     return least
 
 
-def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """Returns the median of a few runs after one to warm up; donated inputs are put there again for each."""
+def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
+    """Returns the median seconds of a few runs after one to warm up, and those of all processors together.
+
+    Donated inputs are put there again for each run.
+    """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
     for i, example in enumerate(examples):
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
-    runs_s: list[float] = []
+    runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
         # A long program stops after two runs and the one to warm up.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
@@ -259,10 +275,11 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
             for i, example in enumerate(examples)
         ]
         jax.block_until_ready(inputs)
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         jax.block_until_ready(executable(*inputs))
         runs_s.append(time.perf_counter() - start)
-    return statistics.median(runs_s[1:])
+        processor_s.append(time.process_time() - processor_start)
+    return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
 
 
 def example_of(shape: Any) -> Any:

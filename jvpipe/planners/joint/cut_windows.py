@@ -14,9 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing
+from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
+from jvpipe.util.sizes import MOST_BYTES
 
 Prices = tuple[float, float]
 BYTES_ALONE = (0.0, 1.0)
@@ -38,7 +39,7 @@ class Reach:
         """Finds prices where the stages of the least cap are, once or several times in turn."""
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
-        for _ in range(rounds if pricing.limit_bytes < UNLIMITED else 0):
+        for _ in range(rounds if pricing.limit_bytes < MOST_BYTES else 0):
             cap_s = reach.least_cap_s(CUTS.prices_tolerance)
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
             best = reach._best_prices(middles)
@@ -133,7 +134,7 @@ class Reach:
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
         """Yields what the first layers pay under each of a stage's prices, and may pay at most."""
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
-        if self.pricing.limit_bytes < UNLIMITED:
+        if self.pricing.limit_bytes < MOST_BYTES:
             room_bytes = self._room_bytes(s)
             yield self._sums(s, BYTES_ALONE), room_bytes + ROUNDING_BYTES
             for prices in self.prices[s]:

@@ -63,7 +63,7 @@ def floor(
         keeps: whether everything is to be kept.
     """
     problem = _untimed(problem)
-    few = len(problem.costs.layers) <= LIMIT.few_layers
+    few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     most_plans = LIMIT.plans_of_few if few else LIMIT.plans
     search = _Search(held_bytes, enough_bytes, most_plans)
     search.look(_beginnings(problem, keeps=keeps))
@@ -165,7 +165,7 @@ def _of_every_cut(
     pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
     for plan in min_bytes_plans(pricing):
         least = least or plan.peak_bytes
-        if plan.peak_bytes > LIMIT.near * max(least, lowest_bytes()):
+        if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return
         yield plan.decision
 
@@ -199,7 +199,7 @@ def _neighbours(
 
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
     stages = counted(plan.decision)
-    limit = stages.static + LIMIT.near * (stages.peak - stages.static)
+    limit = stages.static + LIMIT.held_times * (stages.peak - stages.static)
     counts = dict[Decision, int]()
     for decision in _valid(problem, [(bounds, other) for other in others]):
         peak = counted(decision).peak

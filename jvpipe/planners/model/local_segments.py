@@ -22,16 +22,15 @@ from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
-MOST_CUTS = 32
-"""If there are more cuts, this many are looked at."""
 PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between cuts of a model's shapes; `cuts` are all, `coarse` those looked at."""
+    """The segments between cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, most: int = 32) -> None:
         self.shapes = shapes
+        self.most = most
         self.pins = shapes.pins
         forbidden = bounds_inside(shapes.local.costs[-1].together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
@@ -59,7 +58,7 @@ class LocalSegments:
         """The cuts that are looked at."""
         if self.pins.bounds:
             return np.array(self.pins.bounds)
-        return self.few(self.cuts, MOST_CUTS)
+        return self.few(self.cuts, self.most)
 
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks few cuts: of each share of seconds and gradients the one where least crosses.
@@ -199,10 +198,10 @@ class LocalSegments:
 
         For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
         """
-        most = min(self.shapes.devices, size)
+        devices = min(self.shapes.devices, size)
         # Later entries replace earlier ones: of each share, the fewest replicas stay.
         least = dict[int, int]()
-        for replicas in range(most, 0, -1):
+        for replicas in range(devices, 0, -1):
             if self.pins.feeds(replicas, size):
                 least[self.share(size, replicas)] = replicas
         return tuple(sorted(least.values()))

@@ -279,9 +279,7 @@ class Problem:
         (24, 11, 2.0)
         """
         limit, groups = single_groups(slowness, limits, names, numbers)
-        # Devices that are all alike need no groups, and what looks at groups is slower.
-        alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-        return replace(self, memory_limit_bytes=limit, groups=() if alike else groups)
+        return replace(self, memory_limit_bytes=limit, groups=groups)
 
 
 def single_groups(
@@ -290,7 +288,7 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Makes a group of each device, and the limit of the roomiest; see `Problem.told_apart`.
+    """Returns the limit of the roomiest device, and a group of each; none if all are alike.
 
     Args:
         slowness: of each device.
@@ -308,7 +306,9 @@ def single_groups(
             name=names[at] if names else "",
         )
         groups.append(group)
-    return limit, tuple(groups)
+    # Devices that are all alike need no groups, and what looks at groups is slower.
+    are_alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
+    return limit, () if are_alike else tuple(groups)
 
 
 Entry = TypeVar("Entry")
