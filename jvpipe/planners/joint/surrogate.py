@@ -65,7 +65,7 @@ def effort(layers: int) -> Effort:
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Prices a problem's choices, with or without those that swap, under its limit."""
     limit = problem.memory_limit_bytes
-    limit_bytes = MOST_BYTES if limit is None else float(limit)
+    limit_bytes = float(MOST_BYTES if limit is None else limit)
     return Pricing.of(Segments(problem), limit_bytes, swaps)
 
 
