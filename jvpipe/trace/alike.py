@@ -84,13 +84,15 @@ class Alike:
             same: a value that the result counts as, though it need not be equal.
         """
         name = eqn.primitive.name
-        if len(eqn.outvars) != 1 or (name not in _COMPARED and name not in _SAME):
+        is_followed = name in _COMPARED or name in _SAME
+        if len(eqn.outvars) != 1 or not is_followed:
             return
         (out,) = eqn.outvars
         operands = tuple(map(self.number, eqn.invars))
         if same is not None:
             self._numbers[out] = self.number(same)
         elif name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
+            # A whole number stays what it is in another type.
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params

@@ -91,4 +91,5 @@ def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
     """
     results = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.LOSS]
     reached = reaching(loss.eqns, results)
-    return [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)], results
+    eqns = [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)]
+    return eqns, results

@@ -88,7 +88,8 @@ def deferred_batch_norm(
         raise ValueError(
             f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
         )
-    values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+    values = x.astype(jnp.float32)
+    axes = tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)
     variance = jnp.mean((values - mean) ** 2, axes, keepdims=True)

@@ -47,13 +47,16 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
     examples = next(v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH)
     whole = loss.of_size(microbatches * _jax.aval(examples).shape[0])
     traces = TwoTraces(loss, whole)
-    eqns, after = list(loss.eqns), dict[Ref, Atom]()
-    inputs, names = dict[Var, Ref](), list(loss.names[ValueKind.STATE])
+    eqns = list(loss.eqns)
+    after: dict[Ref, Atom] = {}
+    inputs: dict[Var, Ref] = {}
+    names = list(loss.names[ValueKind.STATE])
     for leaf in traces.find():
         change = _change(traces, leaf, microbatches)
         eqns += change.eqns
         after[Ref(ValueKind.STATE, leaf.index)] = change.value
-        for i, (var, atom) in enumerate(zip(change.inputs, change.results, strict=True)):
+        pairs = zip(change.inputs, change.results, strict=True)
+        for i, (var, atom) in enumerate(pairs):
             ref = Ref(ValueKind.STATE, len(names))
             inputs[var], after[ref] = ref, atom
             names.append(f"{names[leaf.index]}/of_batch{i}")
@@ -115,9 +118,12 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
         )
         is_last = seen + 1 == microbatches
         value = jnp.where(is_last, _ended(traces, leaf, old, after), old)
-        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in (seen + 1, *after)]
+        # The last micro-batch of a batch leaves nothing for the next batch.
+        counters = [seen + 1, *after]
+        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
-    totals = [jax.ShapeDtypeStruct(_jax.aval(var).shape, jnp.float32) for var in sums]
+    shapes = [_jax.aval(var).shape for var in sums]
+    totals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     number = jax.ShapeDtypeStruct((), jnp.int32)
     closed = flatten(
         update,
@@ -156,7 +162,8 @@ def _added(
         so_far: their sums.
         parts: those of this one.
     """
-    places, batches = [kind.eqn for kind in kinds], seen.astype(jnp.float32)
+    places = [kind.eqn for kind in kinds]
+    batches = seen.astype(jnp.float32)
     after = [before + part for before, part in zip(so_far, parts, strict=True)]
     for i, kind in enumerate(kinds):
         if kind.mean_of is None:

@@ -97,17 +97,23 @@ def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """
     shapes = jax.eval_shape(initialiser, rng)
     closed = flatten(initialiser, rng)
-    digests: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
+    digests: dict[Var, str] = {}
+    for i, var in enumerate(closed.jaxpr.invars):
+        digests[var] = f"key {i}"
     for var, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         digests[var] = array_digest(constant)
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
-        itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
-        of_all = digest("\n".join([itself, *(digests[var] for var in read)]))
+        inputs = list(dict.fromkeys(read))
+        itself = _text(structure([eqn], inputs, eqn.outvars))
+        operands = [digests[var] for var in read]
+        of_all = digest("\n".join([itself, *operands]))
         digests |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
 
     def text_of(atom: Atom) -> str:
-        return _text(structure([], [], [atom])) if isinstance(atom, Literal) else digests[atom]
+        if isinstance(atom, Literal):
+            return _text(structure([], [], [atom]))
+        return digests[atom]
 
     results = zip(shape_lines(shapes), closed.jaxpr.outvars, strict=True)
     return [f"{name} {digest(text_of(atom))}" for name, atom in results]
@@ -132,14 +138,16 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
         jaxpr: with its constants among its inputs.
         constants: their values.
     """
-    arrays = [
-        f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)
-    ]
+    lines = []
+    for i, constant in enumerate(constants):
+        lines.append(f"closed-over array {i} {_shape_of(constant)} {array_digest(constant)}")
     compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
     inputs, equations, outputs = compared.parts
-    pairs = enumerate(zip(jaxpr.eqns, equations, strict=True))
-    lines = [f"equation {i}, {_shown(eqn)} {digest(_text(part))}" for i, (eqn, part) in pairs]
-    return [*arrays, f"inputs {digest(_text(inputs))}", *lines, f"outputs {digest(_text(outputs))}"]
+    lines.append(f"inputs {digest(_text(inputs))}")
+    for i, (eqn, part) in enumerate(zip(jaxpr.eqns, equations, strict=True)):
+        lines.append(f"equation {i}, {_shown(eqn)} {digest(_text(part))}")
+    lines.append(f"outputs {digest(_text(outputs))}")
+    return lines
 
 
 def _shown(eqn: JaxprEqn) -> str:

@@ -102,6 +102,7 @@ def _traced(
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(variables, [*constants, *args], strict=True))
     jaxprs.run_jaxpr(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
     return jaxprs.read_by(jaxpr.outvars, env)

@@ -123,7 +123,8 @@ def _places(
     for p in products[1:]:
         before_end = len(run) - p
         first, second = _reads(run[:p]), _reads(run[p:])
-        if not _behind(first, behind).isdisjoint(_behind(second, behind)):
+        shared = _behind(first, behind) & _behind(second, behind)
+        if shared:
             continue
         # The layer's floating equations come before its run, so they count in the first half.
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
@@ -168,7 +169,9 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     if not splits:
         return traced
     end = len(Sorted.of(traced.loss).main)
-    wrong = [p for p in splits if not 0 < p < end or p in traced.cuts or splits.count(p) > 1]
+    inside = range(1, end)
+    twice = [p for p in splits if splits.count(p) > 1]
+    wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:
         raise ValueError(
             f"the plan splits layers before equations {wrong}, where this model has no inside of a layer (it has "
@@ -178,7 +181,8 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
 
 
 def _bounds(traced: Traced, sorted_eqns: Sorted) -> list[tuple[int, int]]:
-    return list(pairwise([0, *sorted([*traced.cuts, *traced.splits]), len(sorted_eqns.main)]))
+    inner = sorted([*traced.cuts, *traced.splits])
+    return list(pairwise([0, *inner, len(sorted_eqns.main)]))
 
 
 def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[Var]:

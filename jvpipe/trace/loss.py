@@ -70,12 +70,8 @@ class LossJaxpr:
     @property
     def jaxpr(self) -> Jaxpr:
         """The whole loss, to be read or compared."""
-        return Jaxpr(
-            (),
-            list(self.inputs),
-            [atom for atom, _ in self.outputs],
-            list(self.eqns),
-        )
+        results = [atom for atom, _ in self.outputs]
+        return Jaxpr((), list(self.inputs), results, list(self.eqns))
 
 
 def trace_loss(
@@ -297,9 +293,11 @@ class KeyKind:
 
     def micro_batch_key(self, seed: jax.Array) -> jax.Array:
         """Returns `fold_in(fold_in(rng, step), microbatch)`, from a seed vector."""
-        words = seed[:-2].reshape(self.shape)
-        key = words if self.impl is None else jax.random.wrap_key_data(words, impl=self.impl)
-        return jax.random.fold_in(jax.random.fold_in(key, seed[-2]), seed[-1])
+        key = seed[:-2].reshape(self.shape)
+        if self.impl is not None:
+            key = jax.random.wrap_key_data(key, impl=self.impl)
+        of_step = jax.random.fold_in(key, seed[-2])
+        return jax.random.fold_in(of_step, seed[-1])
 
 
 def key_words(rng: jax.Array) -> np.ndarray:
@@ -331,7 +329,9 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
         )
-    return out[0], out[1] if has_state else None, out[-1] if has_aux else None
+    new_state = out[1] if has_state else None
+    aux = out[-1] if has_aux else None
+    return out[0], new_state, aux
 
 
 def has_gradient(dtype: Any) -> bool:
@@ -351,7 +351,8 @@ def check_trained(traced: LossJaxpr) -> None:
     """
     for v, ref in traced.inputs.items():
         dtype = _jax.aval(v).dtype
-        if ref.kind != ValueKind.PARAMETER or ref.index in traced.frozen or has_gradient(dtype):
+        is_trained = ref.kind == ValueKind.PARAMETER and ref.index not in traced.frozen
+        if not is_trained or has_gradient(dtype):
             continue
         name = traced.names[ValueKind.PARAMETER][ref.index]
         frozen = f"name it in frozen=, such as frozen=['{name}']"
@@ -404,7 +405,8 @@ def _check_aux(aux: Tree) -> None:
 
 
 def _check_state(old: Tree, new: Tree) -> None:
-    old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
+    old_tree = jax.tree.structure(old)
+    new_tree = jax.tree.structure(new)
     if old_tree != new_tree:
         raise ValueError(
             f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
@@ -475,9 +477,10 @@ def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:
     """Returns some parameters, and the variables of inexact type that a change of them changes."""
     moving = set(parameters)
     for eqn in traced.eqns:
-        stops = eqn.primitive.name == "stop_gradient" or moving.isdisjoint(
-            jaxprs.variables(eqn.invars)
-        )
-        if not stops:
-            moving.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
+        reads_moving = not moving.isdisjoint(jaxprs.variables(eqn.invars))
+        if eqn.primitive.name == "stop_gradient" or not reads_moving:
+            continue
+        for v in eqn.outvars:
+            if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact):
+                moving.add(v)
     return moving

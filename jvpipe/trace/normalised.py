@@ -65,7 +65,8 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     scales = [x for x in moving if x.is_scale]
     opened = frozenset[Var]().union(*(x.open for x in moving))
     if out.over is not Over.ALONG:
-        return replace(out, open=opened, is_scale=bool(scales) or (name in _ROOTS and out.reduced))
+        is_root = name in _ROOTS and out.reduced
+        return replace(out, open=opened, is_scale=bool(scales) or is_root)
     # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened = opened.union(*(x.roots for x in entering))
@@ -88,5 +89,6 @@ def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
         return True
     if name == "integer_pow":
         return eqn.params["y"] == 2
-    others = {id(atom) for atom, x in zip(eqn.invars, ins, strict=True) if x.over is not Over.NONE}
+    operands = zip(eqn.invars, ins, strict=True)
+    others = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
     return name in _PRODUCTS and len(others) == 1

@@ -46,8 +46,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     smaller = _Smaller(examples, _rules(single.eqns if single else ()))
     inputs = smaller.variables(whole.inputs, double.inputs)
     eqns = smaller.equations(whole.eqns, double.eqns)
-    results = ([atom for atom, _ in loss.outputs] for loss in (whole, double))
-    atoms = smaller.atoms(*results)
+    results = [atom for atom, _ in whole.outputs]
+    double_results = [atom for atom, _ in double.outputs]
+    atoms = smaller.atoms(results, double_results)
     return replace(
         whole,
         eqns=tuple(eqns),
@@ -175,7 +176,8 @@ class _Smaller:
         tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
             if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                return a.dtype.type(float(a) / float(self.examples) ** power)
+                on_one = float(a) / float(self.examples) ** power
+                return a.dtype.type(on_one)
         raise UnlikeError("a number does not go with the number of examples")
 
 

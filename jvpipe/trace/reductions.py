@@ -109,7 +109,9 @@ ZERO = Lies(Over.NONE, is_zero=True)
 
 def counted(power: int) -> Lies:
     """Returns how a power of the number of examples lies."""
-    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
+    if not power:
+        return NONE
+    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
 
 
 def summed_axes(power: int) -> Lies:
@@ -251,9 +253,11 @@ def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
     operands = zip(eqn.invars, ins, strict=True)
     counts = [atom for atom, x in operands if x.over is Over.SUM and not x.power]
     bounds = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    if len(counts) != 1 or len(bounds) != 1 or _jax.aval(counts[0]).shape:
+    if len(counts) != 1 or len(bounds) != 1:
         return None
-    return counts[0] if bounds[0] <= 1 and alike.is_whole(counts[0]) else None
+    (count,), (bound,) = counts, bounds
+    is_number = not _jax.aval(count).shape and alike.is_whole(count)
+    return count if is_number and bound <= 1 else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
@@ -262,7 +266,8 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
     # Alike powers of the number of examples: 2 n + 3 n is a multiple of n.
-    if a.power == b.power and a.excess == b.excess and (a.is_count or a.excess):
+    are_alike = (a.power, a.excess) == (b.power, b.excess)
+    if are_alike and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
     # The shares of slices add up to one: what depends on no example is the mean of itself.
     overs = {a.over, b.over}
@@ -302,7 +307,9 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
             return summed_axes(value.excess + factor.power)
         if value.divisor == its and factor.over is Over.SUM:
             return Lies(Over.SUM)
-    return counted(sum(x.power for x in ins)) if all(x.is_count for x in ins) else None
+    if not all(x.is_count for x in ins):
+        return None
+    return counted(sum(x.power for x in ins))
 
 
 def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:

@@ -92,8 +92,9 @@ class TwoTraces:
     @cached_property
     def alike(self) -> bool:
         """Whether both have the same primitives in the same order."""
-        names = [[eqn.primitive.name for eqn in loss.eqns] for loss in (self.micro, self.whole)]
-        return names[0] == names[1]
+        of_micro = [eqn.primitive.name for eqn in self.micro.eqns]
+        of_whole = [eqn.primitive.name for eqn in self.whole.eqns]
+        return of_micro == of_whole
 
     def find(self) -> list[RunningLeaf]:
         """Finds the leaves of the model state that follow batch norms.
@@ -122,7 +123,8 @@ class TwoTraces:
             else:
                 others.append(f"'{name}' {leaf}")
         if not found:
-            why = "; ".join(others[:4]) + ("; ..." if len(others) > 4 else "")
+            more = "; ..." if len(others) > 4 else ""
+            why = "; ".join(others[:4]) + more
             raise ValueError(
                 "deferred_batch_norm=True, but no leaf of the model state follows the statistics of a batch norm: "
                 f"{why}. Leave it out, or call jvpipe.deferred_batch_norm in the loss"
@@ -174,7 +176,10 @@ class TwoTraces:
     @cached_property
     def _defining(self) -> dict[Var, int]:
         """The place of the equation that each variable is a result of."""
-        return {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        places: dict[Var, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            places |= dict.fromkeys(eqn.outvars, i)
+        return places
 
     @cached_property
     def _first(self) -> dict[Var, Var]:
@@ -236,7 +241,8 @@ class TwoTraces:
         place = self._mean(centre)
         if place is None:
             return None
-        return place if self._origin(self.eqns[place].invars[0]) is self._origin(values) else None
+        summed = self.eqns[place].invars[0]
+        return place if self._origin(summed) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
         """Returns the place of the sum whose mean a value is, for each example or once; None if it
@@ -280,7 +286,8 @@ class TwoTraces:
         None for any other.
         """
         eqn = self.eqns[place]
-        axes, operand = eqn.params["axes"], self._origin(eqn.invars[0])
+        axes = eqn.params["axes"]
+        operand = self._origin(eqn.invars[0])
         count = self._count(eqn)
         if place in self._centring:
             return Sum(place, count)
@@ -303,7 +310,8 @@ class TwoTraces:
         if place is None:
             return None
         eqn = self.eqns[place]
-        name, operands = eqn.primitive.name, [self._origin(x) for x in eqn.invars]
+        name = eqn.primitive.name
+        operands = list(map(self._origin, eqn.invars))
         is_power = name == "integer_pow" and eqn.params["y"] == 2
         is_product = name == "mul" and operands[0] is operands[1]
         return operands[0] if name == "square" or is_power or is_product else None
@@ -311,9 +319,11 @@ class TwoTraces:
 
 def state_before(loss: LossJaxpr, index: int) -> Var:
     """Returns the input that a leaf of the model state is."""
-    return next(var for var, ref in loss.inputs.items() if ref == Ref(ValueKind.STATE, index))
+    leaf = Ref(ValueKind.STATE, index)
+    return next(var for var, ref in loss.inputs.items() if ref == leaf)
 
 
 def state_after(loss: LossJaxpr, index: int) -> Atom:
     """Returns the new value of a leaf of the model state."""
-    return next(atom for atom, ref in loss.outputs if ref == Ref(ValueKind.STATE, index))
+    leaf = Ref(ValueKind.STATE, index)
+    return next(atom for atom, ref in loss.outputs if ref == leaf)

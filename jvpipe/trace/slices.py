@@ -12,6 +12,7 @@ the same masks for any number of replicas (and every replica draws them all).
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -167,8 +168,10 @@ class _Cut:
             case Jaxpr():
                 return part.replace(eqns=list(self._equations(whole.eqns, part.eqns)))
             case tuple():
-                items = [self._inside(a, b) for a, b in zip(whole, part, strict=True)]
-                return part if all(map(operator.is_, items, part)) else tuple(items)
+                pairs = zip(whole, part, strict=True)
+                items = [self._inside(a, b) for a, b in pairs]
+                is_same = all(map(operator.is_, items, part))
+                return part if is_same else tuple(items)
             case _:
                 return part
 
@@ -176,7 +179,8 @@ class _Cut:
         """Returns what makes numbers by their position: those of the whole micro-batch, then the
         slice's part.
         """
-        aval, of_part = _jax.aval(whole.outvars[0]), _jax.aval(part.outvars[0])
+        aval = _jax.aval(whole.outvars[0])
+        of_part = _jax.aval(part.outvars[0])
         operands = zip(whole.invars, part.invars, strict=True)
         same_operands = all(_jax.aval(a).shape == _jax.aval(b).shape for a, b in operands)
         sizes = zip(aval.shape, of_part.shape, strict=True)
@@ -186,7 +190,8 @@ class _Cut:
         (axis,) = axes
         # An example may have several rows, such as one for each token where both axes are one.
         rows = aval.shape[axis] // self.total
-        start, stop = self.examples.start * rows, self.examples.stop * rows
+        start = self.examples.start * rows
+        stop = self.examples.stop * rows
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.slice_in_dim(x, start, stop, axis=axis)
@@ -265,7 +270,8 @@ def _equations(
     renamed = []
     for eqn in closed.jaxpr.eqns:
         invars = [names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars]
-        renamed.append(eqn.replace(invars=invars, outvars=[names.get(x, x) for x in eqn.outvars]))
+        outvars = [names.get(x, x) for x in eqn.outvars]
+        renamed.append(eqn.replace(invars=invars, outvars=outvars))
     return renamed
 
 
@@ -398,7 +404,8 @@ def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
     Raises:
         CoupledError: one cannot.
     """
-    pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
+    paired = [group for group in traced.graph.aux_groups if len(group) > 1]
+    pairs = set(chain.from_iterable(paired))
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:

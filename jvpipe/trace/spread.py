@@ -273,7 +273,8 @@ class Spreading:
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """Returns the axis of a result whose size follows the number of examples, if there is one."""
         a, b = _jax.aval(atom).shape, _jax.aval(small).shape
-        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        pairs = zip(a, b, strict=False)
+        axes = [i for i, (x, y) in enumerate(pairs) if x != y]
         if len(a) == len(b) and not axes:
             return None
         if len(a) == len(b) and len(axes) == 1:
@@ -291,7 +292,8 @@ class Spreading:
         # A slice of random numbers is cut out by rewriting the equation, which a rule's own body
         # does not allow.
         fixed = self._in_rule and name in GENERATORS
-        if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
+        is_numbered = name != "iota" or eqn.params["dimension"] == axis
+        if axis is None or (fixed and is_numbered):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
             raise self._refused(
@@ -393,11 +395,10 @@ class Spreading:
         )
         if comparable(whole.consts) != comparable(fewer.consts):
             raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
-        cotangents = [
-            cotangent(lies) if flows else ZERO
-            for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
-            if _is_inexact(v)
-        ]
+        cotangents = []
+        for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
+            if _is_inexact(v):
+                cotangents.append(cotangent(lies) if flows else ZERO)
         inner.lies_of = dict(zip(whole.jaxpr.invars, [*ins, *cotangents], strict=True))
         inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
@@ -441,7 +442,8 @@ class Spreading:
             return run("body_jaxpr", [*ins[first:start], *now])
 
         carry, _ = self._settled(eqn, ins[start:], step)
-        self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
+        goes_on = run("cond_jaxpr", [*ins[:first], *carry])[0]
+        self._check_same_for_all(eqn, goes_on)
         return carry
 
     def _cond(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
@@ -472,7 +474,8 @@ class Spreading:
         now = list(carry)
         while True:
             outs = step(now)
-            joined = [self._joined(eqn, a, b) for a, b in zip(now, outs[: len(now)], strict=True)]
+            pairs = zip(now, outs[: len(now)], strict=True)
+            joined = [self._joined(eqn, a, b) for a, b in pairs]
             if joined == now:
                 return now, outs
             now = joined

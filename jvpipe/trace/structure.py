@@ -71,7 +71,9 @@ def structure(
         return numbers[var], _kind(var)
 
     def atom(a: Atom) -> Any:
-        return ("literal", _kind(a), comparable(a.val)) if isinstance(a, Literal) else number(a)
+        if isinstance(a, Literal):
+            return "literal", _kind(a), comparable(a.val)
+        return number(a)
 
     def equation(eqn: JaxprEqn) -> Hashable:
         read = tuple(map(atom, eqn.invars))
@@ -97,7 +99,8 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
         return comparable(eqn.params["call_jaxpr"], rules=False)
     if eqn.primitive.name in RULES and not eqn.params["symbolic_zeros"]:
         return comparable(eqn.params["call_jaxpr"]), comparable(pullback(eqn)[0], rules=False)
-    return tuple(sorted((k, comparable(v, rules=rules)) for k, v in eqn.params.items()))
+    params = ((k, comparable(v, rules=rules)) for k, v in eqn.params.items())
+    return tuple(sorted(params))
 
 
 class _Identity:
@@ -142,9 +145,11 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(comparable(v, rules=rules) for v in value)
     if isinstance(value, dict):
-        return tuple(sorted((str(k), comparable(v, rules=rules)) for k, v in value.items()))
+        items = ((str(k), comparable(v, rules=rules)) for k, v in value.items())
+        return tuple(sorted(items))
     if isinstance(value, (set, frozenset)):  # in an order that is the same in every process
-        return ("set", tuple(sorted((comparable(v, rules=rules) for v in value), key=repr)))
+        members = (comparable(v, rules=rules) for v in value)
+        return "set", tuple(sorted(members, key=repr))
     if isinstance(value, float):
         return ("float", value.hex())
     if not _hashable(value):

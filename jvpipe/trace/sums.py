@@ -59,12 +59,14 @@ def settle_sums(
                 continue
         left.append(eqn)
         _pass_on(eqn, needing, layers)
-    return tuple(left[::-1]), [(*sums, *run) for sums, run in zip(settled, runs, strict=True)]
+    pairs = zip(settled, runs, strict=True)
+    return tuple(left[::-1]), [(*sums, *run) for sums, run in pairs]
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
     """Tells whether an equation makes one number of an array."""
-    return _jax.aval(eqn.outvars[0]).shape == () and any(_jax.aval(v).shape for v in eqn.invars)
+    reads_array = any(_jax.aval(v).shape for v in eqn.invars)
+    return reads_array and _jax.aval(eqn.outvars[0]).shape == ()
 
 
 def _needing(eqn: JaxprEqn, needing: dict[Var, set[int]]) -> set[int]:
@@ -82,6 +84,7 @@ def parameters_behind(
     """Returns the parameters that each value is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:
-        made_of = frozenset().union(*(behind.get(v, frozenset()) for v in variables(eqn.invars)))
+        operands = variables(eqn.invars)
+        made_of = frozenset().union(*(behind.get(v, frozenset()) for v in operands))
         behind |= dict.fromkeys(eqn.outvars, made_of)
     return behind

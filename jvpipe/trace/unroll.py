@@ -132,7 +132,8 @@ def _part(x: Any, i: int) -> Any:
     if isinstance(x, Stack):
         return x.part(i)
     if is_key(x):
-        starts, sizes = (i, *[0] * (x.ndim - 1)), (1, *x.shape[1:])
+        starts = (i, *[0] * (x.ndim - 1))
+        sizes = (1, *x.shape[1:])
         return jax.lax.squeeze(take(x, starts, sizes), (0,))
     return jax.lax.index_in_dim(x, i, keepdims=False)
 
