@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import TaskLists
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import lines_of
 from jvpipe.schedules.interleaved import Interleaved
@@ -57,7 +57,13 @@ class Format:
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
-        lost = list(losses(plan, self.read(text, outline), self.silent))
+        lost = list(
+            losses(
+                plan,
+                self.read(text, outline),
+                self.silent,
+            )
+        )
         if lost and not lossy:
             raise ValueError(
                 f"{self.name} cannot say all of this plan; lost would be {'; '.join(lost)}. "
@@ -81,7 +87,8 @@ class Format:
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
         # Files that another program wrote have no line of ours, and are read without a check.
-        if words[:1] == ["jvpipe"] and words[1:] != [self.name, str(VERSION)]:
+        is_ours = words[:1] == ["jvpipe"]
+        if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
                 f"this is '{' '.join(words)}', and 'jvpipe {self.name} {VERSION}' can be read: export again"
             )
@@ -130,7 +137,11 @@ def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
     """Sorts task lists by device, as other systems expect them; a plan sorts them by first stage."""
-    return tuple(sorted(lists, key=lambda tasks: plan.stages[tasks[0].stage].devices))
+
+    def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
+        return plan.stages[tasks[0].stage].devices
+
+    return tuple(sorted(lists, key=devices_of))
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
@@ -149,7 +160,11 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
     return rank
 
 
-def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
+def rule_of(
+    plan: Plan,
+    microbatches: int,
+    names: tuple[str, ...],
+) -> str:
     """Returns the name of the rule whose task lists a plan has, or else of the nearest rule.
 
     The nearest is the first with as many chunks.
@@ -174,7 +189,11 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
     return next(same, fitting[0]).name
 
 
-def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]:
+def losses(
+    plan: Plan,
+    back: Plan,
+    silent: frozenset[PlanPart],
+) -> Iterator[str]:
     """Yields in words each difference between a plan and what its exported file is read back as.
 
     Args:
@@ -195,14 +214,15 @@ def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]
         yield f"devices of the stages: {[d for (d,) in places]}"
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
-    elif PlanPart.ORDER not in silent and lists_for(plan, microbatches) != _lists(
-        back, microbatches
-    ):
-        yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
+    elif PlanPart.ORDER not in silent:
+        lists, nearest = lists_for(plan, microbatches), _lists(back, microbatches)
+        if lists != nearest:
+            yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
     fates = [dict(stage.fates) for stage in plan.stages]
-    if PlanPart.FATES not in silent and fates != [dict(stage.fates) for stage in back.stages]:
+    fates_back = [dict(stage.fates) for stage in back.stages]
+    if PlanPart.FATES not in silent and fates != fates_back:
         count = sum(map(len, fates))
         kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
         yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"
@@ -223,7 +243,11 @@ def _cuts(plan: Plan) -> str:
     return ":".join(map(str, plan.cuts))
 
 
-def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
+def with_lists(
+    plan: Plan,
+    lists: TaskLists,
+    names: tuple[str, ...],
+) -> Plan:
     """Gives a plan the schedule with these task lists.
 
     It is the first rule that makes just these lists. If none does, the plan holds the lists itself.
@@ -248,6 +272,10 @@ def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
     for rule in rules_with(names, chunks):
         if rule.tasks(len(lists), count) == lists:
             return replace(plan, schedule=rule.name)
-    with_own_lists = replace(plan, schedule="auto", tasks=lines_of(lists))
+    with_own_lists = replace(
+        plan,
+        schedule="auto",
+        tasks=lines_of(lists),
+    )
     lists_for(with_own_lists, count)  # raises ValueError unless the lists are a whole step
     return with_own_lists

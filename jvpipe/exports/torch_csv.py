@@ -62,13 +62,17 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     Raises:
         ValueError: tasks wait for each other.
     """
-    rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
+    rank: dict[int, int] = {}
+    for r, tasks in enumerate(lists):
+        rank.update((task.stage, r) for task in tasks)
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
     done = set[Task]()
     at = [0] * len(lists)  # the next task of each rank
     # How many tasks of a stage are still to add to its gradients.
-    backwards = Counter(task.stage for tasks in lists for task in tasks if task.kind in _ADDS)
+    adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
+    backwards = Counter(task.stage for task in adding)
+    # Ends: in each round a task runs, or none ever will.
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -130,7 +134,8 @@ def _read(text: str, outline: Outline) -> Plan:
     Raises:
         ValueError: the lists or their sends cannot run, or the model has too few layers.
     """
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    cells = (map(str.strip, row) for row in csv.reader(io.StringIO(text)))
+    rows = [list(filter(None, row)) for row in cells]
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
         raise ValueError(
@@ -144,7 +149,8 @@ def _read(text: str, outline: Outline) -> Plan:
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
-    plan = Plan.from_cuts(counts, [rank[s] for s in range(stages)], outline=outline)
+    devices = [rank[s] for s in range(stages)]
+    plan = Plan.from_cuts(counts, devices, outline=outline)
     return with_lists(plan, lists, RULES)
 
 

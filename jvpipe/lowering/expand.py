@@ -93,7 +93,12 @@ class Expander:
         """
         match ref.kind:
             case ValueKind.PARAMETER:
-                return self.weights.reading(ref.index, layer.id, m, back=back)
+                return self.weights.reading(
+                    ref.index,
+                    layer.id,
+                    m,
+                    back=back,
+                )
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
             case ValueKind.STATE if ref.index not in self._written:  # the same for all
@@ -151,7 +156,15 @@ class Expander:
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
         run = LayerRun(layout.number)
-        yield self.operation(Kind.F, layer.id, m, reads, writes, run, delivers)
+        yield self.operation(
+            Kind.F,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
@@ -280,7 +293,15 @@ class Expander:
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
         run = LayerRun(layout.number)
-        yield self.operation(kind, layer.id, m, reads, writes, run, delivers)
+        yield self.operation(
+            kind,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def _before_backward(
         self,
@@ -328,7 +349,13 @@ class Expander:
             if graph.aux_reduction(group) is None:  # then they are stacked
                 size *= len(batch)
             writes.append(Write(value, size))
-        yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
+        yield self.operation(
+            Kind.LOSS,
+            graph.loss_layer,
+            NONE,
+            reads,
+            writes,
+        )
 
     # Parts of them
 

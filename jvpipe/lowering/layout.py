@@ -107,7 +107,14 @@ class MicrobatchLayout:
             read.update(_edges_read(layer, signature))
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:
-                    values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+                    values.append(
+                        Value(
+                            ValueKind.RESIDUAL,
+                            i,
+                            layer.id,
+                            m,
+                        )
+                    )
         # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read

@@ -48,7 +48,13 @@ def live(
     """
     final, metrics = tuple(final), tuple(metrics)
     rows = freeing(rows, {*final, *metrics})
-    return Lowered(tuple(rows), tuple(buffers), persistent, final, metrics)
+    return Lowered(
+        tuple(rows),
+        tuple(buffers),
+        persistent,
+        final,
+        metrics,
+    )
 
 
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:

@@ -134,7 +134,12 @@ class Placement:
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
             copy = self.resting(value, optimizer)
-            add(value, [places[layer]], optimizer.state[j].array.bytes, copy)
+            add(
+                value,
+                [places[layer]],
+                optimizer.state[j].array.bytes,
+                copy,
+            )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             # State that is written counts micro-batches: between steps it is what the first finds.

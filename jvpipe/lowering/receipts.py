@@ -72,7 +72,15 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
         source = processes[row.place]
         target = processes[lowered.buffers[copy].place]
         if source != target:
-            result.append(Crossing(number, source, target, offered, copy))
+            result.append(
+                Crossing(
+                    number,
+                    source,
+                    target,
+                    offered,
+                    copy,
+                )
+            )
     return result
 
 

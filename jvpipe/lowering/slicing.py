@@ -278,7 +278,12 @@ class Slicing(ReplicaParts):
             if parts != [examples]:
                 reads = tuple(self.named(value, part) for part in parts)
                 run = ConcatRun(ref, spread.axis)
-                yield joined(Kind.CONCAT, reads=reads, run=run, forgets=reads)
+                yield joined(
+                    Kind.CONCAT,
+                    reads=reads,
+                    run=run,
+                    forgets=reads,
+                )
         elif slices == others:
             return
         elif spread.over in REDUCED:
@@ -425,7 +430,12 @@ class Slicing(ReplicaParts):
         rows = array.shape[spread.axis] // self.graph.examples  # an example may have several
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
-        run = SliceRun(Ref(part.kind, part.index), spread.axis, start, stop)
+        run = SliceRun(
+            Ref(part.kind, part.index),
+            spread.axis,
+            start,
+            stop,
+        )
         return Operation(
             Kind.SLICE,
             op.layer,

@@ -161,7 +161,13 @@ class _Swaps:
         self._back[d].add(left)
         for b, host in self._hosted[left].items():
             self._fetched[b] = self._copy(b, Copy.FETCHED)
-            yield self._row(Kind.IN, left, b, [host], [self._fetched[b]])
+            yield self._row(
+                Kind.IN,
+                left,
+                b,
+                [host],
+                [self._fetched[b]],
+            )
 
     def _copy(self, b: int, copy: Copy) -> int:
         self._buffers.append(replace(self._buffers[b], copy=copy))

@@ -59,9 +59,19 @@ class Slots:
         match slot.kind:
             case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
                 reader = self.graph.parameters[slot.index].readers[slot.source]
-                return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
+                return Value(
+                    ValueKind.GRADIENT,
+                    slot.index,
+                    reader,
+                    version=update,
+                )
             case SlotKind.WEIGHT:
-                return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
+                return Value(
+                    ValueKind.WEIGHT,
+                    0,
+                    self.graph.loss_layer,
+                    version=update,
+                )
             case SlotKind.PARAMETER:
                 return self.graph.parameter(slot.index, self.newest[slot.index])
             case SlotKind.STATE:
@@ -74,7 +84,12 @@ class Slots:
                     m,
                 )
             case SlotKind.GLOBAL:
-                return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
+                return Value(
+                    ValueKind.EXCHANGE,
+                    self._numbers[slot],
+                    NONE,
+                    m,
+                )
             case SlotKind.GRAD_NORM:
                 return gradient_norm(self.graph)
             case _:
@@ -121,4 +136,12 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
             if slot.kind is SlotKind.PARAMETER:
                 delivers.append(Delivery(write.value, parameters[slot.index].readers))
         run = PieceRun(number)
-        yield expander.operation(Kind.U, layer, NONE, reads, writes, run, delivers)
+        yield expander.operation(
+            Kind.U,
+            layer,
+            NONE,
+            reads,
+            writes,
+            run,
+            delivers,
+        )

@@ -25,14 +25,16 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
     over a step of GPipe.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
-    return between_s - 2 * stage.problem.host.seconds(change.swapped_bytes)
+    one_way_s = stage.problem.host.seconds(change.swapped_bytes)
+    return between_s - 2 * one_way_s
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
     """Returns the MSPS of a change; its overhead is recomputation and copies, of which none is
     hidden now.
     """
-    overhead_s = change.extra_s + 2 * stage.problem.host.seconds(max(0, change.swapped_bytes))
+    one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
+    overhead_s = change.extra_s + 2 * one_way_s
     return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
 

@@ -33,7 +33,12 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
     fine: list[int] = segments.cuts.tolist()
-    coarse = coarse_bounds(problem, fine, total, HEAVIEST_VERTEX * mean_s)
+    coarse = coarse_bounds(
+        problem,
+        fine,
+        total,
+        HEAVIEST_VERTEX * mean_s,
+    )
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
         """Returns the bounds after `lo` of the stages between two bounds.
@@ -46,7 +51,8 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         if stages == 1:
             return [hi]
         left = stages // 2
-        share = total[lo] + (total[hi] - total[lo]) * left / stages
+        inside_s = total[hi] - total[lo]
+        share = total[lo] + inside_s * left / stages
         # Each side needs as many fine vertices as it has stages.
         inside = [b for b in fine if lo <= b <= hi]
         possible = inside[left : len(inside) - (stages - left)]
@@ -58,13 +64,8 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
-    return refine(
-        [0, *bisect(0, fine[-1], problem.stages)],
-        fine,
-        coarse,
-        total,
-        crossing,
-    )
+    bounds = [0, *bisect(0, fine[-1], problem.stages)]
+    return refine(bounds, fine, coarse, total, crossing)
 
 
 def coarse_bounds(
@@ -101,7 +102,8 @@ def coarse_bounds(
     vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone
-        if beside_backbone or total[after] - total[vertices[-1]] > heaviest_s:
+        joined_s = total[after] - total[vertices[-1]]
+        if beside_backbone or joined_s > heaviest_s:
             vertices.append(b)
     return [*vertices, fine[-1]]
 
@@ -132,7 +134,8 @@ def refine(
         slower_s: dict[int, float] = {}
         for c in fine:
             if first <= c <= last:
-                slower_s[c] = max(total[c] - total[lo], total[hi] - total[c])
+                left_s, right_s = total[c] - total[lo], total[hi] - total[c]
+                slower_s[c] = max(left_s, right_s)
         allowed_s = min(slower_s.values()) * (1 + BALANCE_TOLERANCE)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
         bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))

@@ -38,8 +38,12 @@ def pipedream(problem: Problem) -> Decision:
     (0, 1, 2, 3, 4)
     """
     kept = KeptStages(problem)
-    stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
-    _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
+    costs = []
+    for s in range(problem.stages):
+        # A stage's copies run beside its work: the slower of them counts.
+        slowest = np.maximum(kept.seconds(s), kept.comm_s)
+        costs.append(kept.where_it_fits(s, slowest))
+    _, places = least_path(costs, np.maximum)
     if places is None:
         raise no_cuts_fit("pipedream", problem.memory_limit_bytes, least_peaks(kept))
     return kept.decision(places)

@@ -35,13 +35,25 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
             f"model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
     try:
-        found = replicated(one_each(shapes, size, shapes.devices, segments.coarse))
+        found = replicated(
+            one_each(
+                shapes,
+                size,
+                shapes.devices,
+                segments.coarse,
+            )
+        )
     except Infeasible:
         return None
     return along_machines(shapes, found, size)
 
 
-def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
+def one_each(
+    shapes: Shapes,
+    size: int,
+    stages: int,
+    cuts: Cuts,
+) -> Problem:
     """Makes the problem of stages of one device each.
 
     Args:
@@ -51,20 +63,26 @@ def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
         cuts: where they may begin and end.
     """
     # Layers between two cuts stay together.
-    apart = tuple(tuple(range(a, b)) for a, b in pairwise(map(int, cuts)) if b - a > 1)
+    spans = [range(a, b) for a, b in pairwise(map(int, cuts))]
+    together = tuple(tuple(span) for span in spans if len(span) > 1)
     cluster = shapes.cluster
+    is_one_machine = stages <= cluster.devices_per_machine
     return replace(
         shapes.model,
-        costs=replace(shapes.local.at(size), together=apart),
+        costs=replace(shapes.local.at(size), together=together),
         stages=stages,
         microbatches=shapes.batch // size,
-        peer=cluster.peer if stages <= cluster.devices_per_machine else cluster.network,
+        peer=cluster.peer if is_one_machine else cluster.network,
         peer_uses_host=False,
         cluster=cluster,
     )
 
 
-def along_machines(shapes: Shapes, found: Replicated, size: int) -> Path:
+def along_machines(
+    shapes: Shapes,
+    found: Replicated,
+    size: int,
+) -> Path:
     """Places replicated stages on devices, machine by machine.
 
     Args:

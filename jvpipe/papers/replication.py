@@ -151,7 +151,8 @@ class _Fastest:
     def pipeline(self) -> list[_Stage] | None:
         """Returns the best stages; None if every pipeline is over the limit."""
         top, last = len(self.levels), len(self.kept.cuts) - 1
-        if not np.isfinite(self._cost(top, Fraction(0))[0, last]):
+        least_s = self._cost(top, Fraction(0))[0, last]
+        if not np.isfinite(least_s):
             return None
         return self._stages(top, Fraction(0), 0, last, 1)
 
@@ -179,12 +180,9 @@ class _Fastest:
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
+                before = pipelines.cost[m - last - 1]
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = _join(
-                    pipelines.cost[m - last - 1],
-                    closing,
-                    np.maximum,
-                )
+                joined, middle = _join(before, closing, np.maximum)
                 better = joined < cost
                 cost = np.where(better, joined, cost)
                 begins = np.where(better, middle, begins)
@@ -194,12 +192,24 @@ class _Fastest:
             pipelines.parts.append(parts)
         return pipelines
 
-    def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
+    def _stage_cost(
+        self,
+        k: int,
+        behind: Fraction,
+        m: int,
+        last: int,
+    ) -> Grid:
         """Returns T^k(., ., last) for a stage on the `last` of m parts."""
         inside = self._cost(k - 1, self._behind(k, behind, m, last))
         return self.share(self.levels[k - 1], last, inside)
 
-    def _behind(self, k: int, behind: Fraction, m: int, last: int) -> Fraction:
+    def _behind(
+        self,
+        k: int,
+        behind: Fraction,
+        m: int,
+        last: int,
+    ) -> Fraction:
         """Counts the devices behind each replica of a stage that is on the `last` of m parts."""
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
@@ -219,7 +229,8 @@ class _Fastest:
         """Traces back the stages that make A^k(a, b, m_k), from the last to the first."""
         if k == 0:
             return [_Stage(a, b, self._alike(behind), replicas)]
-        pipelines, m = self._pipelines(k, behind), self.levels[k - 1].parts
+        pipelines = self._pipelines(k, behind)
+        m = self.levels[k - 1].parts
         stages: list[_Stage] = []
         # Ends with the first stage: each round takes at least one of the m parts.
         while m:
@@ -259,13 +270,29 @@ def _levels(kept: KeptStages) -> list[_Level]:
             f"{cluster.devices_per_machine}, replicas are planned for some of these machines, wholly used"
         )
     inside = _level(kept, local, 1, cluster.peer)
-    return [inside, _level(kept, machines, local, cluster.network)] if machines > 1 else [inside]
+    if machines > 1:
+        return [inside, _level(kept, machines, local, cluster.network)]
+    return [inside]
 
 
-def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
-    weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
+def _level(
+    kept: KeptStages,
+    parts: int,
+    devices: int,
+    link: Link,
+) -> _Level:
+    weights = between(
+        kept.segments.parameter_bytes,
+        kept.cuts,
+        kept.cuts,
+    )
     comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
-    return _Level(parts, devices, comm_s, link_seconds(link, 2 * weights))
+    return _Level(
+        parts,
+        devices,
+        comm_s,
+        link_seconds(link, 2 * weights),
+    )
 
 
 def _join(

@@ -48,8 +48,10 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
     one.
     """
     cuts = [int(cut) for cut in Segments(problem).cuts]
-    blocks = block_partition([sum(costs[i:j]) for i, j in pairwise(cuts)], problem.stages)
-    return Decision.keeping_all([cuts[place] for place in (0, *accumulate(blocks))])
+    between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
+    blocks = block_partition(between_cuts, problem.stages)
+    places = accumulate(blocks, initial=0)
+    return Decision.keeping_all([cuts[place] for place in places])
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:

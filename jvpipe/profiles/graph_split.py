@@ -55,7 +55,9 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
     >>> split_loads_s(graph, [(4,), (5,)]), split_loads_s(graph, [(4, 5), ()])
     ((3.2, 3.2), (6.0, 0.0))
     """
-    device_of = {node: d for d, nodes in enumerate(split) for node in nodes}
+    device_of: dict[int, int] = {}
+    for d, nodes in enumerate(split):
+        device_of |= dict.fromkeys(nodes, d)
     if missing := [node for node in graph.costs.ids if node not in device_of]:
         raise ValueError(f"the split leaves out nodes {missing}: each needs a device")
     device = [device_of[node] for node in graph.costs.ids]

@@ -203,8 +203,17 @@ def _outcome(
     values, passes = dict(inputs), []
     for layer in layers:
         body = traced.bodies[layer]
-        forward, backward, signature = _programs(store, device, traced, layer)
-        results = _run(forward, [values[v] for v in body.inputs], device)
+        forward, backward, signature = _programs(
+            store,
+            device,
+            traced,
+            layer,
+        )
+        results = _run(
+            forward,
+            [values[v] for v in body.inputs],
+            device,
+        )
         # Behind the outputs a forward yields residuals, and a mark.
         for v, x in zip(body.outputs, results, strict=False):
             if isinstance(v, Var):
@@ -214,7 +223,11 @@ def _outcome(
     # first.
     cotangents, gradients = dict(sums), _Arrays()
     for one in reversed(passes):
-        results = _run(one.backward, one.arguments(values, cotangents), device)
+        results = _run(
+            one.backward,
+            one.arguments(values, cotangents),
+            device,
+        )
         read = (*one.signature.gradients, *one.signature.returned)
         moved = {one.body.inputs[i]: x for i, x in zip(read, results, strict=False)}
         cotangents |= moved

@@ -77,7 +77,11 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
         (out,) = _jax.bind(eqn, values)
         return out, out.astype(_exact(dtype))
 
-    return jax.lax.platform_dependent(*values, cpu=here, default=elsewhere)
+    return jax.lax.platform_dependent(
+        *values,
+        cpu=here,
+        default=elsewhere,
+    )
 
 
 def _exact(dtype: Any) -> Any:
@@ -102,7 +106,11 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     usual = tuple(range(len(operand)))
     # Images have one axis of features and filters two, and both have them last.
     image = _first(usual)
-    inner = type(numbers)(image, (usual[-1], usual[-2], *usual[:-2]), image)
+    inner = type(numbers)(
+        image,
+        (usual[-1], usual[-2], *usual[:-2]),
+        image,
+    )
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)

@@ -231,7 +231,11 @@ def _trace_forward(
 
         # `pull` is a pytree whose leaves are what it closes over: these become outputs of the
         # forward.
-        _, pull, out = jax.vjp(pick, *(xs[i] for i in body.moving), has_aux=True)
+        _, pull, out = jax.vjp(
+            pick,
+            *(xs[i] for i in body.moving),
+            has_aux=True,
+        )
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
         return [*out, *leaves]
@@ -347,7 +351,12 @@ def _trace_backward(
     closed = settle_halves(upright(quiet), len(gradients))
     results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
     closed = jaxprs.yielding(closed, [x for i, x in results if body.returned[i]])
-    closed, sources = _without_unread(closed, body, list(shapes), gradients)
+    closed, sources = _without_unread(
+        closed,
+        body,
+        list(shapes),
+        gradients,
+    )
     read_gradients = [i for i in gradients if body.returned[i]]
     read_cotangents = [i for i in returned if body.returned[i]]
     signature = Signature(

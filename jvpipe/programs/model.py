@@ -53,7 +53,11 @@ def programs_of(
         kept = sorted(share.kept[number])
     else:
         kept = kept_names([c.name for c in layer.candidates], share)
-    return store.layer(body, kept, partial_inputs(traced.graph, layer))
+    return store.layer(
+        body,
+        kept,
+        partial_inputs(traced.graph, layer),
+    )
 
 
 def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:
@@ -84,13 +88,21 @@ def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Prog
             marked=True,
             key=("F again", programs.key),
         )
-    return Program.of(programs.forward, marked=True, key=("F", programs.key))
+    return Program.of(
+        programs.forward,
+        marked=True,
+        key=("F", programs.key),
+    )
 
 
 def evaluation_program(body: Body) -> Program:
     """Returns a layer's forward that leaves nothing for a backward."""
     closed = inference(body)
-    return Program.of(closed, marked=True, key=("E", program_key(closed)))
+    return Program.of(
+        closed,
+        marked=True,
+        key=("E", program_key(closed)),
+    )
 
 
 def backward_program(programs: LayerPrograms) -> Program:
@@ -115,7 +127,12 @@ def input_program(programs: LayerPrograms) -> Program:
     signature = halves.signature.input
     first = len(signature.sources) + len(signature.cotangents)
     donated = range(first, first + len(signature.partial))
-    return Program.of(halves.input, donated, marked=True, key=("I", programs.key))
+    return Program.of(
+        halves.input,
+        donated,
+        marked=True,
+        key=("I", programs.key),
+    )
 
 
 def weight_program(programs: LayerPrograms) -> Program:
@@ -125,7 +142,12 @@ def weight_program(programs: LayerPrograms) -> Program:
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
     donated = range(count - len(halves.signature.weight.gradients), count)
-    return Program.of(halves.weight, donated, marked=True, key=("W", programs.key))
+    return Program.of(
+        halves.weight,
+        donated,
+        marked=True,
+        key=("W", programs.key),
+    )
 
 
 def _halves(programs: LayerPrograms) -> Halves:

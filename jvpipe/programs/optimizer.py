@@ -150,7 +150,13 @@ def cut_optimizer(
     """
     if traced is None:
         options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
-        traced = trace_stacked(optimizer, params, readers, microbatches, **options)
+        traced = trace_stacked(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            **options,
+        )
     update, init = _programs(
         traced,
         readers,
@@ -277,7 +283,11 @@ class _Program:
         It ends: the parts of a split scan work on one layer each, so they are not split again.
         """
         eqns = self.closed.jaxpr.eqns
-        placement = place_operands(eqns, self.origins(homes), self.outputs(homes))
+        placement = place_operands(
+            eqns,
+            self.origins(homes),
+            self.outputs(homes),
+        )
         if not placement.splits:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
@@ -346,7 +356,11 @@ def _programs(
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     inputs = (*gradients, *weight, *parameters, *state)
-    update = _Program(traced.update, inputs, (*parameters, *state, *norm))
+    update = _Program(
+        traced.update,
+        inputs,
+        (*parameters, *state, *norm),
+    )
     return update, _Program(traced.init, parameters, state)
 
 

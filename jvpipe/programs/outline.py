@@ -114,4 +114,8 @@ def _call(eqns: Sequence[JaxprEqn], results: Iterable[Var]) -> Call:
     """Returns a call of equations that yields those results which it computes."""
     computed = jaxprs.defined(eqns)
     outputs = tuple(v for v in results if v in computed)
-    return Call(tuple(eqns), tuple(jaxprs.free_variables(eqns)), outputs)
+    return Call(
+        tuple(eqns),
+        tuple(jaxprs.free_variables(eqns)),
+        outputs,
+    )

@@ -125,7 +125,13 @@ class Part:
 
         return tuple(sorted(slots, key=place))
 
-    def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
+    def piece(
+        self,
+        layer: int | None,
+        phase: int,
+        *,
+        last: bool,
+    ) -> Piece:
         """Returns the program of these equations; the last of a layer may overwrite what the layer
         owns.
 
@@ -192,7 +198,12 @@ class Part:
         length = sum(map(_size, variables))
         return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
-    def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
+    def _unpack(
+        self,
+        vector: jax.Array,
+        slot: Slot,
+        var: Var,
+    ) -> jax.Array:
         start, _ = self._span(slot, var)
         flat = jax.lax.slice(vector, [start], [start + _size(var)])
         return jax.lax.reshape(flat, _jax.aval(var).shape)

@@ -32,7 +32,11 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     """Returns what puts arrays one after another along an axis."""
     key = "concat", types_of(parts), axis
-    return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
+    return Program(
+        key,
+        lambda *xs: [jnp.concatenate(xs, axis)],
+        tuple(parts),
+    )
 
 
 def reduce_program(
@@ -95,4 +99,8 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
             wholes.append(added_up([before, *added]))
         return wholes
 
-    return Program(("state", types_of(leaves), tuple(parts)), join, tuple(leaves))
+    return Program(
+        ("state", types_of(leaves), tuple(parts)),
+        join,
+        tuple(leaves),
+    )

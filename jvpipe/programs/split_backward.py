@@ -175,9 +175,19 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
         [*returned, *cut.handed],
     )
     taken = [*cut.handed, *accumulators]
-    weight_half, second = _half(backward, second, cut.weight, taken, sums)
+    weight_half, second = _half(
+        backward,
+        second,
+        cut.weight,
+        taken,
+        sums,
+    )
     handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
-    return Halves(input_half, weight_half, SplitSignature(handed, first, second))
+    return Halves(
+        input_half,
+        weight_half,
+        SplitSignature(handed, first, second),
+    )
 
 
 def _half(

@@ -117,7 +117,11 @@ def _trace_stacks(
             if i not in frozen:
                 grads[i] = mean(parts, by, params[i].dtype)
         split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-        results = jaxprs.evaluate(core.update, list(chain(*split)), apply)
+        results = jaxprs.evaluate(
+            core.update,
+            list(chain(*split)),
+            apply,
+        )
         new = parameters.taken_apart(results)
         new += state.taken_apart(results[len(stacks.lengths) :])
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
@@ -182,7 +186,11 @@ class _Split:
         split: list[jax.ShapeDtypeStruct] = []
         for x, n in zip(leaves, self.lengths, strict=True):
             shape = x.shape if n is None else x.shape[1:]
-            slice_ = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+            slice_ = jax.ShapeDtypeStruct(
+                shape,
+                x.dtype,
+                weak_type=x.weak_type,
+            )
             split += [slice_] * (1 if n is None else n)
         return split
 
@@ -206,7 +214,11 @@ class _Split:
         return tuple(of_slices)
 
 
-def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Split:
+def _settled(
+    core: TracedOptimizer,
+    parameters: _Split,
+    leaves: Shapes,
+) -> _Split:
     """Returns how the state is taken apart: what belongs to a stack and is as long, and what
     updates make of slices.
 
@@ -230,7 +242,11 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
         ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
             arrays = list(chain(*split))
-            results[:] = jaxprs.evaluate(core.update, arrays, apply)  # noqa: B023 - called at once
+            results[:] = jaxprs.evaluate(
+                core.update,
+                arrays,
+                apply,
+            )  # noqa: B023 - called at once
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
         new = results[len(parameters.lengths) :]

@@ -44,10 +44,20 @@ def difference(shapes: Shapes) -> Program:
     # The last updates are overwritten; they are taken for nothing else.
     last_updates = tuple(range(2 * n, 3 * n))
     key = "difference", types_of(shapes)
-    return Program(key, run, (*shapes, *shapes, *shapes), last_updates)
+    return Program(
+        key,
+        run,
+        (*shapes, *shapes, *shapes),
+        last_updates,
+    )
 
 
-def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
+def settled(
+    shapes: Shapes,
+    tau: int,
+    decay: float,
+    anneal_updates: int,
+) -> Program:
     """Returns PipeMare's T1 and T2 as a program that works in place.
 
     It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
@@ -87,7 +97,12 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
     # All but the weights before the update, which others may still read.
     in_place = tuple(range(n, 3 * n + 1))
-    return Program(key, run, (*shapes, *shapes, *shapes, COUNT), in_place)
+    return Program(
+        key,
+        run,
+        (*shapes, *shapes, *shapes, COUNT),
+        in_place,
+    )
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
@@ -96,4 +111,8 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]
 
-    return Program(("total", count, types_of([shape])), run, (shape,) * count)
+    return Program(
+        ("total", count, types_of([shape])),
+        run,
+        (shape,) * count,
+    )

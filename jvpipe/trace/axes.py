@@ -58,7 +58,11 @@ def _class_of() -> dict[str, str]:
     return class_of
 
 
-def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Sequence[Axis] | str:
+def along_after(
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    grown: Sequence[Axis],
+) -> Sequence[Axis] | str:
     """Follows the axis of the examples.
 
     Args:
@@ -75,7 +79,11 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> S
     return [None if axis is None else int(axis) for axis in followed]
 
 
-def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Followed:
+def _followed(
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    grown: Sequence[Axis],
+) -> Followed:
     name, params = eqn.primitive.name, eqn.params
     first = next(axis for axis in axes if axis is not None)
     same = all(axis in (None, first) for axis in axes)

@@ -66,7 +66,13 @@ def why_splitting_matters(traced: Traced) -> str | None:
         double = of_size(2 * examples)
     except Exception:  # whatever the user's function raises
         return None
-    spreading = Spreading(examples, 2 * examples, (), places(traced), flows=())
+    spreading = Spreading(
+        examples,
+        2 * examples,
+        (),
+        places(traced),
+        flows=(),
+    )
     batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     eqns, results = _loss_alone(loss)

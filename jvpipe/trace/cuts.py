@@ -101,7 +101,11 @@ def _narrow(
     return cuts
 
 
-def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.ndarray, np.ndarray]:
+def _alive(
+    eqns: Sequence[JaxprEqn],
+    seen: np.ndarray,
+    skip: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns per position the number of values that live across it, and their bytes; skips are
     left out.
 

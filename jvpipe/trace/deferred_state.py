@@ -96,7 +96,11 @@ class _Change:
     results: Sequence[Atom]
 
 
-def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
+def _change(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    microbatches: int,
+) -> _Change:
     """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its
     new value.
     """
@@ -117,7 +121,11 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
             [part.astype(jnp.float32) for part in parts],
         )
         is_last = seen + 1 == microbatches
-        value = jnp.where(is_last, _ended(traces, leaf, old, after), old)
+        value = jnp.where(
+            is_last,
+            _ended(traces, leaf, old, after),
+            old,
+        )
         # The last micro-batch of a batch leaves nothing for the next batch.
         counters = [seen + 1, *after]
         return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
@@ -142,7 +150,12 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
     eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in closed.jaxpr.eqns]
     value, *results = read(closed.jaxpr.outvars)
     assert not closed.consts
-    return _Change(eqns, value, closed.jaxpr.invars[len(reads) :], results)
+    return _Change(
+        eqns,
+        value,
+        closed.jaxpr.invars[len(reads) :],
+        results,
+    )
 
 
 def _added(

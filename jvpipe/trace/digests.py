@@ -141,7 +141,11 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
     lines = []
     for i, constant in enumerate(constants):
         lines.append(f"closed-over array {i} {_shape_of(constant)} {array_digest(constant)}")
-    compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    compared = structure(
+        jaxpr.eqns,
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+    )
     inputs, equations, outputs = compared.parts
     lines.append(f"inputs {digest(_text(inputs))}")
     for i, (eqn, part) in enumerate(zip(jaxpr.eqns, equations, strict=True)):

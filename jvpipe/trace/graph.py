@@ -369,7 +369,13 @@ class _Assembly:
         parameters = []
         for array, (v, _) in zip(laid, owned, strict=True):
             is_frozen = self.loss.inputs[v].index in self.loss.frozen
-            parameters.append(Parameter(array, tuple(readers[v]), is_frozen))
+            parameters.append(
+                Parameter(
+                    array,
+                    tuple(readers[v]),
+                    is_frozen,
+                )
+            )
         batch = [array for _, array in arrays(ValueKind.BATCH)]
         aux_outputs = [pair for pair in self.loss.outputs if pair[1].kind == ValueKind.AUX]
         # A `Weighted` leaf of aux has two values, its total and its weight.
@@ -439,7 +445,14 @@ def _layer(number: int, body: Body) -> Layer:
     """Returns a layer that has no name yet."""
     candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
     operations = sum(map(flops, body.eqns))
-    return Layer(number, "", body.reads, body.writes, candidates, operations)
+    return Layer(
+        number,
+        "",
+        body.reads,
+        body.writes,
+        candidates,
+        operations,
+    )
 
 
 def array_of(var: Atom, name: str) -> Array:

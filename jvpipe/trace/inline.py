@@ -39,12 +39,20 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     ['sin', 'add']
     """
     line = _Line(calls)
-    results = line.run(closed.jaxpr, closed.consts, closed.jaxpr.invars)
+    results = line.run(
+        closed.jaxpr,
+        closed.consts,
+        closed.jaxpr.invars,
+    )
     outvars = list(map(line.made, results))
     eqns = jaxprs.prune(line.eqns, outvars)
     read = dict.fromkeys((*jaxprs.free_variables(eqns), *jaxprs.variables(outvars)))
     constants = {var: line.constants[var] for var in read if var in line.constants}
-    jaxpr = closed.jaxpr.replace(constvars=list(constants), eqns=eqns, outvars=outvars)
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(constants),
+        eqns=eqns,
+        outvars=outvars,
+    )
     return ClosedJaxpr(jaxpr, list(constants.values()))
 
 
@@ -103,7 +111,11 @@ class _Line:
             return value
         if value.result is None:
             atoms = list(map(self.made, value.atoms))
-            (value.result,) = self._append(value.eqn, atoms, value.call)
+            (value.result,) = self._append(
+                value.eqn,
+                atoms,
+                value.call,
+            )
         return value.result
 
     def _results(
@@ -146,11 +158,22 @@ class _Line:
             )
         return self._append(eqn, atoms, call)
 
-    def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
+    def _append(
+        self,
+        eqn: JaxprEqn,
+        atoms: list[Atom],
+        call: Any,
+    ) -> Sequence[Atom]:
         # Fresh ones, for the same body may be that of another call, too.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
-        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, source_info=source))
+        self.eqns.append(
+            eqn.replace(
+                invars=atoms,
+                outvars=outvars,
+                source_info=source,
+            )
+        )
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:

@@ -77,7 +77,11 @@ def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     return [take(values[0], starts, sizes)]
 
 
-def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
+def take(
+    keys: Any,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+) -> Any:
     """Returns a part of an array of keys, the indices as operands.
 
     Args:
@@ -85,7 +89,11 @@ def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
         starts: the first index of each axis.
         sizes: how many of each axis.
     """
-    return jax.lax.dynamic_slice(keys, [np.int32(start) for start in starts], sizes)
+    return jax.lax.dynamic_slice(
+        keys,
+        [np.int32(start) for start in starts],
+        sizes,
+    )
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:

@@ -34,7 +34,11 @@ def layer_signature(body: Body) -> Hashable:
     return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
-def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
+def split_points(
+    traced: Traced,
+    layer: int,
+    seconds: Seconds,
+) -> list[int]:
     """Returns the points at which a layer can be cut in two, in equations before its end; the most
     even halves first.
 
@@ -101,7 +105,11 @@ def places_inside(
         kind = layer_signature(body)
         if kind not in by_kind:
             run = sorted_eqns.main[slice(*bounds[layer])]
-            by_kind[kind] = _places(run, behind, seconds(body.eqns, body.outputs))
+            by_kind[kind] = _places(
+                run,
+                behind,
+                seconds(body.eqns, body.outputs),
+            )
         found[layer] = by_kind[kind]
     return found
 
@@ -130,7 +138,13 @@ def _places(
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
         share = (total_s - later_s) / total_s if total_s else 0.0
         sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-        places.append(CutPlace(before_end, share, sum(map(_bytes, sent))))
+        places.append(
+            CutPlace(
+                before_end,
+                share,
+                sum(map(_bytes, sent)),
+            )
+        )
     return places
 
 
@@ -153,7 +167,11 @@ def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
     """
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - before_end for layer, before_end in where]
-    return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
+    return build_graph(
+        traced.loss,
+        traced.cuts,
+        sorted([*traced.splits, *further]),
+    )
 
 
 def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:

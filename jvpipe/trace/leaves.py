@@ -67,7 +67,11 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
                 f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
             )
         aval = _type_of(path, leaf, role)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            weak_type=aval.weak_type,
+        )
 
     return jax.tree_util.tree_map_with_path(shape, tree)
 

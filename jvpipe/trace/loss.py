@@ -60,7 +60,11 @@ class LossJaxpr:
     aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
-    of_size: Callable[[int], "LossJaxpr"] | None = field(default=None, compare=False, repr=False)
+    of_size: Callable[[int], "LossJaxpr"] | None = field(
+        default=None,
+        compare=False,
+        repr=False,
+    )
     sharding: Sharding | None = None
     specs: tuple[Spec, ...] = ()
     aux_chosen: tuple[AuxReduction | None, ...] = ()
@@ -183,7 +187,11 @@ class _Outputs:
 
     def flatten(self, out: Any, state: Tree) -> list[Any]:
         """Checks what a loss has returned, and returns its leaves: loss, model state, aux."""
-        loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
+        loss, new_state, aux = _parts(
+            out,
+            self.has_aux,
+            self.has_state,
+        )
         _check_loss(loss)
         _check_state(state, new_state)
         _check_aux(aux)
@@ -318,7 +326,11 @@ def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
     return functools.wraps(shown, assigned=(), updated=())
 
 
-def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
+def _parts(
+    out: Any,
+    has_aux: bool,
+    has_state: bool,
+) -> tuple[Any, Any, Any]:
     """Takes apart what a loss returns: its value, the model state, aux; None for what it has not."""
     count = 1 + has_aux + has_state
     if count == 1:

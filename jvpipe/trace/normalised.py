@@ -49,7 +49,11 @@ def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     return first
 
 
-def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
+def normalised(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    out: Lies,
+) -> Lies | None:
     """Returns how a result lies, with what is open in it, and whether it is a scale.
 
     Args:
@@ -66,7 +70,11 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     opened = frozenset[Var]().union(*(x.open for x in moving))
     if out.over is not Over.ALONG:
         is_root = name in _ROOTS and out.reduced
-        return replace(out, open=opened, is_scale=bool(scales) or is_root)
+        return replace(
+            out,
+            open=opened,
+            is_scale=bool(scales) or is_root,
+        )
     # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
     opened = opened.union(*(x.roots for x in entering))

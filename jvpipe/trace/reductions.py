@@ -203,7 +203,11 @@ def reduced(
         case "div":
             divisor = eqn.invars[1]
             is_scalar = not _jax.aval(divisor).shape
-            lies = _divided(ins, alike.number(divisor), is_scalar=is_scalar)
+            lies = _divided(
+                ins,
+                alike.number(divisor),
+                is_scalar=is_scalar,
+            )
         case "max" if guarded(eqn, ins, alike) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
@@ -241,7 +245,11 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
             return False
 
 
-def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
+def guarded(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    alike: Alike,
+) -> Atom | None:
     """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it
     does something else.
 
@@ -312,7 +320,12 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
     return counted(sum(x.power for x in ins))
 
 
-def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
+def _divided(
+    ins: Sequence[Lies],
+    divisor: int,
+    *,
+    is_scalar: bool,
+) -> Lies | None:
     """Returns how a quotient lies; None if it is not made of those of slices.
 
     Args:
@@ -330,5 +343,9 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         return summed_axes(-b.power)
     # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
-        return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
+        return Lies(
+            Over.MIXED,
+            divisor=divisor,
+            beside=Beside.DIVISOR,
+        )
     return None

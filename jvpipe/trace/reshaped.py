@@ -32,7 +32,11 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     if before == after:
         traced = build_graph(loss, present.cuts, present.splits)
     else:
-        traced = build_graph(loss, None, _same_products(present.splits, before, after))
+        traced = build_graph(
+            loss,
+            None,
+            _same_products(present.splits, before, after),
+        )
     # Whose layers read the same parameters can go on from the same state.
     if _readers(traced) != _readers(present):
         raise OtherLayersError(

@@ -155,7 +155,11 @@ class TwoTraces:
         # Whoever centres squares by the mean of a whole batch has to know that, too.
         means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
         known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
-        return RunningLeaf(index, tuple(known_sums), tuple(sorted(parts.eqns)))
+        return RunningLeaf(
+            index,
+            tuple(known_sums),
+            tuple(sorted(parts.eqns)),
+        )
 
     # Where examples are
 

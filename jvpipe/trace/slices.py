@@ -52,7 +52,11 @@ class Apart:
     amended: Mapping[int, Beside]
 
 
-def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
+def sliced(
+    traced: Traced,
+    examples: Examples,
+    apart: Apart,
+) -> Traced:
     """Returns the same layers on some of the examples.
 
     Args:
@@ -132,7 +136,11 @@ class _Cut:
         eqns = self._equations(whole.eqns, part.eqns)
         makes_loss = Ref(ValueKind.LOSS, 0) in part.writes
         is_mean = makes_loss and self.apart.batching.loss.over is Over.MEAN
-        return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
+        return replace(
+            part,
+            eqns=tuple(eqns),
+            share=self.share if is_mean else 1.0,
+        )
 
     def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
         """Returns the equations of a slice, also of a loop.
@@ -152,7 +160,12 @@ class _Cut:
             else:
                 beside = self.apart.amended.get(id(of_whole))
                 is_first = self.examples.start == 0
-                eqns += _amended(of_part, beside, self.share, is_first=is_first)
+                eqns += _amended(
+                    of_part,
+                    beside,
+                    self.share,
+                    is_first=is_first,
+                )
         return eqns
 
     def _inside(self, whole: Any, part: Any) -> Any:
@@ -233,7 +246,11 @@ def _amended(
         if only_first:
             # Nothing, as an equation that reads x: plain zeros would be a constant, for which there
             # is none.
-            return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
+            return jax.lax.clamp(
+                jnp.zeros((), x.dtype),
+                x,
+                jnp.zeros((), x.dtype),
+            )
         return x * jnp.asarray(share, x.dtype)
 
     invars = [changed if i == side else atom for i, atom in enumerate(eqn.invars)]

@@ -43,7 +43,11 @@ def settle_sums(
     reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})
     for eqn in reversed(floating):
         if not _is_sum(eqn):
-            _pass_on(eqn, reading_anyway, _needing(eqn, reading_anyway))
+            _pass_on(
+                eqn,
+                reading_anyway,
+                _needing(eqn, reading_anyway),
+            )
     summed = parameters_behind(floating, parameters)
     left, settled = [], [[] for _ in runs]
     for eqn in reversed(floating):
@@ -73,7 +77,11 @@ def _needing(eqn: JaxprEqn, needing: dict[Var, set[int]]) -> set[int]:
     return set().union(*(needing[v] for v in eqn.outvars))
 
 
-def _pass_on(eqn: JaxprEqn, needing: dict[Var, set[int]], layers: set[int]) -> None:
+def _pass_on(
+    eqn: JaxprEqn,
+    needing: dict[Var, set[int]],
+    layers: set[int],
+) -> None:
     for v in variables(eqn.invars):
         needing[v] |= layers
 

@@ -150,7 +150,13 @@ class LastReads:
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 
-    def after(self, p: int, place: int, version: int, task: int) -> bool:
+    def after(
+        self,
+        p: int,
+        place: int,
+        version: int,
+        task: int,
+    ) -> bool:
         """Tells whether a version is read at a place after a task.
 
         Args:

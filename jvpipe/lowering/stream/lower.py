@@ -278,7 +278,12 @@ class _Unrolling:
         yield replace(forward, delivers=delivers)
         yield from self.updates.weigh(layer, m)
         first = m // M * M  # of the step
-        weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
+        weight = Value(
+            ValueKind.WEIGHT,
+            0,
+            graph.loss_layer,
+            microbatch=first,
+        )
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:

@@ -192,7 +192,18 @@ def dropping(drain: Step, last: Step) -> Step:
     drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
-        drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
+        drops.append(
+            Row(
+                Kind.DROP,
+                memory,
+                NONE,
+                NONE,
+                NONE,
+                here,
+                (),
+                here,
+            )
+        )
     lowered = Lowered(
         rows=(*drops, *renumbered(old.rows, ids)),
         buffers=tuple(buffers),
@@ -204,4 +215,9 @@ def dropping(drain: Step, last: Step) -> Step:
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:
-    return replace(buffer, value=spot.value, place=spot.place, copy=spot.copy)
+    return replace(
+        buffer,
+        value=spot.value,
+        place=spot.place,
+        copy=spot.copy,
+    )

@@ -186,7 +186,14 @@ class StreamTimeline:
             version = max(version, self._newest.get((layer, m), 0))
         return version
 
-    def _by_rule(self, n: int, layer: int, m: int, *, back: bool) -> int:
+    def _by_rule(
+        self,
+        n: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> int:
         """Returns the version that the rule of span n says, or the oldest that there still is."""
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]

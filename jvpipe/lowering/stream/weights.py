@@ -90,7 +90,14 @@ class StreamWeights:
 
     # Reading
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
         """Names the version that the rule says, or what has been computed of it.
 
         Args:
@@ -237,7 +244,14 @@ class StreamUpdates:
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
             run = SumRun(every)
-            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], run)
+            yield self.expander.operation(
+                Kind.WEIGHT,
+                layer.id,
+                m,
+                reads,
+                [total],
+                run,
+            )
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
         """Yields what adds up the gradients of a layer's own parameters, where devices have taken
@@ -277,7 +291,16 @@ class StreamUpdates:
             results = zip(piece.writes, piece.program.out_avals, strict=True)
             writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
             run = PieceRun(number)
-            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
+            operations.append(
+                self.expander.operation(
+                    Kind.U,
+                    layer,
+                    m,
+                    reads,
+                    writes,
+                    run,
+                )
+            )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # its last piece ends what the layer remembered at earlier stages
