@@ -242,8 +242,10 @@ class Cluster:
         >>> cluster.way([0], [1]).seconds(8e9), cluster.way([0, 1], [2, 3]).seconds(8e9)
         (2.0, 8.0)
         """
-        at, to = self.machines_of(senders), self.machines_of(readers)
-        ways, link = min(len(at), len(to)), self.peer
+        at = self.machines_of(senders)
+        to = self.machines_of(readers)
+        ways = min(len(at), len(to))
+        link = self.peer
         # If slice by slice sender and reader share a machine, nothing crosses the network.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))

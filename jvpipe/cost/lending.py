@@ -55,7 +55,8 @@ def measured_lending(
         return 0.0
 
     def description() -> tuple[str, ...]:
-        count, text = str(len(devices)), store.text(program, devices[0])
+        count = str(len(devices))
+        text = store.text(program, devices[0])
         return "lent", surroundings(devices[0]), count, text
 
     archive = archive or Archive()
@@ -83,6 +84,7 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     shares = []
     for _ in range(MEASURING.lending_turns):
         # Alone and together in turns: a slow moment of the machine hits both.
-        alone_s, together_s = taken_s(1, times), taken_s(len(devices), times)
+        alone_s = taken_s(1, times)
+        together_s = taken_s(len(devices), times)
         shares.append(lent_share(alone_s, together_s, len(devices)))
     return statistics.median(shares)

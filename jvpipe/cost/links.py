@@ -113,7 +113,8 @@ def measure_links(
 
     out_s = seconds(out, here)
     back_s = seconds(lambda x: jax.device_put(x, here), pinned)
-    out_link, back_link = link_through(sizes, out_s), link_through(sizes, back_s)
+    out_link = link_through(sizes, out_s)
+    back_link = link_through(sizes, back_s)
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
     send_s = seconds(send, here)

@@ -60,7 +60,8 @@ class LocalCosts:
         last = len(self.batches) - 1
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
-        at, to = self.batches[low], self.batches[high]
+        at = self.batches[low]
+        to = self.batches[high]
         share = (b - at) / (to - at) if low < high else 0.0
 
         def in_proportion(near: float | int, far: float | int) -> float | int:

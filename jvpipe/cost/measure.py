@@ -141,7 +141,8 @@ def measured_costs(
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
-        f, b = runs[forward.key], runs[backward.key]
+        f = runs[forward.key]
+        b = runs[backward.key]
         works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
     if optimizer is not None:
         update_s = partial(_update_s, runs)

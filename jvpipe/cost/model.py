@@ -268,12 +268,12 @@ class _Model:
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the tensors that a layer's forward reads, and of all backwards only its own."""
-        own = []
+        alone = []
         for tensor in layer.reading(ValueKind.TENSOR):
             ref = Ref(ValueKind.TENSOR, tensor)
             if self.holders.get(ref) == (layer.id,):
-                own.append(tensor)
-        return own
+                alone.append(tensor)
+        return alone
 
     def shared(self) -> Iterator[Shared]:
         """Yields what a stage holds once, however many of its layers read it."""

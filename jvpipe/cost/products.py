@@ -47,9 +47,11 @@ class Product:
         if self.three is None:
             return None
         if self.three == "kernel":
-            m, k = -(-self.m // 4), self.k // 9
+            m = -(-self.m // 4)
+            k = self.k // 9
         else:
-            m, k = self.m // 9, -(-self.k // 4)
+            m = self.m // 9
+            k = -(-self.k // 4)
         return Product(16 * self.b, m, self.n, k, self.itemsizes)
 
 

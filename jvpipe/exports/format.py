@@ -215,7 +215,8 @@ def losses(
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
     elif PlanPart.ORDER not in silent:
-        lists, nearest = lists_for(plan, microbatches), _lists(back, microbatches)
+        lists = lists_for(plan, microbatches)
+        nearest = _lists(back, microbatches)
         if lists != nearest:
             yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:

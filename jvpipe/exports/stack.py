@@ -112,7 +112,8 @@ def layout_of(
     Raises:
         ValueError: the model is not a stack, or has fewer blocks than stages.
     """
-    stack, stages = stack_of(outline), len(plan.stages)
+    stack = stack_of(outline)
+    stages = len(plan.stages)
     rule = rule_of(plan, outline.microbatches, names)
     cuts = list[int]()
     layer = 0  # at which the stage ends
@@ -157,7 +158,8 @@ def plan_of(
     Raises:
         ValueError: the layout does not cover the blocks.
     """
-    stack, stages = stack_of(outline, strict), len(layout.counts)
+    stack = stack_of(outline, strict)
+    stages = len(layout.counts)
     if (total := sum(layout.counts)) != stack.blocks:
         raise ValueError(f"the layout covers {total} blocks, the model has {stack.blocks}")
     ends = tuple(accumulate(layout.counts, initial=0))

@@ -142,7 +142,8 @@ def _read(text: str, outline: Outline) -> Plan:
             f"the CSV, {len(lists)} rows, has a rank without tasks: write a row for each"
         )
     rank = ranks_of(lists)
-    stages, layers = len(rank), len(outline.layers)
+    stages = len(rank)
+    layers = len(outline.layers)
     if stages > layers:
         raise ValueError(f"the CSV has {stages} stages, the model has {layers} layers")
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
@@ -204,7 +205,9 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match is not None
-    s, word, m = int(match[1]), match[2], match[3]
+    s = int(match[1])
+    word = match[2]
+    m = match[3]
     # A neighbour's result comes over a RECV, or directly if both stages are on one rank.
     match word:
         case "SEND_F":

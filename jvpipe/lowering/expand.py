@@ -32,7 +32,9 @@ class Expander:
     """Expands tasks one after another; `existing` are the values that there are by then."""
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
-        self.graph, self.weights, self.existing = graph, weights, existing
+        self.graph = graph
+        self.weights = weights
+        self.existing = existing
         self._written = written_state(graph)
         self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 

@@ -135,12 +135,14 @@ def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row
     """
     groups: dict[int, _Group] = {}  # by place
     for row, kind in zip(rows, _kinds(rows), strict=True):
-        here, key = row.place, _Key(row.stage, row.microbatch, kind)
+        here = row.place
+        key = _Key(row.stage, row.microbatch, kind)
         for place, group in tuple(groups.items()):
             is_other_task = group.key[:2] != key[:2]
             if is_other_task or (place != here and group.precedes(row)):
                 yield from groups.pop(place).rows()
-        group, role = groups.get(here), KINDS[row.kind].grouped
+        group = groups.get(here)
+        role = KINDS[row.kind].grouped
         if KINDS[kind].grouped is Grouped.PART and joins(row):
             if group and group.takes(row, key):
                 group.parts.append(row)

@@ -124,7 +124,8 @@ class MicrobatchLayout:
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
         """Finds the stages on the device of a stage that make or read an edge."""
-        tensor, stages = self.graph.tensors[t], self.plan.stages
+        tensor = self.graph.tensors[t]
+        stages = self.plan.stages
         devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
         return {s for s in touching if stages[s].devices == devices}

@@ -170,7 +170,8 @@ class Waits:
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of the micro-batch before whose model state a stage reads."""
-        here, before = self.at[m].stage, self.at[m - 1].stage
+        here = self.at[m].stage
+        before = self.at[m - 1].stage
         writers = [writer for reader, writer in self._carried if here[reader] == s]
         stages = {before[writer] for writer in writers}
         for w in stages:
@@ -220,7 +221,8 @@ def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
     """
     s, kind, m = task
     if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        layers, before = plans[m].stages[s].layers, plans[m - 1]
+        layers = plans[m].stages[s].layers
+        before = plans[m - 1]
         for p in {before.stage_of(layer) for layer in layers}:
             if p != s:
                 yield Task(p, kind, m - 1)

@@ -63,7 +63,9 @@ class Placer(BufferTable):
         by_host: bool = False,
     ) -> None:
         super().__init__()
-        self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
+        self.graph = graph
+        self.optimizer = optimizer
+        self.by_host = by_host
         self.blocks: list[Block] = []
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
@@ -194,7 +196,8 @@ class Placer(BufferTable):
         source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        info, size = VALUES[value.kind], self.buffers[b].bytes
+        info = VALUES[value.kind]
+        size = self.buffers[b].bytes
         if info.alone and not self._replicated:
             self.leave(b)
         new = self.fresh(value, target, size, copy)
@@ -241,7 +244,8 @@ class Placer(BufferTable):
             m: the micro-batch, or NONE.
             new: what the copy shall be in the end; it is returned if that is on the device.
         """
-        value, size = self.spots[b].value, self.buffers[b].bytes
+        value = self.spots[b].value
+        size = self.buffers[b].bytes
         here = b
         if self.buffers[b].copy is Copy.AWAY:
             if source == target:

@@ -203,7 +203,8 @@ def _rounds(
     coming: dict[int, list[Row]] = {}
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
-            info, place = KINDS[row.kind], row.place
+            info = KINDS[row.kind]
+            place = row.place
             if info.back is not None:
                 anchors[place] = g
             elif info.link is Link.FROM_HOST and row.writes[0] in in_use:

@@ -73,7 +73,8 @@ def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         lowered: a step that yields each of its metrics at one place.
         processes: of each place.
     """
-    rows, buffers = list(lowered.rows), list(lowered.buffers)
+    rows = list(lowered.rows)
+    buffers = list(lowered.buffers)
     metrics: list[int] = []
     for process in dict.fromkeys(processes):
         target = processes.index(process)

@@ -21,7 +21,9 @@ class ReplicaParts:
     """
 
     def __init__(self, where: Placement, batching: Batching) -> None:
-        self.where, self.batching, self.graph = where, batching, where.graph
+        self.where = where
+        self.batching = batching
+        self.graph = where.graph
 
     def named(self, value: Value, examples: Slice) -> Value:
         """Names the part of a value that is of some examples; what is the same for all of them is
@@ -99,7 +101,8 @@ class ReplicaParts:
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
         """Returns the examples that two slices share, which there must be."""
-        x, y = self.whole(a), self.whole(b)
+        x = self.whole(a)
+        y = self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
         everything = self.whole(None)
         return None if shared == everything else shared

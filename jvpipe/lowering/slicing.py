@@ -58,7 +58,8 @@ class Slicing(ReplicaParts):
         updating: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(where, batching)
-        self._layouts, self._updating = layouts or {}, updating or {}
+        self._layouts = layouts or {}
+        self._updating = updating or {}
         self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
@@ -269,7 +270,8 @@ class Slicing(ReplicaParts):
             writes=(write,),
             examples=examples,
         )
-        ref, spread = Ref(value.kind, value.index), self.spread(value)
+        ref = Ref(value.kind, value.index)
+        spread = self.spread(value)
         slices = self.where.slices(op.layer)
         others = self.where.slices(source)
         theirs = tuple(self.named(value, other) for other in others)

@@ -333,7 +333,8 @@ def _expanded(
     batch: range,
 ) -> Iterable[Operation]:
     """Yields the operations of a task, layer by layer."""
-    layers, m = layout.layers(task.stage), task.microbatch
+    layers = layout.layers(task.stage)
+    m = task.microbatch
     match task.kind:
         case Kind.F:
             for layer in layers:

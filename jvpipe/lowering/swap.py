@@ -182,7 +182,8 @@ class _Swaps:
         writes: Sequence[int],
     ) -> Row:
         """Makes a row of a buffer's swap, at the buffer's place."""
-        place, layer = self._buffers[b].place, self._layer[left]
+        place = self._buffers[b].place
+        layer = self._layer[left]
         return Row(
             kind,
             place,

@@ -110,7 +110,8 @@ def _before(
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
         # All ends of a stage that begins at i at once, of which only those that fit remain.
-        row, ends = segments.row(s, i), cuts[cuts > i]
+        row = segments.row(s, i)
+        ends = cuts[cuts > i]
         fits = np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])
         ends = ends[fits]
         if not len(ends):

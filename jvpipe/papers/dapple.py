@@ -127,19 +127,20 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))
-    pivot_s, between_s, behind_s, latency = -np.inf, 0.0, -np.inf, 0.0
+    pivot_s = -np.inf
+    between_s = 0.0
+    behind_s = -np.inf
+    latency = 0.0
     for s in reversed(range(len(stages))):
-        stage, upto_s = stages[s], backward_s[s]
+        stage = stages[s]
+        upto_s = backward_s[s]
         work_s = stage.forward_s + stage.backward_s
         steady_s = (microbatches - 1) * work_s
         after_s = behind_s + upto_s - stage.backward_s
         ending_s = np.maximum(ahead_s[s] + upto_s, after_s)
         moves = steady_s > pivot_s + between_s
-        latency = np.where(
-            moves,
-            forward_s[s] + steady_s + ending_s,
-            latency,
-        )
+        with_pivot_s = forward_s[s] + steady_s + ending_s
+        latency = np.where(moves, with_pivot_s, latency)
         pivot_s = np.where(moves, steady_s, pivot_s)
         between_s = np.where(moves, 0.0, between_s + work_s)
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)

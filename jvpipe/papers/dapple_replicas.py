@@ -297,7 +297,8 @@ class _Search:
         if j < last:
             stages.append((last, self.places(free, free)))
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
-        shape = Shape(tuple(places for _, places in stages), self.size)
+        devices = tuple(places for _, places in stages)
+        shape = Shape(devices, self.size)
         asked = self.shapes.pins.allow(
             bounds,
             shape.replicas,
@@ -308,7 +309,8 @@ class _Search:
             evaluation = evaluate_decision(problem, kept_or_again(problem, bounds))
             least_s = plan_latency_s(evaluation.stages, self.microbatches)
             if least_s < self.best_s and keeps_limits(problem, evaluation):
-                self.best, self.best_s = (shape, bounds), least_s
+                self.best = (shape, bounds)
+                self.best_s = least_s
 
     def places(self, free: Free, taken: Free) -> Places:
         """Numbers the devices that are taken; those of a machine are taken in their order."""
@@ -382,11 +384,8 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
         rate: seconds of the latency, and per byte.
     """
     latency_s, byte_s = rate
-    one_way_s = np.where(
-        sizes > 0,
-        latency_s + sizes / 2 * byte_s,
-        0.0,
-    )
+    filled_s = latency_s + sizes / 2 * byte_s
+    one_way_s = np.where(sizes > 0, filled_s, 0.0)
     return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
 
 

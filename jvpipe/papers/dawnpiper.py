@@ -234,7 +234,8 @@ class BinaryPartition:
             q: the last one's.
         """
         changes = self.changes[self.segments.in_flight[s]]
-        begin, end = self.bounds[p], self.bounds[q]
+        begin = self.bounds[p]
+        end = self.bounds[q]
         chosen = Selection(self.segments, changes, s, begin, end)
         if chosen.may_fit:
             optimise(chosen)
@@ -271,15 +272,10 @@ class BinaryPartition:
             stage = self.stage(first, p, q)
             return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
+        sides = middle - first, last - middle  # numbers of stages
         best = None
         for b in self.between(p, q, first, middle, last):
-            floor_s = self.floor_s(
-                p,
-                b,
-                q,
-                middle - first,
-                last - middle,
-            )
+            floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
                 # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had
                 # to be saved, which proves less.

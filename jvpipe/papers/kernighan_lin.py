@@ -134,7 +134,8 @@ def refine(
         slower_s: dict[int, float] = {}
         for c in fine:
             if first <= c <= last:
-                left_s, right_s = total[c] - total[lo], total[hi] - total[c]
+                left_s = total[c] - total[lo]
+                right_s = total[hi] - total[c]
                 slower_s[c] = max(left_s, right_s)
         allowed_s = min(slower_s.values()) * (1 + BALANCE_TOLERANCE)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]

@@ -187,7 +187,8 @@ class Knapsack:
             j: behind the last one.
             quanta: that the choices may take.
         """
-        rest, options = np.zeros(self.q + 1), []
+        rest = np.zeros(self.q + 1)
+        options = []
         for layer in reversed(range(i, j)):
             options.insert(0, self._with(layer, rest))
             rest = options[0].min(0)
@@ -250,11 +251,8 @@ class Recomputation:
         # Entries with j <= i stand for no segment, and count as fitting.
         is_empty = np.arange(len(taken)) <= i
         fits = (taken <= self._free_bytes(s, i)) | is_empty
-        return np.where(
-            fits,
-            self._extra_s - self._extra_s[i],
-            np.inf,
-        )
+        extra_s = self._extra_s - self._extra_s[i]
+        return np.where(fits, extra_s, np.inf)
 
     def _knapsacks(self, k: int, q: int) -> list[Knapsack]:
         limit = self.segments.problem.memory_limit_bytes or 0
@@ -274,7 +272,8 @@ class Recomputation:
         """Returns for each i the last j that may fit on a stage, by parameters and smallest items
         alone.
         """
-        segments, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
+        segments = self.segments
+        limit = self.segments.problem.memory_limit_bytes or 0
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)

@@ -28,7 +28,8 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
         ValueError: the devices do not fill the machines, or there are more of them than pieces of
             the model.
     """
-    shapes, pieces = segments.shapes, len(segments.coarse) - 1
+    shapes = segments.shapes
+    pieces = len(segments.coarse) - 1
     if shapes.devices > pieces:
         raise ValueError(
             f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the "

@@ -150,7 +150,8 @@ class _Fastest:
 
     def pipeline(self) -> list[_Stage] | None:
         """Returns the best stages; None if every pipeline is over the limit."""
-        top, last = len(self.levels), len(self.kept.cuts) - 1
+        top = len(self.levels)
+        last = len(self.kept.cuts) - 1
         least_s = self._cost(top, Fraction(0))[0, last]
         if not np.isfinite(least_s):
             return None
@@ -170,7 +171,8 @@ class _Fastest:
         return self._known[k, behind]
 
     def _search(self, k: int, behind: Fraction) -> _Pipelines:
-        level, n = self.levels[k - 1], len(self.kept.cuts)
+        level = self.levels[k - 1]
+        n = len(self.kept.cuts)
         rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
@@ -310,7 +312,8 @@ def _join(
     >>> float(values[0, 2]), int(middles[0, 2])
     (4.0, 1)
     """
-    rows, columns = len(left), right.shape[1]
+    rows = len(left)
+    columns = right.shape[1]
     values = np.full((rows, columns), np.inf)
     middles = np.zeros((rows, columns), dtype=np.int64)
     for a in range(min(rows, columns - 1)):

@@ -58,15 +58,8 @@ def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
     rows = []
     for x in every:
         held_bytes = on_device_bytes(k, x.kept, x.swapped)
-        rows.append(
-            Treatment(
-                held_bytes,
-                x.swapped,
-                x.extra_s,
-                x.working,
-                x.left,
-            )
-        )
+        treatment = Treatment(held_bytes, x.swapped, x.extra_s, x.working, x.left)
+        rows.append(treatment)
     return tuple(rows)
 
 
@@ -185,7 +178,8 @@ class Selection:
         where later layers have freed what they had left.
         """
         peak, left = 0, 0
-        choices, given = self.choices[::-1], self._given[::-1]
+        choices = self.choices[::-1]
+        given = self._given[::-1]
         for layer, choice, freed in zip(reversed(self.layers), choices, given, strict=True):
             now = self.changes.layers[layer][choice]
             peak = max(peak, now.working_bytes - left)
@@ -197,7 +191,8 @@ class Selection:
         """The bytes by which the device is over its limit, or the host over the stage's equal share
         of its limit.
         """
-        device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
+        device = self.problem.memory_limit_bytes
+        host = self.problem.host_limit_bytes
         over = 0 if device is None else max(0, self.peak_bytes - device)
         share = None if host is None else host // self.problem.stages
         if share is None:
@@ -216,7 +211,8 @@ class Selection:
     @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
-        limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
+        limit = self.problem.memory_limit_bytes
+        least = self.changes.least_bytes
         if limit is None:
             return True
         least_bytes = self.fixed_bytes + least[self.layers.stop] - least[self.first]
@@ -240,7 +236,8 @@ class Selection:
         """Tells whether a change's copies hide behind the stage's work, and the host has room for
         them.
         """
-        return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
+        is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
+        return is_hidden and self.host_has_room(change)
 
     def host_has_room(self, change: FateChange) -> bool:
         """Tells whether the stage's share of the host holds what the change swaps."""

@@ -74,7 +74,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     allowed = max(costs) * (1 + 1e-9)  # sums of floats are not exact
     while True:
         sizes = np.diff(total[bounds])
-        p, q = int(sizes.argmax()), int(sizes.argmin())
+        p = int(sizes.argmax())
+        q = int(sizes.argmin())
         if sizes[p] - sizes[q] <= allowed:
             break
         if p < q:

@@ -58,7 +58,8 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     (0.001, 0.002, 100, 60)
     """
     whole = parse_located(text, file)
-    limit, devices = whole.amount("maxSizePerFPGA"), whole.count("maxFPGAs")
+    limit = whole.amount("maxSizePerFPGA")
+    devices = whole.count("maxFPGAs")
     if devices < 1:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
     nodes = _nodes(whole)

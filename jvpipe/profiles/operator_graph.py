@@ -173,7 +173,8 @@ def _values(
     edges = []
     for (producer, seconds, number), to in sorted(readers.items()):
         size = round(seconds * link.bytes_per_s)
-        name, differentiable = f"node{number}", any(to.values())
+        name = f"node{number}"
+        differentiable = any(to.values())
         edges.append(
             Edge(
                 producer,

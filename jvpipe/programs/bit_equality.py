@@ -62,14 +62,8 @@ def same_bits(
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
     one = _outcome(store, device, whole, [layer], values, sums)
-    two = _outcome(
-        store,
-        device,
-        halves,
-        [layer, layer + 1],
-        values,
-        sums,
-    )
+    both = [layer, layer + 1]
+    two = _outcome(store, device, halves, both, values, sums)
     for of_one, of_two in zip(one, two, strict=True):
         for v in sums:
             if v in of_one and not _alike(of_one[v], of_two[v]):

@@ -113,6 +113,7 @@ class Flow:
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
+        # A layer computes for itself what every layer needs.
         everywhere = self._eqns_of.get("everywhere", [])
         return [*everywhere, *self._eqns_of.get(home, [])]
 
@@ -152,7 +153,9 @@ class Flow:
         needed: dict[int, list[Atom]] = {}
         for phase in sorted({*sent, last}):
             vectors = sent.get(phase, [])
-            needed[phase] = [v for slot in vectors for v in self._vectors[slot]]
+            needed[phase] = []
+            for slot in vectors:
+                needed[phase] += self._vectors[slot]
         needed[last] += [out.atom for out in results]
         runs = self._runs(home, needed)
         kept = self._kept(home, runs)

@@ -74,7 +74,8 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
     """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
+    equations = structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False)
+    return equations, comparable(closed.consts)
 
 
 def differentiate(
@@ -100,16 +101,12 @@ def differentiate(
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     results = closed.jaxpr.outvars
-    outputs, leaves = results[:n_out], results[n_out:]
+    outputs = results[:n_out]
+    leaves = results[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
-    backward, signature = _trace_backward(
-        body,
-        tree,
-        shapes,
-        summed,
-        jaxprs.debug_calls(closed),
-    )
+    calls = jaxprs.debug_calls(closed)
+    backward, signature = _trace_backward(body, tree, shapes, summed, calls)
     # The forward yields only those residuals that the backward turned out to read; they are
     # numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
@@ -250,7 +247,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
     results = closed.jaxpr.outvars
-    outputs, leaves = results[:n_out], results[n_out:]
+    outputs = results[:n_out]
+    leaves = results[n_out:]
     # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
     # that.
     sources: dict[_jax.Atom, Source] = {}

@@ -31,7 +31,8 @@ def layer_programs(
         traced: the model.
         share: how many of a layer's candidates its forward keeps, or what the fates of a plan keep.
     """
-    return tuple(programs_of(store, traced, layer.id, share) for layer in traced.graph.layers)
+    layers = range(len(traced.graph.layers))
+    return tuple(programs_of(store, traced, layer, share) for layer in layers)
 
 
 def programs_of(
@@ -48,7 +49,8 @@ def programs_of(
         number: the layer.
         share: how many of its candidates its forward keeps, or what the fates of a plan keep.
     """
-    layer, body = traced.graph.layers[number], traced.bodies[number]
+    layer = traced.graph.layers[number]
+    body = traced.bodies[number]
     if isinstance(share, Fates):
         kept = sorted(share.kept[number])
     else:

@@ -356,11 +356,8 @@ def _programs(
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     inputs = (*gradients, *weight, *parameters, *state)
-    update = _Program(
-        traced.update,
-        inputs,
-        (*parameters, *state, *norm),
-    )
+    results = (*parameters, *state, *norm)
+    update = _Program(traced.update, inputs, results)
     return update, _Program(traced.init, parameters, state)
 
 

@@ -163,7 +163,8 @@ def _at_fixed_types(
 
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, by name."""
-    return tuple(map(_array, path_names(paths_of(tree)), jax.tree.leaves(tree)))
+    names = path_names(paths_of(tree))
+    return tuple(map(_array, names, jax.tree.leaves(tree)))
 
 
 def paths_of(tree: Tree) -> list[Path]:

@@ -76,13 +76,10 @@ class SplitScan:
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         init = [_as_array(start[i]) for i in kept]
-        carry, stacked = jax.lax.scan(
-            step,
-            init,
-            xs,
-            **scan_options(self.eqn),
-        )
-        positions, arrays = [*kept, *ys], [*carry, *stacked]
+        options = scan_options(self.eqn)
+        carry, stacked = jax.lax.scan(step, init, xs, **options)
+        positions = [*kept, *ys]
+        arrays = [*carry, *stacked]
         values_of = dict(zip(positions, arrays, strict=True))
         return {i: values_of[i] for i in outputs}
 

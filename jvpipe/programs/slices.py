@@ -32,11 +32,7 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     """Returns what puts arrays one after another along an axis."""
     key = "concat", types_of(parts), axis
-    return Program(
-        key,
-        lambda *xs: [jnp.concatenate(xs, axis)],
-        tuple(parts),
-    )
+    return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
 
 
 def reduce_program(
@@ -87,7 +83,8 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
     """
 
     def join(*values: jax.Array) -> list[jax.Array]:
-        left, wholes = iter(values), list[jax.Array]()
+        left = iter(values)
+        wholes = list[jax.Array]()
         for leaf in parts:
             if leaf.spread.over is not Over.ADDED:
                 of_slices = list(islice(left, len(leaf.slices)))

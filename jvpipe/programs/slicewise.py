@@ -260,7 +260,9 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
         return _CONTRACTED if axis in contracted[side] else _FREE
 
     side = min(sides, key=rank)
-    rows, other, meaning = values[side], values[1 - side], rank(side)
+    rows = values[side]
+    other = values[1 - side]
+    meaning = rank(side)
     count = len(rows.parts)
     # The result has the batch axes first, then the free axes of the first operand, then those of
     # the second.

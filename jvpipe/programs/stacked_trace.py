@@ -86,7 +86,8 @@ def _trace_stacks(
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
-    joined, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
+    joined = stacks.join(params, _stacked_shape)
+    parameters = _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
     # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
@@ -162,7 +163,8 @@ class _Split:
     @property
     def starts(self) -> list[int]:
         """The position of the first slice of each leaf among all."""
-        return [0, *accumulate(1 if n is None else n for n in self.lengths)]
+        counts = [1 if n is None else n for n in self.lengths]
+        return list(accumulate(counts, initial=0))
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
         """Returns the slices of each leaf, those of one that is taken apart as `Slices`."""
@@ -230,7 +232,8 @@ def _settled(
         parameters: how these are taken apart.
         leaves: their slices.
     """
-    shapes, state = _state(core), _Split(_stack_lengths(core, parameters))
+    shapes = _state(core)
+    state = _Split(_stack_lengths(core, parameters))
     while True:
         results: list[Any] = []
 
@@ -242,11 +245,7 @@ def _settled(
         ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
             arrays = list(chain(*split))
-            results[:] = jaxprs.evaluate(
-                core.update,
-                arrays,
-                apply,
-            )  # noqa: B023 - called at once
+            results[:] = jaxprs.evaluate(core.update, arrays, apply)  # noqa: B023 - called at once
 
         jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
         new = results[len(parameters.lengths) :]

@@ -70,7 +70,8 @@ def settled(
         decay: D, between 0 and 1.
         anneal_updates: K; 0: updates are not scaled.
     """
-    n, gamma = len(shapes), decay ** (1 / tau)
+    n = len(shapes)
+    gamma = decay ** (1 / tau)
 
     def scale(t: jax.Array) -> Any:
         if not anneal_updates:
@@ -86,7 +87,9 @@ def settled(
 
     def run(*values: jax.Array) -> list[Any]:
         *arrays, t = values
-        old, new, delta = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
+        old = arrays[:n]
+        new = arrays[n : 2 * n]
+        delta = arrays[2 * n :]
         by = scale(t)
         updates = []
         for a, b in zip(old, new, strict=True):
@@ -97,12 +100,8 @@ def settled(
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
     # All but the weights before the update, which others may still read.
     in_place = tuple(range(n, 3 * n + 1))
-    return Program(
-        key,
-        run,
-        (*shapes, *shapes, *shapes, COUNT),
-        in_place,
-    )
+    inputs = (*shapes, *shapes, *shapes, COUNT)
+    return Program(key, run, inputs, in_place)
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
@@ -111,8 +110,5 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]
 
-    return Program(
-        ("total", count, types_of([shape])),
-        run,
-        (shape,) * count,
-    )
+    key = "total", count, types_of([shape])
+    return Program(key, run, (shape,) * count)

@@ -113,7 +113,8 @@ class Alike:
         elif atom in self._numbers:
             return self._numbers[atom]
         else:
-            number, is_whole = self._number(atom), _is_whole(atom)
+            number = self._number(atom)
+            is_whole = _is_whole(atom)
         if is_whole:
             self._whole.add(number)
         return number
@@ -128,4 +129,4 @@ class Alike:
 
 def _is_whole(atom: Atom) -> bool:
     dtype = _jax.aval(atom).dtype
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))

@@ -103,7 +103,8 @@ def _followed(
                 return "sums up from example to example"
             return _all(first, grown)
         case "windows":
-            size, stride = params["window_dimensions"][first], params["window_strides"][first]
+            size = params["window_dimensions"][first]
+            stride = params["window_strides"][first]
             is_of_one = size == stride == 1
             if is_of_one and tuple(params["padding"][first]) == (0, 0):
                 return _all(first, grown)
@@ -253,7 +254,8 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     """Follows the axis through a lookup: of each example in what has none, or of an example in its
     own.
     """
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    numbers = eqn.params["dimension_numbers"]
+    sizes = eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
     # The axes that the result has from the indices: all of theirs but the last.

@@ -121,7 +121,8 @@ def _remembered(
         momentum: how much a batch counts.
     """
     total, squares = before.total + total, before.squares + squares
-    items, seen = before.items + size, before.seen + 1
+    items = before.items + size
+    seen = before.seen + 1
     whole = seen == microbatches
     off = total / items.astype(jnp.float32)
     mean, variance = (

@@ -44,7 +44,7 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
     if microbatches == 1:
         return loss
     assert loss.of_size is not None
-    examples = next(v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH)
+    examples = loss.inputs_of(ValueKind.BATCH)[0]
     whole = loss.of_size(microbatches * _jax.aval(examples).shape[0])
     traces = TwoTraces(loss, whole)
     eqns = list(loss.eqns)
@@ -105,7 +105,8 @@ def _change(
     new value.
     """
     before = state_before(traces.micro, leaf.index)
-    sums = [traces.eqns[x.eqn].outvars[0] for x in leaf.sums]
+    sum_eqns = [traces.eqns[x.eqn] for x in leaf.sums]
+    sums = [eqn.outvars[0] for eqn in sum_eqns]
 
     def update(
         old: Array,
@@ -181,7 +182,8 @@ def _added(
     for i, kind in enumerate(kinds):
         if kind.mean_of is None:
             continue
-        j, count = places.index(kind.mean_of), kind.count
+        j = places.index(kind.mean_of)
+        count = kind.count
         off = parts[j] / count - so_far[j] / (count * jnp.maximum(batches, 1.0))
         after[i] += off**2 * (count * batches / (batches + 1.0))
     return after

@@ -70,7 +70,8 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_of_leaf, (leaf for _, leaf in leaves)))
+        arrays = (leaf for _, leaf in leaves)
+        digests = list(threads.map(_digest_of_leaf, arrays))
     lines = zip(shape_lines(tree, role), digests, strict=True)
     return [f"{name} {of_leaf}".rstrip() for name, of_leaf in lines]
 
@@ -148,7 +149,8 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
     )
     inputs, equations, outputs = compared.parts
     lines.append(f"inputs {digest(_text(inputs))}")
-    for i, (eqn, part) in enumerate(zip(jaxpr.eqns, equations, strict=True)):
+    pairs = zip(jaxpr.eqns, equations, strict=True)
+    for i, (eqn, part) in enumerate(pairs):
         lines.append(f"equation {i}, {_shown(eqn)} {digest(_text(part))}")
     lines.append(f"outputs {digest(_text(outputs))}")
     return lines

@@ -97,11 +97,8 @@ def _traced(
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            results = unrolled(
-                eqn,
-                values,
-                lambda xs: inline(eqn.params["jaxpr"], xs),
-            )
+            body = eqn.params["jaxpr"]
+            results = unrolled(eqn, values, lambda xs: inline(body, xs))
             if results is not None:
                 return results
             values = [as_array(v) for v in values]

@@ -94,7 +94,7 @@ class Traced:
     @property
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of the total and, if the loss is weighted, of the weight."""
-        parts = (atom for atom, ref in self.loss.outputs if ref.kind == ValueKind.LOSS)
+        parts = self.loss.outputs_of(ValueKind.LOSS)
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, parts)]
 
 
@@ -119,7 +119,7 @@ def build_graph(
     bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
-    parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    parameters = loss.inputs_of(ValueKind.PARAMETER)
     last = len(runs) - 1
     for i, run in enumerate(runs):
         if not jaxprs.defined(run).isdisjoint(outputs[:1]):
@@ -180,7 +180,10 @@ class Sorted:
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
         free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
         parametric = {v for v, kind in source.items() if kind is ValueKind.PARAMETER}
-        floating, main, weighted, reading = [], [], [], []
+        floating = []
+        main = []
+        weighted = []
+        reading = []
         derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))

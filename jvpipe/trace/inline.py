@@ -150,12 +150,8 @@ class _Line:
         if picks_key(eqn):
             keys = _jax.aval(eqn.invars[0])
             picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(keys)
-            return self.run(
-                picking.jaxpr,
-                picking.consts,
-                atoms,
-                _jax.joined_source(call, eqn),
-            )
+            source = _jax.joined_source(call, eqn)
+            return self.run(picking.jaxpr, picking.consts, atoms, source)
         return self._append(eqn, atoms, call)
 
     def _append(

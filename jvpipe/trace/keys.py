@@ -89,11 +89,8 @@ def take(
         starts: the first index of each axis.
         sizes: how many of each axis.
     """
-    return jax.lax.dynamic_slice(
-        keys,
-        [np.int32(start) for start in starts],
-        sizes,
-    )
+    places = [np.int32(start) for start in starts]
+    return jax.lax.dynamic_slice(keys, places, sizes)
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:

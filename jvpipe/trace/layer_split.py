@@ -96,7 +96,7 @@ def places_inside(
     """
     sorted_eqns = Sorted.of(traced.loss)
     bounds = _bounds(traced, sorted_eqns)
-    parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    parameters = traced.loss.inputs_of(ValueKind.PARAMETER)
     behind = parameters_behind(sorted_eqns.floating, parameters)
     by_kind: dict[Hashable, list[CutPlace]] = {}
     found = {}
@@ -105,11 +105,8 @@ def places_inside(
         kind = layer_signature(body)
         if kind not in by_kind:
             run = sorted_eqns.main[slice(*bounds[layer])]
-            by_kind[kind] = _places(
-                run,
-                behind,
-                seconds(body.eqns, body.outputs),
-            )
+            run_s = seconds(body.eqns, body.outputs)
+            by_kind[kind] = _places(run, behind, run_s)
         found[layer] = by_kind[kind]
     return found
 
@@ -130,7 +127,8 @@ def _places(
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first, second = _reads(run[:p]), _reads(run[p:])
+        first = _reads(run[:p])
+        second = _reads(run[p:])
         shared = _behind(first, behind) & _behind(second, behind)
         if shared:
             continue
@@ -167,11 +165,8 @@ def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
     """
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - before_end for layer, before_end in where]
-    return build_graph(
-        traced.loss,
-        traced.cuts,
-        sorted([*traced.splits, *further]),
-    )
+    splits = sorted([*traced.splits, *further])
+    return build_graph(traced.loss, traced.cuts, splits)
 
 
 def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:

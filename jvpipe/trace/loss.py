@@ -71,6 +71,14 @@ class LossJaxpr:
     state_chosen: tuple[StateReduction | None, ...] = ()
     frozen: frozenset[int] = frozenset()
 
+    def inputs_of(self, kind: ValueKind) -> list[Var]:
+        """Returns the variables of the inputs of a kind."""
+        return [v for v, ref in self.inputs.items() if ref.kind is kind]
+
+    def outputs_of(self, kind: ValueKind) -> list[Atom]:
+        """Returns the atoms of the outputs of a kind."""
+        return [atom for atom, ref in self.outputs if ref.kind is kind]
+
     @property
     def jaxpr(self) -> Jaxpr:
         """The whole loss, to be read or compared."""
@@ -445,9 +453,9 @@ def _check_effects(closed: _jax.ClosedJaxpr) -> None:
 
 
 def _check_dependence(traced: LossJaxpr) -> None:
-    parameters = [v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    parameters = traced.inputs_of(ValueKind.PARAMETER)
     moving = _moving(traced, parameters)
-    total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
+    total, *weight = traced.outputs_of(ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in moving:
         raise ValueError(
             "the loss depends on no parameter: there is nothing to train, "

@@ -16,7 +16,7 @@ from dataclasses import replace
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
-from jvpipe.trace.reductions import Lies
+from jvpipe.trace.reductions import Lies, open_of, roots_of
 from jvpipe.trace.structure import comparable
 
 _SHAPING = frozenset(
@@ -27,7 +27,9 @@ _SHAPING = frozenset(
     """.split()  # noqa: SIM905 - read as a table
 )
 """Primitives that are linear in what is open."""
-_SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
+_SUMS = ("add", "sub", "add_any")
+_PRODUCTS = ("mul", "div")
+_ROOTS = ("sqrt", "rsqrt")
 
 
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
@@ -67,7 +69,7 @@ def normalised(
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
     scales = [x for x in moving if x.is_scale]
-    opened = frozenset[Var]().union(*(x.open for x in moving))
+    opened = open_of(moving)
     if out.over is not Over.ALONG:
         is_root = name in _ROOTS and out.reduced
         return replace(
@@ -77,14 +79,14 @@ def normalised(
         )
     # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
-    opened = opened.union(*(x.roots for x in entering))
+    opened |= roots_of(entering)
     if scales and len(scales) == len(moving):  # the scale, once for each example
-        roots = frozenset[Var]().union(*(x.roots for x in scales))
+        roots = roots_of(scales)
         return replace(out, open=opened, is_scale=True, roots=roots)
     # Times a scale: what the scale was made of is closed.
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
-    opened = opened.union(*(x.roots for x in scales))
+    opened |= roots_of(scales)
     return replace(out, open=opened) if not opened or _keeps(eqn, ins) else None
 
 

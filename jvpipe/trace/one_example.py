@@ -38,7 +38,8 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     Raises:
         UnlikeError: its equations are others on twice as many, or its rules on one.
     """
-    double, single = _of_size(whole, 2 * examples), _of_size(whole, 1)
+    double = _of_size(whole, 2 * examples)
+    single = _of_size(whole, 1)
     if double is None:
         raise UnlikeError("it does not take twice as many")
     if comparable(whole.constants) != comparable(double.constants):
@@ -167,7 +168,8 @@ class _Smaller:
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
         """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
-        a, b = np.asarray(whole.val), np.asarray(double.val)
+        a = np.asarray(whole.val)
+        b = np.asarray(double.val)
         # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)

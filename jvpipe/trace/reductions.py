@@ -13,7 +13,7 @@ the case of no items: a slice uses its count as it is. Other weights may add up 
 and then slices would not make the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -107,6 +107,16 @@ NONE = Lies(Over.NONE)
 ZERO = Lies(Over.NONE, is_zero=True)
 
 
+def roots_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the reductions that values were made of."""
+    return frozenset[Var]().union(*(x.roots for x in values))
+
+
+def open_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the statistics that are open in values."""
+    return frozenset[Var]().union(*(x.open for x in values))
+
+
 def counted(power: int) -> Lies:
     """Returns how a power of the number of examples lies."""
     if not power:
@@ -180,7 +190,7 @@ def reduced(
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
-    roots = frozenset[Var]().union(*(x.roots for x in moving))
+    roots = roots_of(moving)
     if not moving:
         return NONE
     if _rounds(eqn, alike):
@@ -219,10 +229,12 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
     """Returns how what is put together lies: as its parts do, if these lie alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
-        chosen, others = ins[1:], ins[:1]
+        chosen = ins[1:]
+        others = ins[:1]
     elif eqn.primitive.name == "scatter-add":
-        chosen, others = (ins[0], ins[2]), ins[1:2]
-    roots = frozenset[Var]().union(*(x.roots for x in ins))
+        chosen = (ins[0], ins[2])
+        others = ins[1:2]
+    roots = roots_of(ins)
     kinds = {(x.over, x.power, x.excess) for x in chosen if not x.is_zero}
     if len(kinds) != 1 or any(x.over is not Over.NONE for x in others):
         return Lies(Over.MIXED, roots=roots)

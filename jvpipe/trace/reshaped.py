@@ -68,4 +68,5 @@ def _same_products(
 
 def _readers(traced: Traced) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the number of layers, and those that read each parameter."""
-    return len(traced.graph.layers), [parameter.readers for parameter in traced.graph.parameters]
+    graph = traced.graph
+    return len(graph.layers), [parameter.readers for parameter in graph.parameters]

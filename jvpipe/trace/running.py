@@ -196,8 +196,11 @@ class TwoTraces:
         """Returns what a value is made of, back to sums over examples and to inputs. Costs what it
         walks over.
         """
-        todo, seen = variables([atom]), set[Var]()
-        sums, inputs, eqns = set[int](), set[Var](), set[int]()
+        todo = variables([atom])
+        seen = set[Var]()
+        sums = set[int]()
+        inputs = set[Var]()
+        eqns = set[int]()
         barrier = None
         while todo:
             var = todo.pop()

@@ -102,7 +102,8 @@ def _layers(graph: LayerGraph) -> object:
     """Returns what must be equal for layers to differ only in their sizes."""
     candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
     layers = [(layer.reads, layer.writes) for layer in graph.layers]
-    tensors = [(tensor.producer, tensor.readers, tensor.differentiable) for tensor in graph.tensors]
+    crossing = operator.attrgetter("producer", "readers", "differentiable")
+    tensors = list(map(crossing, graph.tensors))
     readers = [parameter.readers for parameter in graph.parameters]
     return layers, candidates, tensors, readers
 
@@ -346,10 +347,11 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
     examples.
     """
     loss = traced.loss
-    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
+    states = loss.outputs_of(ValueKind.STATE)
     # What model state remembers may be used for single examples, as batch norm does with its
     # statistics.
-    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    same = first_of_same(loss.eqns)
+    remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     total, flows = traced.graph.examples, active(loss)
     place_of = places(traced)
@@ -361,7 +363,7 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
         same=same,
         flows=flows,
     )
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    batch = loss.inputs_of(ValueKind.BATCH)
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     return spreading
 

@@ -34,6 +34,7 @@ from jvpipe.trace.reductions import (
     Lies,
     counted,
     guarded,
+    open_of,
     power_after,
     reduced,
     summed_axes,
@@ -152,7 +153,8 @@ class Spreading:
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
         assert isinstance(small, Literal)
-        a, b = np.asarray(atom.val), np.asarray(small.val)
+        a = np.asarray(atom.val)
+        b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
         # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2
@@ -228,7 +230,7 @@ class Spreading:
         power = power_after(eqn, ins)
         if power is None:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
-        opened = frozenset[Var]().union(*(x.open for x in moving))
+        opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
@@ -247,7 +249,7 @@ class Spreading:
             )
         if result.over is Over.ALONG:
             # What was open before and is no more has been divided by: that batch norm is complete.
-            before = frozenset[Var]().union(*(x.open for x in ins))
+            before = open_of(ins)
             self.normalising |= before - result.open
             if not result.is_scale:
                 self.normalising.update(*(x.roots for x in ins if x.is_scale))
@@ -267,12 +269,13 @@ class Spreading:
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
         # A reduction inside of a loop is known outside by the result of the loop.
-        root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
+        root = (self._outer or eqn).outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """Returns the axis of a result whose size follows the number of examples, if there is one."""
-        a, b = _jax.aval(atom).shape, _jax.aval(small).shape
+        a = _jax.aval(atom).shape
+        b = _jax.aval(small).shape
         pairs = zip(a, b, strict=False)
         axes = [i for i, (x, y) in enumerate(pairs) if x != y]
         if len(a) == len(b) and not axes:

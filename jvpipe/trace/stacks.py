@@ -90,7 +90,8 @@ class Stacks:
                 raise ValueError(
                     f"frozen pattern '{pattern}' matches no parameter: did you mean {close or 'none'}?"
                 )
-        return tuple(any(fnmatchcase(path, x) for x in patterns) for path in paths)
+        frozen = [any(fnmatchcase(path, pattern) for pattern in patterns) for path in paths]
+        return tuple(frozen)
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
         """Returns the leaves of the split parameters that match patterns: of a stack all slices."""

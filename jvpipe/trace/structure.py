@@ -89,7 +89,8 @@ def structure(
 def _kind(atom: Atom) -> Hashable:
     """Returns the shape and type of a variable or literal, comparable."""
     aval = atom.aval
-    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
     kind = shape, dtype, getattr(aval, "weak_type", False)
     return str(aval) if None in kind else kind
 
@@ -98,7 +99,8 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
     if eqn.primitive.name in RULES and not rules:
         return comparable(eqn.params["call_jaxpr"], rules=False)
     if eqn.primitive.name in RULES and not eqn.params["symbolic_zeros"]:
-        return comparable(eqn.params["call_jaxpr"]), comparable(pullback(eqn)[0], rules=False)
+        rule, _ = pullback(eqn)
+        return comparable(eqn.params["call_jaxpr"]), comparable(rule, rules=False)
     params = ((k, comparable(v, rules=rules)) for k, v in eqn.params.items())
     return tuple(sorted(params))
 
@@ -132,7 +134,8 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         rules: compare derivative rules too.
     """
     if isinstance(value, ClosedJaxpr):
-        jaxpr, consts = value.jaxpr, tuple(comparable(c) for c in value.consts)
+        jaxpr = value.jaxpr
+        consts = tuple(comparable(c) for c in value.consts)
         return "jaxpr", structure(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, rules=rules), consts
     if isinstance(value, Jaxpr):
         inputs = [*value.constvars, *value.invars]

@@ -37,7 +37,8 @@ def settle_sums(
     """
     needing: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the layers that need it
     for layer, run in enumerate(runs):
-        for v in [*free_variables(run), *(outputs if layer == loss_layer else ())]:
+        yielded = outputs if layer == loss_layer else ()
+        for v in [*free_variables(run), *yielded]:
             needing[v].add(layer)
     # The layers that read a value even if no sum is made there.
     reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})

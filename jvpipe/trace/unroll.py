@@ -139,5 +139,5 @@ def _part(x: Any, i: int) -> Any:
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    array = cache(lambda: jax.numpy.stack([as_array(part) for part in parts]))
+    array = cache(lambda: jax.numpy.stack(list(map(as_array, parts))))
     return Stack(parts.__getitem__, array, False)

@@ -100,7 +100,8 @@ class Unrolled:
         """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
-        named, bound = self.spots[n], self.bounds[n]
+        named = self.spots[n]
+        bound = self.bounds[n]
         if n == 0:
             return [(spot, b) for b, spot in sorted(named.items())]
         m0, v0 = self._base(n)
@@ -119,7 +120,8 @@ class Unrolled:
         m0, v0 = self._base(n)
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
-        before, after = self._alive(n), self._alive(n + 1)
+        before = self._alive(n)
+        after = self._alive(n + 1)
         metrics = self.metrics[n]
         # Equal steps get equal numbers: what was there before by name, then as it is touched.
         numbered = dict.fromkeys(b for _, b in before)

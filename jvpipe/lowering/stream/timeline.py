@@ -108,7 +108,8 @@ class StreamTimeline:
         self._newest: dict[tuple[int, int], int] = {}  # by layer and micro-batch: see `settle`
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        open_ended, ended = lists(steps + 1), lists(steps)
+        open_ended = lists(steps + 1)
+        ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
             """Joins the lists of the spans that have begun by step n: later ones nobody knows of

@@ -196,7 +196,8 @@ class StreamWeights:
             layer: that ran.
             m: the micro-batch.
         """
-        back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
+        back = KINDS[kind].back
+        parameters = layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
         updates = 0
@@ -232,12 +233,15 @@ class StreamUpdates:
     """Expands the updates of a stream."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
-        self.weights, self.expander, self.slots = weights, expander, slots
+        self.weights = weights
+        self.expander = expander
+        self.slots = slots
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields the sum of the weights of an update's micro-batches, once all of them have theirs."""
-        graph, every = self.weights.graph, self.weights.timeline.every
+        graph = self.weights.graph
+        every = self.weights.timeline.every
         ends_update = (m + 1) % every == 0
         if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
             batch = range(m + 1 - every, m + 1)
@@ -277,7 +281,8 @@ class StreamUpdates:
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
-        update, graph = m // self.weights.timeline.every, self.weights.graph
+        update = m // self.weights.timeline.every
+        graph = self.weights.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
         tau = self.weights.tau(layer, m)
         schedule = self.weights.schedule
