@@ -39,8 +39,9 @@ class Family:
     winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
-        """Returns the share of the peak that products of a type reach; it was measured for float32
-        alone.
+        """Returns the share of the peak that products of a type reach.
+
+        It was measured for float32 alone.
         """
         return self.products.value if dtype == "float32" else SHEET.products.value
 

@@ -51,6 +51,7 @@ def measured_lending(
     Returns:
         0 for devices that are not CPUs.
     """
+    # Only CPUs take their time from the same cores.
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
 

@@ -89,6 +89,7 @@ def measure_programs(
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return [[s] for s in _in_turns([fitting[i] for i in missing], device)]
 
+    # Programs that an earlier process has timed are compiled, for their bytes, but not run.
     seconds = (archive or Archive()).each(description, len(fitting), 1, measure)
     for (program, _), (s,), size in zip(fitting, seconds, temporary, strict=True):
         runs[program.key] = Run(s, size)
@@ -248,6 +249,7 @@ def _estimated(
     modelled_s = {
         key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
     }
+    # The roofline is too fast by about the same factor for all programs of a device.
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
@@ -265,6 +267,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         recompute: the model of what dropping candidates costs.
         runs: of the backward, by the share of candidates that is kept.
     """
+    # With everything kept nothing is computed again.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -289,6 +292,7 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[f
     """Returns the least seconds of each program in several turns, in which all run one after
     another.
     """
+    # The first turn measures every program, the others only those that are short, and so noisy.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -298,12 +302,14 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[f
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """Returns the median of a few runs after one to warm up; donated inputs are put there again for
-    each.
+    """Returns the median of a few runs after one to warm up.
+
+    Donated inputs are put there again for each.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
     for i, example in enumerate(examples):
+        # An input that is not donated stays as it is, so it is put there once.
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
     runs_s: list[float] = []

@@ -55,6 +55,7 @@ class Recompute:
         Walks from what the backward needs to what that is made of, and stops at kept candidates.
         Each candidate is expanded once.
         """
+        # Results of the layer exist anyway, so nothing behind them runs again for the backward.
         kept = self.free.union(kept)
         used = set()
         recomputed = set()

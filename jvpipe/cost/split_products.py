@@ -45,8 +45,9 @@ def sum_parts(product: Product, cores: int) -> int:
 
 
 def split_bytes(product: Product, cores: int) -> int:
-    """Counts the bytes of the parts, and of operands that are copied for them; 0 if the sum is not
-    cut.
+    """Counts the bytes of the parts, and of operands that are copied for them.
+
+    0 if the sum is not cut.
 
     Args:
         product: its shape.

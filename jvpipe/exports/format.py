@@ -71,6 +71,7 @@ class Format:
             )
         if not self.comment:
             return text
+        # By the first line a file of another version is refused; the others name what was lost.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -111,6 +112,7 @@ def lists_for(plan: Plan, microbatches: int) -> TaskLists:
     step, is exported as 1F1B. `losses` reports the second.
     """
     schedule = rule_named(plan.schedule or "1f1b")
+    # Weights of several versions, which no other system has.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
@@ -145,12 +147,14 @@ def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
-    """Returns the number of the list that runs each stage; raises ValueError unless it is exactly
-    one.
+    """Returns the number of the list that runs each stage.
+
+    Raises ValueError unless it is exactly one.
     """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:
+            # All tasks of a stage must be in one list, because its parameters lie there.
             if rank.setdefault(task.stage, r) != r:
                 raise ValueError(
                     f"stage {task.stage} is on rank {rank[task.stage]} and on rank {r}"
@@ -179,6 +183,7 @@ def rule_of(
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
+    # Chunks in the shape of a V lie on other devices than those that loop.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
@@ -203,6 +208,7 @@ def losses(
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
+        # What follows compares one turn: replicas run the same tasks.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:

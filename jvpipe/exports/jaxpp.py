@@ -120,8 +120,9 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the lists of literals that a file assigns to names; raises ValueError if one is
-    missing.
+    """Returns the lists of literals that a file assigns to names.
+
+    Raises ValueError if one is missing.
     """
     try:
         tree = ast.parse(text)

@@ -37,8 +37,9 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the fields, written as lines of YAML or as `name=value`; raises ValueError if they do
-    not fit.
+    """Reads the fields, written as lines of YAML or as `name=value`.
+
+    Raises ValueError if they do not fit.
     """
     fields = dict[str, str]()
     for line in text.splitlines():

@@ -66,6 +66,7 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)
+    # Layers before the first block are the embedding, those behind the last one the head.
     stack = BlockStack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
@@ -138,6 +139,7 @@ def layout_of(
         recomputed = [k for k in blocks if not dropped.isdisjoint(_values(outline, stack, k))]
         again = max(again, len(recomputed))
         first += count
+    # A format of equal stages has one switch for all blocks of all stages.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, plan.device_count)
@@ -177,6 +179,7 @@ def plan_of(
     )
     with_fates = []
     for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
+        # The first blocks of a stage, as other systems do.
         recomputed = range(first, min(end, first + layout.again))
         names = [name for block in recomputed for name in _values(outline, stack, block)]
         with_fates.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))

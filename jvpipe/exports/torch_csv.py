@@ -83,11 +83,14 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
             at[r] += 1
             rows[r].append(str(task))
             to = _next_stage(task, last)
+            # Stages on one rank hand over their results without a send.
             if to is not None and rank[to] != r:
                 letter = "F" if task.kind == Kind.F else "B"
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
                 rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
             backwards[task.stage] -= task.kind in _ADDS
+            # The gradients of a stage are complete once its last backward, or weight half, has
+            # added to them.
             if task.kind in _ADDS and not backwards[task.stage]:
                 rows[r].append(f"{task.stage}REDUCE_GRAD")
         if sum(at) == before:  # a round in which nothing ran is followed by others like it
@@ -149,6 +152,7 @@ def _read(text: str, outline: Outline) -> Plan:
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
+    # The first stages get the layers that are left over.
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
     devices = [rank[s] for s in range(stages)]
     plan = Plan.from_cuts(counts, devices, outline=outline)

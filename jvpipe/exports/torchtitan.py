@@ -30,6 +30,7 @@ def _write(plan: Plan, outline: Outline) -> str:
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
     ends = accumulate(layout.counts, initial=0)
     names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
+    # What is not numbered goes with the first and the last part.
     names[0] = FIRST + names[0]
     names[-1] += LAST
     rows = "".join(f"  {_row(row)},\n" for row in names)
@@ -66,6 +67,7 @@ def _read(text: str, outline: Outline) -> Plan:
     if mode not in ("none", "full"):
         raise ValueError(f"activation checkpoints {brief(mode)} cannot be read: none and full can")
     looped = schedule == "Interleaved1F1B"
+    # A file without a degree has two chunks per rank if it loops.
     usual = len(counts) // 2 if looped else len(counts)
     degree = table.get("pipeline_parallel_degree", usual)
     chunks, rest = divmod(len(counts), degree) if is_whole(degree) and degree > 0 else (0, 1)

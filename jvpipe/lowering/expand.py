@@ -84,8 +84,9 @@ class Expander:
         *,
         back: bool = False,
     ) -> Value:
-        """Names a value that a layer reads for a micro-batch; the model state is as the one before
-        left it.
+        """Names a value that a layer reads for a micro-batch.
+
+        The model state is as the one before left it.
 
         Args:
             layer: that reads.
@@ -111,8 +112,9 @@ class Expander:
                 raise AssertionError(f"no layer reads {ref}")
 
     def written_by(self, ref: Ref, m: int) -> Value:
-        """Names a value that a layer writes for a micro-batch; the model state is for the one
-        after.
+        """Names a value that a layer writes for a micro-batch.
+
+        The model state is for the one after.
         """
         if ref.kind is ValueKind.STATE:
             m += 1

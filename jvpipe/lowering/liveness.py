@@ -47,6 +47,7 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
+    # What outlives the step is freed by none of its rows.
     rows = freeing(rows, {*final, *metrics})
     return Lowered(
         tuple(rows),

@@ -64,6 +64,8 @@ def dispatch_order(
         if not all(task in ended for task in needed):
             return False
         start = max([ended[task] for task in needed], default=0.0)
+        # Of tasks that could start at once the later stage's comes first: it frees what others
+        # hold.
         heapq.heappush(ready, (start, -stage, stage))
         return True
 
@@ -79,6 +81,7 @@ def dispatch_order(
         order.append(task)
         position[stage] += 1
         waiting.add(stage)
+        # Whoever waited for this task may be able to start now.
         waiting -= {s for s in tuple(waiting) if offer(s)}
     # Nothing can start any more: either all tasks have ended, or they wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
@@ -138,6 +141,7 @@ class Waits:
         split: Collection[tuple[int, int]] = frozenset(),
     ) -> None:
         self._split = split
+        # Most micro-batches share a plan.
         neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}

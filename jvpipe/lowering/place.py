@@ -311,8 +311,9 @@ class Placer(BufferTable):
                     self.send(value, here, target, op.layer, op.microbatch)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """Returns the buffer that an operation reads; what is not there is fed, sent or moved
-        first.
+        """Returns the buffer that an operation reads.
+
+        What is not there is fed, sent or moved first.
         """
         layer, m = op.layer, op.microbatch
         if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
@@ -409,8 +410,9 @@ class Placer(BufferTable):
                 self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
-        """Moves what lies on the devices between steps to where a plan has it; model state comes
-        with its reader.
+        """Moves what lies on the devices between steps to where a plan has it.
+
+        Model state comes with its reader.
         """
         before = self.where.plan
         self.enter(plan)

@@ -50,8 +50,9 @@ class Placement:
         return slices
 
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
-        """Returns the examples that each replica of a layer's stage works on; (None,) where it is
-        alone.
+        """Returns the examples that each replica of a layer's stage works on.
+
+        (None,) where it is alone.
         """
         return self._slices[self.stage[layer]]
 

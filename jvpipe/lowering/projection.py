@@ -52,10 +52,10 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 
 
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
-    """Returns a row as its process runs it; of a FREE of what went to another process, only the end
-    of its source.
+    """Returns a row as its process runs it.
 
-    That waits for nothing: a receipt has waited for the copy before.
+    A FREE of what went to another process only ends its source, and waits for nothing: a receipt
+    has waited for the copy before.
     """
     if row.kind is not Kind.FREE:
         return [row]

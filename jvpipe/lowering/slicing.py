@@ -338,7 +338,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # Who is on the same stage has the value: nothing is delivered there.
+            # Layers of the same stage have the value: nothing is delivered to them.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)

@@ -98,8 +98,9 @@ def _place_tasks(
     lists: TaskLists,
     slicing: Slicing | None,
 ) -> dict[Task, tuple[int, list[int]]]:
-    """Expands and places the forwards and backwards of a step; returns what each forward leaves to
-    be swapped.
+    """Expands and places the forwards and backwards of a step.
+
+    Returns what each forward leaves to be swapped.
 
     Args:
         expander: that expands them.

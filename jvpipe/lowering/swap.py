@@ -35,8 +35,9 @@ def swap(
     lists: TaskLists,
     swapped: Swapped,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each block with those of the swaps around them; copies are added to the
-    buffers.
+    """Yields the rows of each block with those of the swaps around them.
+
+    Copies are added to the buffers.
 
     Args:
         blocks: of tasks in the order of their dispatch.
@@ -74,8 +75,9 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written; devices are numbered as their
-    lists.
+    """The swapped values of all stages while their rows are written.
+
+    Devices are numbered as their lists.
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """

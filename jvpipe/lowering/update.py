@@ -22,8 +22,9 @@ from jvpipe.programs.pieces import Slot, SlotKind
 
 
 class Slots:
-    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of
-    the parameters.
+    """The values that the slots of an optimizer's pieces stand for.
+
+    `newest` are the versions of the parameters.
 
     >>> import jax
     >>> slots = Slots(LayerGraph((), (), ()), OptimizerCut((), (), (), jax.tree.structure(None), ()))
@@ -117,8 +118,9 @@ class Slots:
 
 
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
-    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its
-    readers.
+    """Yields the update of a synchronous step.
+
+    The new value of a tied parameter goes to all its readers.
 
     Args:
         expander: of the step.

@@ -75,7 +75,11 @@ class Suffix:
         """Returns the suffix without stages, which begins behind the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
-        return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
+        return Suffix(
+            nothing,
+            nothing,
+            *[np.zeros(layers + 1)] * 5,
+        )
 
 
 def try_adapipe(problem: Problem) -> Decision | None:
@@ -85,13 +89,18 @@ def try_adapipe(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
+        # Stage s needs the suffix behind it alone, so one pass from the last stage suffices.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
     bounds, choices = [0], []
     for s in range(problem.stages):
         bounds.append(int(suffixes[s].end[bounds[-1]]))
-        choices += recomputation.choices(s, bounds[-2], bounds[-1])
+        choices += recomputation.choices(
+            s,
+            bounds[-2],
+            bounds[-1],
+        )
     return Decision(tuple(bounds), tuple(choices))
 
 

@@ -17,8 +17,9 @@ from jvpipe.papers.selection import FateChange, Selection
 
 
 def free_time_s(stage: Selection, change: FateChange) -> float:
-    """Returns the FreeTime of what a change swaps; it is negative if the stage would wait for the
-    copies.
+    """Returns the FreeTime of what a change swaps.
+
+    It is negative if the stage would wait for the copies.
 
     Between a layer's forward and backward run those of the layers after it, and the whole stage for
     each of the k - 1 other micro-batches. This is exact in the steady state of 1F1B, and the mean
@@ -30,8 +31,9 @@ def free_time_s(stage: Selection, change: FateChange) -> float:
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
-    """Returns the MSPS of a change; its overhead is recomputation and copies, of which none is
-    hidden now.
+    """Returns the MSPS of a change.
+
+    Its overhead is recomputation and copies, of which none is hidden now.
     """
     one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
     overhead_s = change.extra_s + 2 * one_way_s

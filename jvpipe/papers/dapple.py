@@ -93,6 +93,7 @@ def dapple(problem: Problem) -> Decision:
         raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
+        # Traced back: the last stage of the best plan for j begins where the plan before it ends.
         ends.append(int(begin[ends[-1]]))
     return kept.decision([0, *reversed(ends)])
 

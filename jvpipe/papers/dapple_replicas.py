@@ -39,8 +39,9 @@ Places = tuple[int, ...]
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if no plan that it
-    considers fits.
+    """Finds DAPPLE's plan for all devices, between the coarse cuts.
+
+    None if no plan that it considers fits.
 
     Args:
         segments: of the model.
@@ -154,6 +155,8 @@ class _Plans:
         every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
             if phases:
+                # Stages without work change no latency: they neither fill the pipeline nor are its
+                # pivot.
                 every[:, longest - len(phases) :, j, 0] = np.array(phases).T
         return [Phases(*every[:, s]) for s in range(longest)]
 
@@ -185,6 +188,8 @@ class _Search:
         self.starts = range(0, shapes.devices, per_machine)
         left = (shapes.devices - start for start in self.starts)
         self.whole = tuple(min(per_machine, devices) for devices in left)
+        # On many devices stages get multiples of a unit, so that the counts that are tried stay
+        # few.
         self.unit = -(-shapes.devices // MOST_COUNTS)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
@@ -247,6 +252,7 @@ class _Search:
         # ends.
         rest_s = self.left_s / max(1, len(rest))
         slowest_s = np.maximum(forward_s + backward_s, rest_s)
+        # A bound from below: the slowest stage works on every micro-batch.
         may_win = self.microbatches * slowest_s < self.best_s
         is_reached = np.isfinite(before.latency_s)[:, None]
         possible = fits & is_reached & may_win
@@ -275,6 +281,7 @@ class _Search:
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
+            # Only what is better than all plans before it for the same j and devices goes on.
             row = int(best_rows[end])
             j = int(rows[row])
             plans.latency_s[end] = every_s[row, end]
@@ -329,7 +336,11 @@ class _Search:
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
             fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
-            alone_s = self.segments.fitting_s(self.size, replicas, 1)
+            alone_s = self.segments.fitting_s(
+                self.size,
+                replicas,
+                1,
+            )
             fitting_s[:, -1] = alone_s[:, -1]
             forwards_s = sums(self.segments.layer_s(b)[0])
             fits = np.isfinite(fitting_s) & self.inside
@@ -339,7 +350,11 @@ class _Search:
                 self.segments.again_s(b),
             )
             both_s = np.where(self.inside, both_s, 0.0)
-            forward_s = between(forwards_s, self.cuts, self.cuts)
+            forward_s = between(
+                forwards_s,
+                self.cuts,
+                self.cuts,
+            )
             forward_s = np.where(self.inside, forward_s, 0.0)
             self._work[replicas] = forward_s, both_s - forward_s, fits
         return self._work[replicas]
@@ -386,7 +401,11 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
     latency_s, byte_s = rate
     filled_s = latency_s + sizes / 2 * byte_s
     one_way_s = np.where(sizes > 0, filled_s, 0.0)
-    return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
+    return Phases(
+        one_way_s,
+        one_way_s,
+        np.zeros_like(one_way_s),
+    )
 
 
 def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
@@ -410,7 +429,11 @@ def _at(phases: Phases, which: Any) -> Phases:
     return Phases(*(np.asarray(x)[which] for x in phases))
 
 
-def _in_turn(free: Free, machines: Sequence[int], m: int) -> Free:
+def _in_turn(
+    free: Free,
+    machines: Sequence[int],
+    m: int,
+) -> Free:
     """Takes all free devices of some machines, one machine after another, until there are m."""
     taken = [0] * len(free)
     for k in machines:

@@ -156,8 +156,9 @@ class BinaryPartition:
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before the middle stage, and how far all
-            come.
+            """Fills stages to a level.
+
+            Returns the bound before the middle stage, and how far all come.
             """
             at = bound = p
             for s in range(first, last):
@@ -179,7 +180,13 @@ class BinaryPartition:
             else:
                 below = level
         bound, _ = fill(enough)
-        return self._clip(bound, p, q, middle - first, last - middle)
+        return self._clip(
+            bound,
+            p,
+            q,
+            middle - first,
+            last - middle,
+        )
 
     @staticmethod
     def _clip(
@@ -236,7 +243,13 @@ class BinaryPartition:
         changes = self.changes[self.segments.in_flight[s]]
         begin = self.bounds[p]
         end = self.bounds[q]
-        chosen = Selection(self.segments, changes, s, begin, end)
+        chosen = Selection(
+            self.segments,
+            changes,
+            s,
+            begin,
+            end,
+        )
         if chosen.may_fit:
             optimise(chosen)
         return chosen
@@ -275,6 +288,7 @@ class BinaryPartition:
         sides = middle - first, last - middle  # numbers of stages
         best = None
         for b in self.between(p, q, first, middle, last):
+            # A bound from below: what cannot beat the best plan is not planned.
             floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
                 # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had

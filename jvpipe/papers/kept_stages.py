@@ -21,13 +21,25 @@ class KeptStages(KeepAll):
     def forward_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward."""
         forward_s = self.segments.forward_of(s)
-        return self._inside(between(forward_s, self.cuts, self.cuts))
+        return self._inside(
+            between(
+                forward_s,
+                self.cuts,
+                self.cuts,
+            )
+        )
 
     def compute_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward and backward."""
         extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
         compute_s = self.segments.compute_of(s) + extra_s
-        return self._inside(between(compute_s, self.cuts, self.cuts))
+        return self._inside(
+            between(
+                compute_s,
+                self.cuts,
+                self.cuts,
+            )
+        )
 
     def seconds(self, s: int) -> Grid:
         """Returns the seconds between micro-batches: those of stage s's work, or of its own link if
@@ -45,7 +57,11 @@ class KeptStages(KeepAll):
         limit = self.problem.memory_limit_bytes
         if limit is None:
             return grid
-        return np.where(self.peak_bytes(s) <= limit, grid, np.inf)
+        return np.where(
+            self.peak_bytes(s) <= limit,
+            grid,
+            np.inf,
+        )
 
     def decision(self, places: Sequence[int]) -> Decision:
         """Returns the decision with the cuts at some places of the grid."""

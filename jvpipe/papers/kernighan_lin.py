@@ -58,6 +58,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         possible = inside[left : len(inside) - (stages - left)]
         middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
+        # At least the bound nearest to the share is balanced enough, so there always is one.
         tolerance = max(nearest, BALANCE_TOLERANCE * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
         # Fewest bytes first; of equal ones the best balance.
@@ -129,6 +130,7 @@ def refine(
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
+        # A bound moves between its coarse neighbours, and never past the bounds beside it.
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower_s: dict[int, float] = {}

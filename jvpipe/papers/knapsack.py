@@ -60,6 +60,7 @@ def items(segments: Segments) -> list[list[Item]]:
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
         all_of: list[Item] = []
+        # The last row recomputes everything: its choice is -1.
         for choice in (*range(len(rows) - 1), -1):
             row = rows[choice]
             if not row.swapped_bytes:
@@ -83,8 +84,9 @@ def items(segments: Segments) -> list[list[Item]]:
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes, all that differ or some of them; under each every layer has
-    an item.
+    """Lists caps on the working bytes, all that differ or some of them.
+
+    Under each every layer has an item.
     """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     every = chain.from_iterable(layers)
@@ -139,6 +141,7 @@ class Knapsack:
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
         table[n] = 0
+        # Row j of the table is for [i + 1, j) until layer i has been added, and for [i, j) then.
         for i in reversed(range(n)):
             rows = table[i + 1 : ends[i] + 1]
             rows[...] = self._with(i, rows).min(0)
@@ -160,15 +163,18 @@ class Knapsack:
         for x, w, out in treatments:
             if w <= self.q:
                 left = rest[..., : self.q + 1 - w]
+                # With q quanta the rest gets q - w of them.
                 np.add(left, x.extra_s, out=out[..., w:])
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Counts the quanta of the free bytes that [i, j) may take, over j; negative if it does not
-        fit.
+        """Counts the quanta of the free bytes that [i, j) may take, over j.
+
+        Negative if it does not fit.
         """
         largest = np.maximum.accumulate(self.working_bytes[i:])
         working = np.concatenate([np.zeros(i + 1), largest])
+        # The smallest items of [i, j) are held anyway: quanta count only what comes on top.
         base = self.base_bytes - self.base_bytes[i]
         left = (free_bytes - working) // self.in_flight - base
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
@@ -190,10 +196,12 @@ class Knapsack:
         rest = np.zeros(self.q + 1)
         options = []
         for layer in reversed(range(i, j)):
+            # From the last layer to the first, as the tables were made.
             options.insert(0, self._with(layer, rest))
             rest = options[0].min(0)
         choices, left = [], quanta
         for layer, option in zip(range(i, j), options, strict=True):
+            # Exact: the table behind this layer is the one that the minimum was taken of.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
@@ -223,6 +231,7 @@ class Recomputation:
         self.extra_s = np.stack(all_kept)
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
+        # If every segment fits with everything kept, no knapsack is needed.
         if np.isinf(self.extra_s).any():
             self._items = items(segments)
             self._caps = working_caps(self._items)
@@ -240,8 +249,9 @@ class Recomputation:
         return limit_bytes - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
-        """Returns the extra seconds of [i, j) with everything kept, over j; infinite if it does not
-        fit.
+        """Returns the extra seconds of [i, j) with everything kept, over j.
+
+        Infinite if it does not fit.
         """
         k = self.segments.in_flight[s]
         largest = np.maximum.accumulate(self._working_bytes[i:])
@@ -265,7 +275,11 @@ class Recomputation:
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
                 seconds = table[js, np.maximum(quanta, 0)]
-                seconds = np.where(quanta >= 0, seconds, np.inf)
+                seconds = np.where(
+                    quanta >= 0,
+                    seconds,
+                    np.inf,
+                )
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
@@ -274,6 +288,7 @@ class Recomputation:
         """
         segments = self.segments
         limit = self.segments.problem.memory_limit_bytes or 0
+        # A bound for all of these stages: what is over it fits on none of them.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)

@@ -17,8 +17,9 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts; None if none
-    fits.
+    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts.
+
+    None if none fits.
 
     Args:
         segments: of the model.

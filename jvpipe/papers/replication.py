@@ -80,8 +80,9 @@ def replicated(problem: Problem) -> Replicated:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage from the a-th to the b-th cut; a device holds as much as one of stage s of a straight
-    pipeline.
+    """A stage from the a-th to the b-th cut.
+
+    A device holds as much as one of stage s of a straight pipeline.
     """
 
     a: int
@@ -134,7 +135,12 @@ class _Fastest:
         """Returns A^0 on a device of stage s."""
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
-    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+    def share(
+        self,
+        level: _Level,
+        m: int,
+        cost: Grid,
+    ) -> Grid:
         """Returns T^k.
 
         Args:
@@ -179,12 +185,17 @@ class _Fastest:
             # One stage on all m parts, or a pipeline on m - last parts and a stage on the last
             # ones.
             cost = self._stage_cost(k, behind, m, m)[:rows]
+            # Where the last stage begins, and on how many parts it is: read back by `_stages`.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
                 before = pipelines.cost[m - last - 1]
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = _join(before, closing, np.maximum)
+                joined, middle = _join(
+                    before,
+                    closing,
+                    np.maximum,
+                )
                 better = joined < cost
                 cost = np.where(better, joined, cost)
                 begins = np.where(better, middle, begins)
@@ -252,7 +263,12 @@ class _Smallest(_Fastest):
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)
 
-    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+    def share(
+        self,
+        level: _Level,
+        m: int,
+        cost: Grid,
+    ) -> Grid:
         return cost
 
     def follow(self, level: _Level, cost: Grid) -> Grid:
@@ -265,6 +281,7 @@ def _levels(kept: KeptStages) -> list[_Level]:
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
     local = min(devices, cluster.devices_per_machine)
+    # Replicas are planned for whole machines alone, all of which have as many devices.
     machines, more = divmod(devices, local)
     if more or machines > cluster.machines:
         raise ValueError(

@@ -50,15 +50,22 @@ class Treatment(NamedTuple):
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is
-    `RECOMPUTE`.
+    """Lists a layer's choices when k micro-batches are in flight.
+
+    The last, found at -1, is `RECOMPUTE`.
     """
     every = [option_bytes(layer, option) for option in layer.options]
     every.append(recomputed_bytes(layer))
     rows = []
     for x in every:
         held_bytes = on_device_bytes(k, x.kept, x.swapped)
-        treatment = Treatment(held_bytes, x.swapped, x.extra_s, x.working, x.left)
+        treatment = Treatment(
+            held_bytes,
+            x.swapped,
+            x.extra_s,
+            x.working,
+            x.left,
+        )
         rows.append(treatment)
     return tuple(rows)
 
@@ -93,6 +100,7 @@ class FateChanges:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
+            # Recomputing everything is a change of its own only if no option does as well.
             if not any(again.is_no_better_than(option) for option in options):
                 choices[RECOMPUTE] = again
             changes: list[FateChange] = []
@@ -118,8 +126,9 @@ class FateChanges:
         return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the change that saves most per second, of those that swap no more; none if there
-        are none.
+        """Lists the change that saves most per second, of those that swap no more.
+
+        None if there are none.
         """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
         if not changes:

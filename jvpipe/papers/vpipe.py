@@ -72,7 +72,13 @@ def try_vpipe(problem: Problem) -> Decision | None:
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
         in_flight = segments.in_flight[s]
-        chosen = Selection(segments, changes[in_flight], s, i, j)
+        chosen = Selection(
+            segments,
+            changes[in_flight],
+            s,
+            i,
+            j,
+        )
         swap_recompute(chosen)
         return chosen
 
@@ -124,6 +130,8 @@ def _migrate(
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
+            # Every bound between the two stages moves by one place: one layer passes through all of
+            # them.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue

@@ -64,10 +64,12 @@ def read_graph_json(text: str, file: str) -> GraphFile:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
     nodes = _nodes(whole)
     edges = _edges(whole, nodes)
+    # For the message about a cycle.
     lines = {ends: edge.place.line for ends, edge in edges.items()}
     order = topological_order(nodes, lines, file)
     link = Link(_bytes_per_s(edges.values()))
     for edge in edges.values():
+        # Written so that NaN is refused, too.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             raise edge.place.wrong(
                 f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "

@@ -81,6 +81,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
+    # A heap, so that the lowest id comes out first whatever the order of the edges.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []

@@ -43,6 +43,7 @@ def pieces_of(
     both_ways: list[tuple[int, int]] = []
     for first, *rest in classes:
         for other in rest:
+            # An edge in each direction puts both into one strongly connected component.
             both_ways += [(first, other), (other, first)]
     pairs = [(place[a], place[b]) for a, b in (*edges, *both_ways)]
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
@@ -58,5 +59,6 @@ def pieces_of(
         piece_of[node] = min(members[int(label)])
     ends_of = [(piece_of[a], piece_of[b]) for a, b in edges]
     between = {(a, b): 0 for a, b in ends_of if a != b}
+    # A piece is named by its least node.
     named = {min(piece): tuple(piece) for piece in members.values()}
     return [named[piece] for piece in topological_order(named, between, "pieces")]

@@ -68,6 +68,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     lines = [(line, content) for line, content in numbered if content.strip()]
     for line, content in lines:
         if not content[0].isspace():
+            # A line that begins at the margin is a node, an indented one an edge.
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
                 earlier = nodes[node].line
@@ -141,6 +142,7 @@ def _number(
     except ValueError:
         digits = f"{field}={written} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
+    # The sum, too: finite numbers may add up to infinity.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -148,8 +150,9 @@ def _number(
 
 
 def _read_number(text: str) -> float:
-    """Reads a number as profilers write it; Python would also read underscores and the digits of
-    other scripts.
+    """Reads a number as profilers write it.
+
+    Python would also read underscores and the digits of other scripts.
     """
     if "_" in text or not text.isascii():
         raise ValueError(text)

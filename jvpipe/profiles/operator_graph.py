@@ -21,8 +21,9 @@ from jvpipe.profiles.graph_pieces import pieces_of
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node of a graph file: its seconds and bytes on a device; operators of one color share a
-    device.
+    """A node of a graph file: its seconds and bytes on a device.
+
+    Operators of one color share a device.
     """
 
     id: int
@@ -76,6 +77,7 @@ def operator_costs(
     backward: dict[int, list[Operator]] = {}
     for operator in operators:
         if home[operator.id] == operator.id:
+            # Operators of a color share a device.
             colors.setdefault(operator.color, []).append(operator.id)
         if operator.is_backward:
             backward.setdefault(home[operator.id], []).append(operator)
@@ -111,6 +113,7 @@ def _homes(operators: Sequence[Operator]) -> dict[int, int]:
     """Returns for each operator the layer that it counts for."""
     first = {operator.color: operator.id for operator in reversed(operators)}
     last = {operator.color: operator.id for operator in operators if not operator.is_backward}
+    # A color without a forward operator is a layer of its own, named by its first operator.
     layer_of = first | last
     return {x.id: layer_of[x.color] if x.is_backward else x.id for x in operators}
 
@@ -133,6 +136,7 @@ def _order(sent: Sequence[_Sent], node: Mapping[int, Operator]) -> list[tuple[in
     pairs = [(x.source, x.target) for x in sent if not x.operator.is_backward]
     for x in sent:
         without_forward = node[x.source].is_backward or node[x.target].is_backward
+        # Nothing else orders a layer that has no forward operator.
         if x.operator.is_backward and without_forward:
             pairs.append((x.target, x.source))
     return pairs

@@ -90,8 +90,9 @@ def _exact(dtype: Any) -> Any:
 
 
 def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded
-    yet.
+    """Applies a convolution with its axes in order.
+
+    The result of one of bfloat16 is not rounded yet.
 
     >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
@@ -122,7 +123,11 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     return _moved(out, tuple(np.argsort(result).tolist()))
 
 
-def _last(batch: int, feature: int, *space: int) -> tuple[int, ...]:
+def _last(
+    batch: int,
+    feature: int,
+    *space: int,
+) -> tuple[int, ...]:
     return (batch, *space, feature)
 
 

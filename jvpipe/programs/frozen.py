@@ -165,8 +165,9 @@ class _Update:
 
     @cached_property
     def _results(self) -> Mapping[Var, Sequence[int]]:
-        """By value, the numbers of the results that it is; parameters that stay as they are do not
-        count.
+        """By value, the numbers of the results that it is.
+
+        Parameters that stay as they are do not count.
         """
         results: dict[Var, list[int]] = {}
         for k, out in enumerate(self.closed.jaxpr.outvars):

@@ -59,8 +59,9 @@ class LayerPrograms:
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The backward in two programs; None if all of it yields cotangents, or all of it
-        gradients.
+        """The backward in two programs.
+
+        None if all of it yields cotangents, or all of it gradients.
         """
         return halve(self.backward, self.signature)
 
@@ -74,7 +75,12 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
     """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    equations = structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False)
+    equations = structure(
+        jaxpr.eqns,
+        inputs,
+        jaxpr.outvars,
+        rules=False,
+    )
     return equations, comparable(closed.consts)
 
 
@@ -106,7 +112,13 @@ def differentiate(
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
     calls = jaxprs.debug_calls(closed)
-    backward, signature = _trace_backward(body, tree, shapes, summed, calls)
+    backward, signature = _trace_backward(
+        body,
+        tree,
+        shapes,
+        summed,
+        calls,
+    )
     # The forward yields only those residuals that the backward turned out to read; they are
     # numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
@@ -127,8 +139,9 @@ def differentiate(
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle
-    `reduce_precision`.
+    """Returns which candidate a value is.
+
+    What `jax.checkpoint` saves passes through an idle `reduce_precision`.
     """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
@@ -145,8 +158,9 @@ def inference(body: Body) -> ClosedJaxpr:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its
-    equations.
+    """Runs a layer.
+
+    Its candidates and outputs have the values of calls, and the derivatives of its equations.
 
     So everything is computed twice: by equations through which gradients flow, and by calls, which
     no gradient enters. The compiler drops what is read of neither.
@@ -182,8 +196,9 @@ _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _candidate(x: jax.Array, name: str) -> jax.Array:
-    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as
-    JAX demands.
+    """Returns a value that can be saved under a name.
+
+    A complex one is saved as its two parts, as JAX demands.
     """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
@@ -289,7 +304,12 @@ class _Differentiated:
         returned = [i for i in body.moving if kinds[i] == ValueKind.TENSOR]
         active = [i for i, a in enumerate(body.active) if a]
         taken = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
-        return _Differentiated(gradients, returned, active, taken)
+        return _Differentiated(
+            gradients,
+            returned,
+            active,
+            taken,
+        )
 
 
 def _trace_backward(
@@ -405,7 +425,11 @@ def _cotangent(body: Body, i: int) -> jax.Array:
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:
-        return jnp.full((), body.share, _jax.aval(output).dtype)
+        return jnp.full(
+            (),
+            body.share,
+            _jax.aval(output).dtype,
+        )
     return _zeros(output)
 
 

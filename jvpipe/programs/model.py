@@ -81,8 +81,9 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """Returns a layer's forward as something to compile; one that is for recomputing prints
-    nothing.
+    """Returns a layer's forward as something to compile.
+
+    One that is for recomputing prints nothing.
     """
     if recompute and programs.recompute is not programs.forward:
         return Program.of(
@@ -122,8 +123,9 @@ def backward_program(programs: LayerPrograms) -> Program:
 
 
 def input_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields cotangents; it adds into the partial sums
-    that it takes.
+    """Returns the half of a layer's backward that yields cotangents.
+
+    It adds into the partial sums that it takes.
     """
     halves = _halves(programs)
     signature = halves.signature.input
@@ -138,8 +140,9 @@ def input_program(programs: LayerPrograms) -> Program:
 
 
 def weight_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields gradients; it adds into the accumulators
-    that it takes.
+    """Returns the half of a layer's backward that yields gradients.
+
+    It adds into the accumulators that it takes.
     """
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
@@ -183,8 +186,9 @@ def single_backward_program(programs: LayerPrograms) -> Program:
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite
-    its parameters.
+    """Returns a piece of the optimizer as something to compile.
+
+    One that `keeps` does not overwrite its parameters.
     """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])

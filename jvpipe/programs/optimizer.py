@@ -318,8 +318,9 @@ class _Program:
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
-    """Returns the names of the parameters; a slice has that of its stack if the optimizer sees
-    this.
+    """Returns the names of the parameters.
+
+    A slice has that of its stack if the optimizer sees this.
     """
     if not stacks:
         return [path_name(path) for path in paths_of(params)]

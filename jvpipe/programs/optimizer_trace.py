@@ -295,8 +295,9 @@ def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]
 
 
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """Returns what an optimizer's `update` has returned; raises ValueError unless that is (updates,
-    state).
+    """Returns what an optimizer's `update` has returned.
+
+    Raises ValueError unless that is (updates, state).
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and jax.tree.structure(answer[0]) == tree:

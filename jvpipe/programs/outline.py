@@ -57,8 +57,9 @@ class Call:
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """Returns the calls of a layer by the position of the equation whose results they make; the
-    last makes outputs.
+    """Returns the calls of a layer by the position of the equation whose results they make.
+
+    The last makes outputs.
     """
     # A candidate has a call already, and an input that is passed on needs none.
     computed = (v for v in jaxprs.variables(body.outputs) if v not in body.inputs)

@@ -125,8 +125,9 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns by value the only layer whose results depend on it; "everywhere" if there are
-    several.
+    """Returns by value the only layer whose results depend on it.
+
+    "everywhere" if there are several.
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"

@@ -41,8 +41,9 @@ class SplitScan:
         return all(len(result) <= 1 for result in used)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs one scan for each set of results that depend on the same layer; None stands for what
-        is not used.
+        """Runs one scan for each set of results that depend on the same layer.
+
+        None stands for what is not used.
         """
         results: dict[int, Any] = {}
         used = dict.fromkeys(result for result in self.layers if result is not None)
@@ -77,7 +78,12 @@ class SplitScan:
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         init = [_as_array(start[i]) for i in kept]
         options = scan_options(self.eqn)
-        carry, stacked = jax.lax.scan(step, init, xs, **options)
+        carry, stacked = jax.lax.scan(
+            step,
+            init,
+            xs,
+            **options,
+        )
         positions = [*kept, *ys]
         arrays = [*carry, *stacked]
         values_of = dict(zip(positions, arrays, strict=True))

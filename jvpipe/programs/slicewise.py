@@ -173,8 +173,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps what is the same along an axis; None
-    for others.
+    """Returns the results of an equation that makes or keeps what is the same along an axis.
+
+    None for others.
     """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:

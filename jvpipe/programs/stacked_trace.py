@@ -245,9 +245,15 @@ def _settled(
         ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
             arrays = list(chain(*split))
-            results[:] = jaxprs.evaluate(core.update, arrays, apply)  # noqa: B023 - called at once
+            new = jaxprs.evaluate(core.update, arrays, apply)
+            results[:] = new  # noqa: B023 - called at once
 
-        jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
+        jax.eval_shape(
+            update,
+            leaves,
+            leaves,
+            state.shapes(shapes),
+        )
         new = results[len(parameters.lengths) :]
         pairs = zip(state.lengths, new, strict=True)
         grown = tuple(len(x.pieces) if n is None and _is_stack(x) else n for n, x in pairs)

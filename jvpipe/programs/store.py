@@ -69,8 +69,9 @@ class Program:
         marked: bool = False,
         key: Hashable = None,
     ) -> "Program":
-        """Returns a program from a jaxpr; a marked one also yields four bytes that are never
-        donated, to wait on.
+        """Returns a program from a jaxpr.
+
+        A marked one also yields four bytes that are never donated, to wait on.
 
         Args:
             closed: the jaxpr.
@@ -162,11 +163,18 @@ class ProgramStore:
         partial: Collection[int],
     ) -> LayerPrograms | None:
         """Returns the same, if it has been asked for before; None if not."""
-        return self._layers.get(_layer_key(body, kept, partial))
+        return self._layers.get(
+            _layer_key(
+                body,
+                kept,
+                partial,
+            )
+        )
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """Returns the executables of programs on devices; those that are missing are compiled side
-        by side.
+        """Returns the executables of programs on devices.
+
+        The missing ones are compiled side by side.
         """
         # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}

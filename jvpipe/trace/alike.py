@@ -56,8 +56,9 @@ _COMPARED = (
 
 
 class Alike:
-    """Numbers variables so that those with the same number are equal; it has to meet all equations
-    in their order.
+    """Numbers variables so that those with the same number are equal.
+
+    It has to meet all equations in their order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):

@@ -106,8 +106,9 @@ def _alive(
     seen: np.ndarray,
     skip: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns per position the number of values that live across it, and their bytes; skips are
-    left out.
+    """Returns per position the number of values that live across it, and their bytes.
+
+    Skips are left out.
 
     Scalars count only in bytes. A position across which nothing lives, such as behind the loss,
     counts as one value.

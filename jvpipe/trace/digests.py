@@ -46,8 +46,9 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of the bytes that an array has on a device; of typed keys those of their
-    words.
+    """Returns a digest of the bytes that an array has on a device.
+
+    Typed keys count by the bytes of their words.
     """
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
@@ -77,8 +78,9 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Returns the digest of a leaf; lazy arrays are read. Nothing for a shape, or an array of
-    several processes.
+    """Returns the digest of a leaf.
+
+    Lazy arrays are read. Nothing for a shape, or an array of several processes.
     """
     if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
         return ""

@@ -116,6 +116,7 @@ def build_graph(
     sorted_eqns = Sorted.of(loss)
     if cuts is None:
         cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
+    # Cuts are found at each trace, splits are asked for: both end a layer.
     bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
@@ -291,8 +292,9 @@ class _Assembly:
         return makers
 
     def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
-        """Returns the outputs of the loss that each layer yields; model state that nobody changes
-        is left out.
+        """Returns the outputs of the loss that each layer yields.
+
+        Model state that nobody changes is left out.
         """
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
@@ -337,8 +339,9 @@ class _Assembly:
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
-        """Names each layer by the module of the parameters that it is the first to read; else by
-        its name scopes.
+        """Names each layer by the module of the parameters that it is the first to read.
+
+        Else by its name scopes.
         """
         paths = self.loss.names[ValueKind.PARAMETER]
         seen, names = set(), []
@@ -481,8 +484,9 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Names what XLA materialises anyway: results of products and the like; of random bits the mask
-    made of them.
+    """Names what XLA materialises anyway: results of products and the like.
+
+    Random bits are named by the mask that is made of them.
 
     Args:
         eqns: of a layer.
@@ -500,8 +504,9 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean that a value of random bits becomes, if nothing else is made of them;
-    else the bits.
+    """Returns the boolean that a value of random bits becomes, if nothing else is made of them.
+
+    Else the bits.
 
     A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only
     reader of the one before, is followed.

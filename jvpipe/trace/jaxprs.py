@@ -30,6 +30,7 @@ def run_jaxpr(
         apply: runs an equation on values.
     """
     for eqn in eqns:
+        # In the order of the equations: whatever one reads has been computed.
         results = apply(eqn, read_by(eqn.invars, env))
         env.update(zip(eqn.outvars, results, strict=True))
 
@@ -130,8 +131,9 @@ def _call_key(eqn: JaxprEqn) -> Hashable:
 
 
 def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
-    """Returns a jaxpr without some calls of `jax.debug`; a loop has an effect as long as something
-    in it has.
+    """Returns a jaxpr without some calls of `jax.debug`.
+
+    A loop has an effect as long as something in it has.
     """
 
     def quiet(value: Any) -> Any:

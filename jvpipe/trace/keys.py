@@ -94,8 +94,9 @@ def take(
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Replaces the integers that keys are derived with by variables; returns these with their
-    values.
+    """Replaces the integers that keys are derived with by variables.
+
+    Returns these with their values.
     """
     lifted: dict[Var, Any] = {}
 

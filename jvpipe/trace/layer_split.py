@@ -39,8 +39,9 @@ def split_points(
     layer: int,
     seconds: Seconds,
 ) -> list[int]:
-    """Returns the points at which a layer can be cut in two, in equations before its end; the most
-    even halves first.
+    """Returns the points at which a layer can be cut in two, in equations before its end.
+
+    The most even halves first.
 
     Args:
         traced: the model.
@@ -183,6 +184,7 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
         return traced
     end = len(Sorted.of(traced.loss).main)
     inside = range(1, end)
+    # Each bound once: a layer has at least one equation.
     twice = [p for p in splits if splits.count(p) > 1]
     wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:

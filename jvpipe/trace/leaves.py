@@ -82,8 +82,9 @@ def check_leaves(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Tells whether parameters are a function that makes them; a module that can be called is a
-    tree of arrays.
+    """Tells whether parameters are a function that makes them.
+
+    A module that can be called is a tree of arrays.
 
     Raises:
         ValueError: they are a class, or a function that cannot be called so.
@@ -105,8 +106,9 @@ def is_initialiser(params: Any) -> bool:
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
-    """Returns the shapes of the parameters that a function makes from a key; raises what `abstract`
-    raises.
+    """Returns the shapes of the parameters that a function makes from a key.
+
+    Raises what `abstract` raises.
     """
 
     def checked(rng: jax.Array) -> Tree:

@@ -221,8 +221,9 @@ class _Outputs:
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
 
     def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Returns the values of each leaf of aux, two of a `Weighted`; among all results they come
-        last.
+        """Returns the values of each leaf of aux, two of a `Weighted`.
+
+        Among all results they come last.
         """
         ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
         first = len(results) - ends[-1]
@@ -312,6 +313,7 @@ class KeyKind:
         key = seed[:-2].reshape(self.shape)
         if self.impl is not None:
             key = jax.random.wrap_key_data(key, impl=self.impl)
+        # Step and micro-batch make a key of their own, whichever stage draws from it.
         of_step = jax.random.fold_in(key, seed[-2])
         return jax.random.fold_in(of_step, seed[-1])
 

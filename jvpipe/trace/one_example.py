@@ -59,8 +59,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """Returns the loss as JAX traces it on another number of examples; None if it does not take so
-    many.
+    """Returns the loss as JAX traces it on another number of examples.
+
+    None if it does not take so many.
     """
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
@@ -178,6 +179,7 @@ class _Smaller:
         tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
             if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
+                # n at one example is 1, and so is 1/n.
                 on_one = float(a) / float(self.examples) ** power
                 return a.dtype.type(on_one)
         raise UnlikeError("a number does not go with the number of examples")

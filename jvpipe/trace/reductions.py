@@ -262,8 +262,9 @@ def guarded(
     ins: Sequence[Lies],
     alike: Alike,
 ) -> Atom | None:
-    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it
-    does something else.
+    """Returns the count, a whole number, that an equation guards as in max(count, 1).
+
+    None if it does something else.
 
     Args:
         eqn: the equation.

@@ -132,8 +132,9 @@ class TwoTraces:
         return found
 
     def _leaf(self, index: int) -> RunningLeaf | str:
-        """Returns a leaf that follows a batch norm, or why it is none; after "!", why it cannot be
-        put off.
+        """Returns a leaf that follows a batch norm, or why it is none.
+
+        After "!", why it cannot be put off.
         """
         parts = self._slice(state_after(self.micro, index))
         if not parts.sums:
@@ -252,8 +253,9 @@ class TwoTraces:
         return place if self._origin(summed) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
-        """Returns the place of the sum whose mean a value is, for each example or once; None if it
-        is none.
+        """Returns the place of the sum whose mean a value is, for each example or once.
+
+        None if it is none.
         """
         ratio = 1.0
         while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
@@ -289,7 +291,8 @@ class TwoTraces:
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum that is a batch norm's: of values that it centres, or of their squares;
+        """Returns a sum that is a batch norm's: of values that it centres, or of their squares.
+
         None for any other.
         """
         eqn = self.eqns[place]

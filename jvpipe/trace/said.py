@@ -63,8 +63,9 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of what replicas make; None: each makes all of
-        it.
+        """How each leaf of the model state is made of what replicas make.
+
+        None: each makes all of it.
 
         Raises:
             CoupledError: neither the trace nor the user can say it of a leaf.

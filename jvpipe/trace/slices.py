@@ -382,8 +382,9 @@ def places(traced: Traced) -> Callable[[JaxprEqn], str]:
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
-    """Returns how the edges between layers lie; raises CoupledError for what slices would make
-    otherwise.
+    """Returns how the edges between layers lie.
+
+    Raises CoupledError for what slices would make otherwise.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
@@ -417,8 +418,9 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said`
-    checks the rest.
+    """Checks that the loss and the aux of a micro-batch can be made of those of its slices.
+
+    `Said` checks the rest.
 
     Raises:
         CoupledError: one cannot.

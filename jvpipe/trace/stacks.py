@@ -29,8 +29,9 @@ Tree = Any
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, in the place of it; the optimizer's state has such, too, for what
-    belongs to a stack.
+    """The slices of a stack, in the place of it.
+
+    The optimizer's state has such, too, for what belongs to a stack.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
@@ -186,8 +187,9 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
-    """Tells whether a scan's iterations do real work with their slices of the parameters; those
-    over time do not.
+    """Tells whether a scan's iterations do real work with their slices of the parameters.
+
+    Those over time do not.
     """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr

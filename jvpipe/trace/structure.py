@@ -106,8 +106,9 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
 
 
 class _Identity:
-    """Wraps an incomparable value; equal only to itself. It keeps the value alive, so that no other
-    gets its id.
+    """Wraps an incomparable value.
+
+    Equal only to itself. It keeps the value alive, so that no other gets its id.
     """
 
     def __init__(self, value: Any) -> None:

@@ -103,8 +103,9 @@ def unrolled(
     values: Sequence[Any],
     run: Callable[[Sequence[Any]], list[Any]],
 ) -> list[Any] | None:
-    """Runs a scan over layers, iteration by iteration; returns None if the equation is anything
-    else.
+    """Runs a scan over layers, iteration by iteration.
+
+    Returns None if the equation is anything else.
 
     Args:
         eqn: a scan, or not.

@@ -118,6 +118,7 @@ class Unrolled:
     def step(self, n: int) -> Step:
         """Cuts step n out; the last one of a stream that ends is its end."""
         m0, v0 = self._base(n)
+        # The rows of step n, between two bounds.
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
         before = self._alive(n)

@@ -29,8 +29,9 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared
-    with the expander.
+    """The rule of a timeline's schedule.
+
+    `existing` are the values that there are by now, shared with the expander.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
