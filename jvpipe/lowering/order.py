@@ -64,8 +64,7 @@ def dispatch_order(
         if not all(task in ended for task in needed):
             return False
         start = max([ended[task] for task in needed], default=0.0)
-        # Of tasks that could start at once the later stage's comes first: it frees what others
-        # hold.
+        # If several tasks could start at once, that of the latest stage comes first.
         heapq.heappush(ready, (start, -stage, stage))
         return True
 
