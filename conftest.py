@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all is collected: nothing that is imported is garbage
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # No test finds what another one compiled, or what the user's own runs did.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = ""
@@ -32,7 +33,8 @@ import optax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
-from tests.checked import check  # noqa: E402
+from tests.checked import check, check_again  # noqa: E402
+from tests.compiled_once import share_compilations  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -135,11 +137,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_runtest_setup() -> None:
+    """Lets each test find calls whose arguments are not what annotations tell."""
+    check_again()
+
+
 def pytest_collection_finish() -> None:
     """Takes what was imported out of the collector's sight: walking it again and again took a twelfth of the suite."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
+    share_compilations()
 
 
 @pytest.fixture

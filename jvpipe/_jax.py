@@ -1,4 +1,4 @@
-"""The one place that touches `jax.extend` and jaxlib: jaxprs as data, fast copies. Version differences end here."""
+"""The one place that touches `jax.extend` and jaxlib, where their versions' differences end."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class DeviceGroup:
         return self.first.memory_stats()
 
     def addressable_memories(self) -> list[Any]:
-        """The memories of the first device."""
+        """Returns the memories of the first device."""
         return self.first.addressable_memories()
 
     def default_memory(self) -> Any:
@@ -93,22 +93,23 @@ else:
 
 
 def devices_in(device: Device) -> tuple[Device, ...]:
-    """The devices of a group; one that is alone."""
+    """Returns the devices of a group; one that is alone."""
     return tuple(device.mesh.devices.flat) if isinstance(device, DeviceGroup) else (device,)
 
 
 def first_of(device: Device) -> Device:
-    """The first device of a group; one that is alone."""
+    """Returns the first device of a group; one that is alone."""
     return devices_in(device)[0]
 
 
 @cache
 def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | None = None) -> Any:
-    """How an array lies on a device, or over those of a group.
+    """Returns how an array lies on a device, or over those of a group.
 
     Args:
         device: or a group.
-        spec: the axes of the group that each dimension is cut along; without one each device has the whole.
+        spec: the axes of the group that each dimension is cut along; without one each device has
+            the whole.
         memory_kind: the memory; where arrays lie usually unless given.
     """
     if isinstance(device, DeviceGroup):
@@ -117,7 +118,7 @@ def sharding_on(device: Device, spec: tuple[Any, ...] = (), memory_kind: str | N
 
 
 def spec_of(array: jax.Array) -> tuple[Any, ...]:
-    """The axes of a group that each dimension of an array is cut along."""
+    """Returns the axes of a group that each dimension of an array is cut along."""
     return tuple(array.sharding.spec) if isinstance(array.sharding, NamedSharding) else ()
 
 
@@ -137,17 +138,17 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def is_dropped(var: Atom) -> bool:
-    """Whether a result is bound to no name (printed as `_` in a jaxpr)."""
+    """Tells whether a result is bound to no name (printed as `_` in a jaxpr)."""
     return isinstance(var, _core.DropVar)
 
 
 def scope(eqn: JaxprEqn) -> str:
-    """The name scope that an equation was traced in, e.g. the module path of a Linen model."""
+    """Returns the name scope that an equation was traced in: the module path of a Linen model."""
     return "/".join(filter(None, str(eqn.source_info.name_stack).split("/")))
 
 
 def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
-    """The source of an equation inside of a call whose source is `outer`: that, with the name scopes of both."""
+    """Returns an equation's source inside of a call: that of the call, with both name scopes."""
     source = eqn.source_info
     return (
         source if outer is None else outer.replace(name_stack=outer.name_stack + source.name_stack)
@@ -155,22 +156,22 @@ def joined_source(outer: Any, eqn: JaxprEqn) -> Any:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among an equation's parameters: a scan's body, a cond's branches, a custom rule's primal."""
+    """Returns the jaxprs among an equation's parameters, such as the body of a scan."""
     return list(_core.jaxprs_in_params(eqn.params))
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Whether an equation calls the host in the order of the program."""
+    """Tells whether an equation calls the host in the order of the program."""
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
 def is_of_closed_over(error: Exception) -> bool:
-    """Whether an error says that a `custom_vjp` function has no derivative by an array that it closes over."""
+    """Tells whether an error is of a `custom_vjp` function that closes over what has a cotangent."""
     return type(error).__name__ == "CustomVJPException"
 
 
 def call_stack(eqn: JaxprEqn) -> list[tuple[str, str]]:
-    """File and qualified name of each function that was running when an equation was traced, innermost first."""
+    """Returns file and name of each function in which an equation was traced, innermost first."""
     traceback = eqn.source_info.traceback
     return (
         []
@@ -190,17 +191,20 @@ def scan_operands(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[list[Any], list
 
 
 def aval(atom: Atom) -> ShapedArray:
-    """The shape and type of a variable or literal."""
+    """Returns the shape and type of a variable or literal."""
     return cast(ShapedArray, atom.aval)
 
 
 def new_variable(aval: Any) -> Var:
-    """A fresh variable of a jaxpr."""
+    """Returns a fresh variable of a jaxpr."""
     return Var(aval)
 
 
 def reshaped_variable(var: Var, shape: Sequence[int]) -> Var:
-    """A fresh variable like another except for its shape; one that is bound to no name stays so."""
+    """Returns a fresh variable like another except for its shape.
+
+    One that is bound to no name stays so.
+    """
     return type(var)(aval(var).update(shape=tuple(shape)))
 
 
@@ -208,10 +212,11 @@ jaxpr_as_fun = _core.jaxpr_as_fun
 
 
 def outlined(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program; it has no derivative.
+    """Calls a jaxpr as a function whose results the compiler makes alike in whatever program.
 
-    A CPU's compiler does not merge it into its caller. Others do: their kernels differ by the layouts that the readers
-    of a result would like, so there results lie as they do between programs.
+    It has no derivative. A CPU's compiler does not merge it into its caller. Others do: their
+    kernels differ by the layouts that the readers of a result would like, so there results lie as
+    they do between programs.
     """
     return _outlined().bind(*values, jaxpr=closed)
 
@@ -253,7 +258,7 @@ def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 
 
 def laid_out(x: Any) -> Any:
-    """An input of a program, for readers that find it as it lies, as they would a value that was computed again.
+    """Returns an input of a program as readers would find a value that was computed again.
 
     A CPU's compiler needs not be told.
     """
@@ -276,27 +281,27 @@ def _laid_out() -> Any:
 
 
 def _is_spread(context: Any) -> bool:
-    """Whether a program is for several devices: a layout would gather what lies over them."""
+    """Tells whether a program is for several devices: a layout would gather what lies over them."""
     return getattr(context.module_context.axis_context, "num_devices", None) not in (None, 1)
 
 
 def _row_major(x: Any) -> Any:
-    """An array in the layout that arrays have between programs."""
+    """Returns an array in the layout that arrays have between programs."""
     if x.ndim < 2 or not is_plain(x.dtype):
         return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-# `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice per stage and
-# micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks them, `device_put` serves.
-# Between CPU devices even those wake a thread for each copy (36 microseconds); for a few bytes that are there it pays
-# to copy them at once.
+# `jax.device_put` spends 17 microseconds of Python on a copy that takes 3. A pipeline copies twice
+# per stage and micro-batch, so copies go straight to the functions beneath it; where a jaxlib lacks
+# them, `device_put` serves. Between CPU devices even those wake a thread for each copy (36
+# microseconds); for a few bytes that are there it pays to copy them at once.
 _copy_array = getattr(_jaxlib, "batched_copy_array_to_devices_with_sharding", None)
 _put_host = getattr(_jaxlib, "batched_device_put", None)
 
 
 def is_ready(array: jax.Array) -> bool:
-    """Whether an array has been computed; asking does not wait."""
+    """Tells whether an array has been computed; asking does not wait."""
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):  # it only wraps one that knows
         array = jax.random.key_data(array)
     return cast(Any, array).is_ready()
@@ -306,8 +311,9 @@ def is_ready(array: jax.Array) -> bool:
 def exact(platform: str) -> dict[str, str | bool]:
     """Returns compiler options under which a value is bitwise identical in all programs that compute it.
 
-    On CPUs XLA hands a product to a library together with the elementwise work and the sums before it, if these have no
-    other reader: then a normalised row differs from the same row computed where it has. Products alone go there.
+    On CPUs XLA hands a product to a library together with the elementwise work and the sums before
+    it, if these have no other reader: then a normalised row differs from the same row computed
+    where it has. Products alone go there.
     """
     options: dict[str, str | bool] = {
         "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
@@ -326,7 +332,7 @@ _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
 @cache
 def is_plain(dtype: Any) -> bool:
-    """Whether the host holds elements of a type as a device does: not keys, nor what is smaller than a byte."""
+    """Tells whether the host holds a type as devices do: not keys, nor what is below a byte."""
     return isinstance(dtype, np.dtype) and dtype.name not in _PACKED
 
 
@@ -336,7 +342,7 @@ def _shaped(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ShapedArray:
 
 
 def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
-    """A function that copies an array from another device to this one."""
+    """Returns a function that copies an array from another device to this one."""
     if _copy_array is None:
         return lambda x: jax.device_put(x, sharding_on(device, spec_of(x)))
     copy, always = _copy_array, [_jaxlib.ArrayCopySemantics.ALWAYS_COPY]
@@ -354,7 +360,7 @@ def copier(device: Device) -> Callable[[jax.Array], jax.Array]:
 
 
 def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.Array]:
-    """A function that copies an array of a few bytes from `source` to `device`: at once if the device has it."""
+    """Returns a function that copies a few bytes from `source` to `device`, at once if they are there."""
     copy = copier(device)
     grouped = isinstance(device, DeviceGroup)
     if _put_host is None or grouped or not source.platform == device.platform == "cpu":
@@ -373,7 +379,7 @@ def prompt_copier(source: Device, device: Device) -> Callable[[jax.Array], jax.A
 
 
 def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
-    """A function that copies an array of this device to one of its memory spaces: "pinned_host" or "device"."""
+    """Returns a function that copies an array of a device to "pinned_host" or "device" memory."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     kind = space if space in kinds else device.default_memory().kind
     return lambda x: jax.device_put(x, sharding_on(device, spec_of(x), kind), may_alias=False)
@@ -382,7 +388,9 @@ def swapper(device: Device, space: str) -> Callable[[jax.Array], jax.Array]:
 def feeder(
     device: Device, spec: tuple[Any, ...] = ()
 ) -> Callable[[np.ndarray | jax.Array], jax.Array]:
-    """A function that copies an array, mostly of the host, to the device; the host may overwrite its own at once.
+    """Returns a function that copies an array, mostly of the host, to the device.
+
+    The host may overwrite its own at once.
 
     Args:
         device: or a group.
@@ -402,7 +410,7 @@ def feeder(
 
 
 def transfer_server(address: str) -> Any:
-    """What other processes pull this one's arrays from; `address` is this host's on their network."""
+    """Returns a server that other processes pull arrays from, at this host's address for them."""
     client = cast(Any, jax.local_devices()[0]).client
     return transfer.start_transfer_server(
         client, f"{address}:0", [f"{address}:0"], max_num_parallel_copies=8, transfer_size=1 << 20
@@ -410,12 +418,12 @@ def transfer_server(address: str) -> Any:
 
 
 def is_own(device: Device) -> bool:
-    """True for a device of this process."""
+    """Tells whether a device is of this process."""
     return device.process_index == jax.process_index()
 
 
 def own_address() -> str:
-    """The address of this host on the network over which it reaches the coordinator."""
+    """Returns the address of this host on the network over which it reaches the coordinator."""
     coordinator = cast(Any, multihost_utils).distributed.global_state.coordinator_address
     host, _, port = coordinator.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -427,7 +435,7 @@ def own_address() -> str:
 def placed(
     like: jax.ShapeDtypeStruct, device: Device, spec: tuple[Any, ...] = ()
 ) -> jax.ShapeDtypeStruct:
-    """A shape and type on a device, or over a group.
+    """Returns a shape and type on a device, or over a group.
 
     Args:
         like: the shape and type.
@@ -438,12 +446,12 @@ def placed(
 
 
 def has_devices() -> bool:
-    """Whether JAX has made its devices; asking makes none."""
+    """Tells whether JAX has made its devices; asking makes none."""
     return cast(Any, multihost_utils).xla_bridge.backends_are_initialized()
 
 
 def coordination() -> Any:
-    """The processes' key-value store and barriers; None if this process is alone."""
+    """Returns the processes' key-value store and barriers; None if this process is alone."""
     return cast(Any, multihost_utils).distributed.global_state.client
 
 
@@ -454,7 +462,9 @@ def process_of() -> tuple[int, int]:
 
 
 def absent_device(platform: str, topology: str, config: str) -> Device:
-    """A device that programs can be compiled for though it is not here; it wakes the plugin of its platform.
+    """Returns a device that programs can be compiled for though it is not here.
+
+    It wakes the plugin of its platform.
 
     Args:
         platform: `cuda`, `tpu`, or `cpu` for the one that is here.
@@ -474,10 +484,12 @@ _NO_TILES = "find output tile sizes"
 
 
 def compiled_sizes(text: str, device: Device) -> tuple[str, tuple[int, ...]]:
-    """The first line of a compiled program, and its bytes: arguments, results, both at once, temporaries, code.
+    """Returns the first line of a compiled program, and its bytes.
 
-    With the GPU at hand the compiler would try more tilings, and then the library of products; where the first one does
-    not fit, the library is asked for at once.
+    They are of arguments, results, both at once, temporaries and code.
+
+    With the GPU at hand the compiler would try more tilings, and then the library of products;
+    where the first one does not fit, the library is asked for at once.
 
     Args:
         text: of the program, in StableHLO.

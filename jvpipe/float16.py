@@ -1,6 +1,7 @@
 """Losses that compute in float16: their gradients are scaled, so that small ones do not vanish.
 
-The scale lies beside the parameters, for the backward of the loss reads it and the update writes it:
+The scale lies beside the parameters, for the backward of the loss reads it and the update writes
+it:
 
     forward    the loss as it is
     backward   begins with the scale in place of 1
@@ -62,7 +63,8 @@ def scaled(
 class ScaledLoss:
     """What a pipeline trains in place of a loss: `Pipeline(made, made.optimizer)`, `pipe.init(made.init(params), ...)`.
 
-    Parameters are `{"params": ..., "scale": ...}`: `pipe.params(state)["params"]` are those of the loss.
+    Parameters are `{"params": ..., "scale": ...}`: `pipe.params(state)["params"]` are those of the
+    loss.
     """
 
     loss_fn: Callable[..., Any]
@@ -76,7 +78,7 @@ class ScaledLoss:
         return {"params": params, "scale": jnp.float32(self.scale)}
 
     def __call__(self, params: dict[str, Any], *others: Any) -> Any:
-        """The loss, whose gradients are scaled; what is returned beside it stays as it is."""
+        """Returns the loss, whose gradients are scaled; what is returned beside it stays as it is."""
         value, scale = self.loss_fn(params["params"], *others), params["scale"]
         if isinstance(value, tuple) and not isinstance(value, Weighted):
             loss, *beside = value
@@ -85,7 +87,7 @@ class ScaledLoss:
 
 
 def _with_scale(loss: Any, scale: Any) -> Any:
-    """A loss, whose gradients are scaled."""
+    """Returns a loss, whose gradients are scaled."""
     if isinstance(loss, Weighted):
         return loss._replace(total=_times(loss.total, scale))
     return _times(loss, scale)
@@ -93,7 +95,7 @@ def _with_scale(loss: Any, scale: Any) -> Any:
 
 @jax.custom_vjp
 def _times(loss: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """The loss; what comes back to it is multiplied."""
+    """Returns the loss; what comes back to it is multiplied."""
     return loss
 
 
@@ -116,7 +118,7 @@ class ScaledState(NamedTuple):
 
 
 def _unscaling(optimizer: Optimizer, growth_updates: int) -> optax.GradientTransformation:
-    """An optimizer of `{"params": ..., "scale": ...}`, whose gradients are scaled."""
+    """Returns an optimizer of `{"params": ..., "scale": ...}`, whose gradients are scaled."""
 
     def init(params: Tree) -> ScaledState:
         return ScaledState(jnp.zeros((), jnp.int32), optimizer.init(params["params"]))

@@ -1,6 +1,7 @@
 """Losses of Flax NNX modules: dropout draws again for each micro-batch, running statistics are kept.
 
-A module of NNX holds parameters, statistics and streams of random numbers in one object. A pipeline wants them apart:
+A module of NNX holds parameters, statistics and streams of random numbers in one object. A pipeline
+wants them apart:
 
     parameters    what is trained             `NnxLoss.init`
     model state   statistics of batch norm    `NnxLoss.model_state`, carried from micro-batch to micro-batch
@@ -31,8 +32,9 @@ def loss(
 
     Args:
         model_fn: builds the module, `model_fn(rngs)`.
-        loss_fn: `loss_fn(module, batch)` gives the loss of a micro-batch, a number or a `jvpipe.Weighted`. The module
-            is in training mode, or as after `module.eval()` where the pipeline evaluates.
+        loss_fn: `loss_fn(module, batch)` gives the loss of a micro-batch, a number or a
+            `jvpipe.Weighted`. The module is in training mode, or as after `module.eval()` where the
+            pipeline evaluates.
 
     >>> def build(rngs):
     ...     return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -66,7 +68,10 @@ class NnxLoss:
         return nnx.to_pure_dict(params)
 
     def model_state(self, key: jax.Array) -> dict[Any, Any] | None:
-        """Makes what is neither trained nor drawn, such as running statistics; None if there is nothing."""
+        """Makes what is neither trained nor drawn, such as running statistics.
+
+        Returns None if there is nothing.
+        """
         _, _, _, state = self._split(self.model_fn(nnx.Rngs(key)))
         return nnx.to_pure_dict(state) if self.has_state else None
 
@@ -84,7 +89,7 @@ class NnxLoss:
         return module
 
     def __call__(self, params: Tree, *others: Any) -> Any:
-        """The loss of (params, batch, key), or that of (params, model state, batch, key) with the new state."""
+        """Computes the loss; with a model state, which then stands behind `params`, also the new one."""
         *model_state, batch, rng = others
         module = self.module(params, model_state[0] if model_state else None, rng)
         value = self.loss_fn(module, batch)
@@ -105,7 +110,7 @@ class NnxLoss:
 
 
 def _streams(shapes: Any, rng: jax.Array | None) -> Any:
-    """The streams of random numbers, each at its beginning, with a key of its own."""
+    """Returns the streams of random numbers, each at its beginning, with a key of its own."""
     leaves, tree = jax.tree.flatten(shapes)
     key = jax.random.key(0) if rng is None else rng
 

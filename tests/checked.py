@@ -1,48 +1,90 @@
 """An import hook: the functions and classes of a package check their annotations when they are called.
 
-The first calls of each are checked, and then one of many: checking all took a quarter of the tests of planners. Those
-defined inside a function are not, unlike with `beartype.claw`: they would be compiled anew in each call around them,
-which took a third of some tests.
+The first calls of each function are checked, and then the first few in each test. While they are, the function has
+the code of its checker; in between it has its own, and costs nothing: a wrapper that counts calls took a tenth of the
+suite, and checking them all a quarter of the tests of planners. Functions defined inside a function are not checked,
+unlike with `beartype.claw`: they would be compiled anew in each call around them, which took a third of some tests.
 """
 
 import ast
 import sys
-from collections.abc import Collection
-from functools import wraps
+from collections.abc import Callable, Collection
+from functools import update_wrapper
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, ClassVar
 
 from beartype import beartype
 
-CHECK = "__import__('tests.checked', fromlist=['sampled']).sampled"
-FIRST, ONE_OF = 200, 61
-"""How many calls are checked at first, and of how many one later."""
+CHECK = "__import__('tests.checked', fromlist=['checking']).checking"
+FIRST, IN_EACH_TEST = 200, 3
+"""How many calls of a function are checked at first, and how many in each test that follows."""
 
 
-def sampled(made: Any) -> Any:
-    """A function some of whose calls are checked; or a class of which all makings are, if a dataclass makes them."""
+def _copied(made: FunctionType) -> FunctionType:
+    """A function of its own that does the same."""
+    copy = FunctionType(
+        made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__
+    )
+    copy.__kwdefaults__ = made.__kwdefaults__
+    update_wrapper(copy, made)
+    del copy.__wrapped__
+    return copy
+
+
+def _handing_to(called: Callable[..., Any], names: tuple[str, ...]) -> CodeType:
+    """The code of a function that hands its arguments to another; names are those its closure has."""
+
+    def hand(*args: Any, **kwargs: Any) -> Any:
+        whom: Any = "called"
+        return whom(*args, **kwargs)
+
+    constants = tuple(called if it == "called" else it for it in hand.__code__.co_consts)
+    return hand.__code__.replace(co_consts=constants, co_freevars=names)
+
+
+class Checker:
+    """What checks the next calls of a function."""
+
+    resting: ClassVar[list["Checker"]] = []
+    """Those whose functions have their own code."""
+
+    def __init__(self, made: FunctionType) -> None:
+        self.made, self.own, self.plain = made, made.__code__, _copied(made)
+        self.checks = _handing_to(self, self.own.co_freevars)
+        self.checked: Callable[..., Any] | None = None
+        made.__wrapped__ = self.plain  # whose arguments are those to be shown
+        self.check(FIRST)
+
+    def check(self, calls: int) -> None:
+        """Checks so many calls."""
+        self.left, self.made.__code__ = calls, self.checks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left <= 0:
+            self.made.__code__ = self.own
+            Checker.resting.append(self)
+        self.checked = self.checked or beartype(self.plain)  # the uncalled need not be made ready
+        return self.checked(*args, **kwargs)
+
+
+def check_again() -> None:
+    """Checks the next calls of the functions whose first calls were checked."""
+    resting, Checker.resting = Checker.resting, []
+    for checker in resting:
+        checker.check(IN_EACH_TEST)
+
+
+def checking(made: Any) -> Any:
+    """A function whose annotations are checked; or a class whose making is, if a dataclass makes it."""
     if isinstance(made, type):
         if "__init__" in vars(made):
-            made.__init__ = sampled(made.__init__)
-        return made
-    if not getattr(made, "__annotations__", True):
-        return made
-    checked, seen, passed = None, 0, 0
-
-    @wraps(made)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal checked, seen, passed
-        if passed > 0:
-            passed -= 1
-            return made(*args, **kwargs)
-        seen += 1
-        passed = ONE_OF - 1 if seen > FIRST else 0
-        checked = checked or beartype(made)  # what is never called need not be made ready
-        return checked(*args, **kwargs)
-
-    return call
+            checking(made.__init__)
+    elif made.__annotations__:
+        Checker(made)
+    return made
 
 
 def _check(node: ast.AST) -> ast.expr:

@@ -18,7 +18,7 @@ def module_names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", module_names())
-def test_examples(name: str) -> None:
+def test_the_examples_of_docstrings_run(name: str) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(importlib.import_module(name), optionflags=flags)
     assert result.failed == 0

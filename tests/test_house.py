@@ -8,6 +8,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "jvpipe"
 FLOORS = (
@@ -167,6 +169,20 @@ def test_there_are_few_rooms() -> None:
     assert (
         len({path.relative_to(LIBRARY).parts[0] for path in FILES if path.parent != LIBRARY}) <= 16
     )
+
+
+@pytest.mark.parametrize(("room", "most"), [("session", 18), ("cli", 14)])
+def test_rooms_above_the_planners_have_few_files_on_few_floors(room: str, most: int) -> None:
+    inside = {
+        module_of(path): {name for name in names if name.startswith(f"jvpipe.{room}.")}
+        for path, names in imports().items()
+        if path.parent.name == room and path.name != "__init__.py"
+    }
+    height: dict[str, int] = {}
+    for module in TopologicalSorter(inside).static_order():
+        height[module] = 1 + max((height[below] for below in inside[module]), default=0)
+    assert len(inside) <= most
+    assert max(height.values()) <= 6
 
 
 def test_every_experiment_says_what_it_found_and_is_listed() -> None:

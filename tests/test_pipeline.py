@@ -384,12 +384,12 @@ def expect(message: str, **kwargs: Any) -> Any:
         ),
     ],
 )
-def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_be_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline(**kwargs).init(PARAMS, batch(), None)
 
 
-def test_bad_losses() -> None:
+def test_losses_that_cannot_be_trained_are_refused() -> None:
     def refuse(loss: Any, message: str, params: Any = PARAMS) -> None:
         with pytest.raises(ValueError, match=message):
             pipeline(loss).init(params, batch(), None)
@@ -403,7 +403,7 @@ def test_bad_losses() -> None:
     )
 
 
-def test_bad_batches() -> None:
+def test_batches_that_cannot_be_cut_are_refused() -> None:
     pipe = pipeline()
     with pytest.raises(ValueError, match="batch leaf 'n' is a scalar"):
         pipe.init(PARAMS, batch() | {"n": np.float32(1)}, None)

@@ -41,15 +41,20 @@ HARDWARE, STAGES = ("h100", "a100-80gb", "v5e"), (2, 4)
 Cell = dict[str, Any]
 
 
-def forecast(model: str, hardware: str, stages: int) -> jvpipe.Forecast:
-    """The plan of a model, signed by the hardware's compiler."""
+def planned(model: str, hardware: str, stages: int, **options: Any) -> jvpipe.Forecast:
+    """The plan of a model; `options` are those of `jvpipe.plan_for`."""
     name, _, size = model.partition(":")
-    options = dict(WORKLOADS.get(model, {}))
-    batch_size = options.pop("batch_size", None)
-    told = find_model(name, size, options).to_plan(batch_size)
+    own = dict(WORKLOADS.get(model, {}))
+    batch_size = own.pop("batch_size", None)
+    told = find_model(name, size, own).to_plan(batch_size)
     # Fewer, and the first stage has all of them in flight before it has a gradient (README).
     told["microbatches"] = 2 * stages
-    return jvpipe.plan_for(**told, stages=stages, hardware=hardware, compile=True)
+    return jvpipe.plan_for(**told | options, stages=stages, hardware=hardware)
+
+
+def forecast(model: str, hardware: str, stages: int) -> jvpipe.Forecast:
+    """The plan of a model, signed by the hardware's compiler."""
+    return planned(model, hardware, stages, compile=True)
 
 
 def cell(model: str, hardware: str, stages: int) -> Cell:

@@ -4,6 +4,10 @@
 
 Every program is a stub that takes and yields as many arrays as the program that it stands for, of one number each, and
 computes nothing: what is left of a step is the controller's own time and the calls. Nothing of the model is compiled.
+
+A second table has the calls alone, without what lies between them: by one thread, and by a thread per device that waits
+for no other, so that it says the most that such threads could bring. "packed" is as if all sums of gradients that a
+program adds to were one array.
 """
 
 import argparse
@@ -11,9 +15,10 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -23,8 +28,9 @@ import jax.numpy as jnp
 from experiments.planners.questions import question
 from jvpipe import Plan
 from jvpipe._jax import Device
-from jvpipe.ir.buffers import HOST
+from jvpipe.ir.buffers import HOST, Lowered
 from jvpipe.ir.kinds import KINDS, Runs
+from jvpipe.ir.values import ValueKind
 from jvpipe.programs.store import Program, ProgramStore
 from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.controller import Controller, Moment
@@ -87,6 +93,67 @@ def step_s(bound: Bound, devices: Sequence[Device], steps: int) -> tuple[float, 
     return statistics.median(wall_s[1:]), statistics.median(thread_s[1:])
 
 
+class Call(NamedTuple):
+    """The arrays of a call: those that it takes, that it yields, and of both those that lie in one place."""
+
+    taken: int
+    yielded: int
+    overwritten: int
+
+
+def calls_of(lowered: Lowered, place: int, *, packed: bool) -> list[Call]:
+    """Returns the calls of a place in a step, in their order."""
+
+    def arrays(ids: Iterable[int]) -> set[int]:
+        sums = {b for b in ids if lowered.buffers[b].value.kind is ValueKind.GRADIENT}
+        return {*ids} - sums | {*list(sums)[:1]} if packed and sums else {*ids}
+
+    rows = [row for row in lowered.rows if KINDS[row.kind].computes and row.place == place]
+    found = []
+    for row in rows:
+        overwritten = arrays({*row.reads} & {*row.writes})
+        taken, yielded = arrays(row.reads), arrays(row.writes)
+        found.append(Call(len(taken), len(yielded), len(overwritten)))
+    return found
+
+
+class Caller:
+    """A device's calls, each of a stub with as many arrays."""
+
+    def __init__(self, calls: Sequence[Call], device: Device) -> None:
+        self.calls = calls
+        with jax.default_device(device):
+            self.arrays = {call: [jnp.float32(i) for i in range(call.taken)] for call in calls}
+            self.stubs = {call: self._stub(call) for call in self.arrays}
+
+    def _stub(self, call: Call) -> Any:
+        fresh = call.yielded - call.overwritten
+
+        def fn(*xs: jax.Array) -> tuple[jax.Array, ...]:
+            return (*xs[: call.overwritten], *[jnp.float32(0)] * fresh)
+
+        donated = tuple(range(call.overwritten))
+        run = jax.jit(fn, donate_argnums=donated, keep_unused=True)
+        return run.lower(*self.arrays[call]).compile()
+
+    def __call__(self) -> None:
+        """Makes all calls of a step."""
+        for call in self.calls:
+            arrays = self.arrays[call]
+            arrays[: call.overwritten] = self.stubs[call](*arrays)[: call.overwritten]
+
+
+def calls_s(callers: Sequence[Caller], steps: int, threads: int) -> float:
+    """Returns how long the calls of a step take so many threads, the median in seconds."""
+    taken_s = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(steps + 1):
+            began_s = time.perf_counter()
+            list(pool.map(lambda caller: caller(), callers))
+            taken_s.append(time.perf_counter() - began_s)
+    return statistics.median(taken_s[1:])
+
+
 def main() -> None:
     """Prints a table: apart, and in groups."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -114,6 +181,18 @@ def main() -> None:
         cells = f"{len(rows) / MICROBATCHES:.1f} | {of_layers:.1f} | {each}"
         took = (1e3 * s / MICROBATCHES for s in step_s(bound, devices, told.steps))
         print(f"| {name} | {cells} | {' | '.join(f'{ms:.2f}' for ms in took)} |", flush=True)
+    print("\n| calls alone | arrays taken | by one thread, ms | by a thread per device, ms |")
+    print("|---|---|---|---|")
+    for name, packed in (("apart", False), ("in groups", False), ("in groups, packed", True)):
+        lowered = bounds[name.partition(",")[0]].lowered
+        calls = [calls_of(lowered, place, packed=packed) for place in range(told.stages)]
+        callers = [Caller(*each) for each in zip(calls, devices, strict=True)]
+        taken = sum(call.taken for each in calls for call in each) / MICROBATCHES
+        one, several = (
+            1e3 * calls_s(callers, told.steps, threads) / MICROBATCHES
+            for threads in (1, told.stages)
+        )
+        print(f"| {name} | {taken:.0f} | {one:.2f} | {several:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import optax
 
 import jvpipe
-from experiments.groups.steps import SIZES, work_of
+from experiments.groups.works import WORKS
+from experiments.throughput.data import MICRO_BATCHES
 from jvpipe import _jax
 from jvpipe.ir.kinds import KINDS
 
@@ -66,15 +67,15 @@ def products_s(program: Any) -> float:
 def main() -> None:
     """Prints the table, the longest rows first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=SIZES, default="transformer")
+    parser.add_argument("--model", choices=WORKS, default="transformer")
     parser.add_argument("--group", action="store_true")
     options = parser.parse_args()
-    work = work_of(options.model)
+    work = WORKS[options.model]()
     pipe = jvpipe.Pipeline(
         work.loss,
         optax.adamw(1e-3),
         1,
-        work.microbatches,
+        MICRO_BATCHES,
         planner="even",
         group=options.group,
     )

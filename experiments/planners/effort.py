@@ -1,46 +1,33 @@
-"""What each number of effort buys: python -m experiments.planners.effort [--every 8] [--only NAME]
+"""What each number of effort buys: python -m experiments.planners.effort [--every 7] [--only NAME]
 
-Plans every n-th of the recorded problems (tests/record_plans.py) with ten times as much of each number of
-`jvpipe/planners/joint/effort.py`, and with a tenth of it, and tells the simulated step and the processor seconds of
-planning beside those of the numbers as they are. A number that changes neither by ten times more nor less has no place
-in the table.
+Plans every n-th of the recorded problems (tests/record_plans.py) with ten times as much of each
+number of the tables of effort, and with a tenth of it, and tells the simulated step and the
+processor seconds of planning beside those of the numbers as they are. A number that changes neither
+by ten times more nor less has no place in its table.
 """
 
 import argparse
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from importlib import import_module
 from statistics import fmean
 from typing import Any
 from unittest import mock
 
-from jvpipe.planners.joint import effort
+from jvpipe.cost import effort as cost_effort
+from jvpipe.planners.joint import effort, order_refine
+from jvpipe.session import planning, splitting
 from tests.record_plans import Record, cases
 
-TABLES = ("CUTS", "FATE", "LIMIT", "ORDER", "RULE", "PLAN", "SHAPE")
-READERS = (
-    "cut_windows",
-    "device_fates",
-    "device_orders",
-    "floor",
-    "climb",
-    "lower_bound",
-    "min_bytes",
-    "order_climb",
-    "order_floor",
-    "order_refine",
-    "order_search",
-    "planner",
-    "rough_plan",
-    "rule_search",
-    "shape_search",
-    "smallest_limit",
-    "stage_fates",
-    "surrogate",
-    "trips",
-)
+TABLES = {
+    **{name: table for name, table in vars(effort).items() if name.isupper()},
+    "REFINE": order_refine.EFFORT,
+    "OPTIONS": cost_effort.OPTIONS,
+    "SPLITTING": splitting.SPLITTING,
+    "ASKING": planning.ASKING,
+}
 
 
 def times(value: Any, factor: float) -> Any:
@@ -57,13 +44,12 @@ def times(value: Any, factor: float) -> Any:
 @contextmanager
 def with_effort(table: str, name: str, factor: float) -> Iterator[None]:
     """Meanwhile a number is other than it is, wherever it is read."""
-    old = getattr(effort, table)
+    old = TABLES[table]
     new = replace(old, **{name: times(getattr(old, name), factor)})
     with ExitStack() as meanwhile:
-        for reader in READERS:
-            module = import_module(f"jvpipe.planners.joint.{reader}")
-            if hasattr(module, table):
-                meanwhile.enter_context(mock.patch.object(module, table, new))
+        for module in [m for m in sys.modules.values() if m.__name__.startswith("jvpipe.")]:
+            for reader in [key for key, value in vars(module).items() if value is old]:
+                meanwhile.enter_context(mock.patch.object(module, reader, new))
         yield
 
 
@@ -93,7 +79,7 @@ def row(usual: dict[str, Record], other: dict[str, Record]) -> str:
 def main() -> None:
     """Prints a table, a line as soon as it is known."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--every", type=int, default=7)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     planned(given.every)  # what is compiled and read once is not counted
@@ -102,10 +88,9 @@ def main() -> None:
     print(
         "| number | as it is | times | mean step | from, to | planning |\n|---|---|---|---|---|---|"
     )
-    for table in TABLES:
-        for field in fields(getattr(effort, table)):
-            value = getattr(getattr(effort, table), field.name)
-            name = f"{table}.{field.name}"
+    for table, numbers in TABLES.items():
+        for field in fields(numbers):
+            value, name = getattr(numbers, field.name), f"{table}.{field.name}"
             if given.only not in name:
                 continue
             for factor in (10, 0.1):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from experiments.planners.expert_split import expert_split, split_loads_s
 from experiments.planners.profiles import profiles_folder
 from experiments.planners.questions import question
 from jvpipe.cost.cluster_file import find_cluster
@@ -18,7 +19,6 @@ from jvpipe.planners.model.forecast import simulated_step_s
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.profiles.graph_file import read_graph
-from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
 from jvpipe.session.forecast import asked
 from jvpipe.session.question import on_cluster

@@ -4,6 +4,7 @@ Nothing runs: layers are estimated from their shapes, and the rows of a step tha
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -101,9 +102,10 @@ def simulated(question: Question, cluster: Cluster, fates: Mapping[str, str]) ->
         return seconds(row, lowered, costs, cluster)
 
     *devices, host = peaks(lowered, question.stages)
+    timed = partial(simulate, lowered, row_s, buffers_wait=cluster.device.buffers_wait)
     return Simulated(
-        simulate(lowered, row_s).step_s,
-        simulate(lowered, row_s, both_ways(lowered)).step_s,
+        timed().step_s,
+        timed(both_ways(lowered)).step_s,
         max(peak.bytes for peak in devices),
         host.bytes,
     )

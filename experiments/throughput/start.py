@@ -1,7 +1,7 @@
 """Times the start of BERT-48 on 4 stages, from the import of JAX to the end of the first step; prints one JSON object.
 
-Usage: python -m experiments.throughput.start CACHE_FOLDER. Run twice with one folder: the second start finds what the
-first one compiled.
+Usage: python -m experiments.throughput.start CACHE_FOLDER [group]. Run twice with one folder: the second start finds
+what the first one compiled.
 """
 
 import json
@@ -26,7 +26,13 @@ def main() -> None:
     workload = load("bert", "48", width=128, heads=2, vocabulary=2000, tokens=32)
     batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), workload.abstract_batch(8))
     imported_s = time.perf_counter() - start_s
-    pipe = jvpipe.Pipeline(workload.loss_fn, optax.adamw(1e-3), stages=4, microbatches=4)
+    pipe = jvpipe.Pipeline(
+        workload.loss_fn,
+        optax.adamw(1e-3),
+        stages=4,
+        microbatches=4,
+        group="group" in sys.argv[2:],
+    )
     state = pipe.init(workload.init, batch, jax.random.key(0))
     initialised_s = time.perf_counter() - start_s
     state, _ = pipe.step(state, batch)

@@ -30,9 +30,9 @@ class Candidate:
 class ArchitectureSearch:
     """Regularised evolution whose members share the parameters of the blocks that they share.
 
-    The fitness of an architecture is the mean loss of its steps. Each is drawn while the one before it trains, and
-    made ready in the background meanwhile; so it knows of the reports up to the last but one. The stream follows from
-    the seed and the losses alone.
+    The fitness of an architecture is the mean loss of its steps. Each is drawn while the one before
+    it trains, and made ready in the background meanwhile; so it knows of the reports up to the last
+    but one. The stream follows from the seed and the losses alone.
 
     Args:
         supernet: what is to be chosen.

@@ -58,8 +58,9 @@ def read_options(
         ValueError: one is unknown, or not of its type.
     """
     options = options_of(holder)
+    said = sys.argv[1:] if arguments is None else arguments
     # Names are those of today before argparse sees them.
-    words = [_word(holder, word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    words = [_word(holder, word) for word in said if not _is_needless(options, word)]
     # The names of all models are looked up for the help alone: packages may have many.
     asked = {"-h", "--help"} & {*words}
     parser = _Parser(
@@ -81,7 +82,9 @@ def read_options(
 def add_options(
     parser: argparse.ArgumentParser, options: Mapping[str, Option]
 ) -> list[argparse.Action]:
-    """Adds options to a parser, each in its group, and `--version`; returns what argparse makes of the options.
+    """Adds options to a parser, each in its group, and `--version`.
+
+    Returns what argparse makes of the options.
 
     Args:
         parser: of a command.
@@ -119,6 +122,15 @@ def _word(holder: type[PipelineOptions], word: str) -> str:
         return word
     name = present(holder, flag[2:]).strip("_").replace("_", "-")
     return f"--{name}{equals}{value}"
+
+
+def _is_needless(options: Mapping[str, Option], word: str) -> bool:
+    """Tells whether a word, once an option, says what holds anyway; warns of it for one release."""
+    if word != "--no-lossy" or "lossy" not in options:
+        return False
+    warning = f"warning: {word} holds anyway, and is no option from the next release on"
+    print(warning, file=sys.stderr)
+    return True
 
 
 def present(holder: type[PipelineOptions], name: str) -> str:
@@ -275,9 +287,10 @@ def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
 
 
 def _of_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the options in the file of --config: TOML, YAML or JSON; names may have hyphens as on the command line.
+    """Reads the options in the file of --config: TOML, YAML or JSON.
 
-    A run's config.json also holds what is not an option, or held for one start alone: that is passed over.
+    Names may have hyphens as on the command line. A run's config.json also holds what is not an
+    option, or held for one start alone: that is passed over.
 
     Raises:
         ValueError: it is not such a file, names an unknown option, or a value is of another type.
@@ -357,7 +370,9 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
 
 
 def read_yaml(content: str) -> tuple[Any, dict[str, int]]:
-    r"""Reads a document in which no mapping has a name twice; also tells the line of each name at its top.
+    r"""Reads a document in which no mapping has a name twice.
+
+    Also tells the line of each name at its top.
 
     Raises:
         ValueError: it is not YAML, or a name is there twice; the message has the line.

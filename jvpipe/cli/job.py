@@ -109,7 +109,8 @@ def retrained(workload: models.Workload, options: TrainOptions, updates: int) ->
     )
 
 
-# `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them back to it.
+# `--init-from`, `--export-weights`: a run that begins with weights of transformers, or gives them
+# back to it.
 
 Tree = Any
 _DIMENSIONS = (
@@ -241,7 +242,9 @@ class Start(NamedTuple):
 
 
 def prepare(options: TrainOptions, hosts: Hosts, stack: ExitStack) -> tuple[Job, Any]:
-    """Opens the data, builds the pipeline and makes or restores the state; nothing is written before it is checked.
+    """Opens the data, builds the pipeline and makes or restores the state.
+
+    Nothing is written before it is checked.
 
     Args:
         options: those of the run.
@@ -394,7 +397,10 @@ def _open_data(
     files: Mapping[str, str],
     hosts: Hosts,
 ) -> tuple[models.Data, dict[str, bytes]]:
-    """Opens the data; also returns the files that it made, for a new run. `files` are digests of the old ones."""
+    """Opens the data.
+
+    Also returns the files that it made, for a new run. `files` are digests of the old ones.
+    """
     run.check_files(files)
     assert options.batch_size is not None
     data_path = None if options.data is None else Path(options.data)

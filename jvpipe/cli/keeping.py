@@ -91,13 +91,15 @@ def held_out_loss(job: Job, state: Any, watch: Watch) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-# What is kept of a run while it trains: checkpoints, written beside the steps, and which of them is the best.
+# What is kept of a run while it trains: checkpoints, written beside the steps, and which of them is
+# the best.
 
 
 class Keeper:
     """Saves the states of a run. A step waits for the copy to the host alone; of several processes all save together.
 
-    What a write fails with is raised at the next step, of several processes at the next save, or at the end.
+    What a write fails with is raised at the next step, of several processes at the next save, or at
+    the end.
     """
 
     def __init__(self, job: Job, opened: ExitStack) -> None:
@@ -114,7 +116,9 @@ class Keeper:
         self._job.hosts.together("the checkpoint", self._writer.wait)
 
     def save(self, state: Any, step: int, architecture: Sequence[str], seen: Evaluations) -> None:
-        """Saves the state and the place in the data, together and whole; once they are, older checkpoints go.
+        """Saves the state and the place in the data, together and whole.
+
+        Once they are, older checkpoints go.
 
         Args:
             state: that after the step.
@@ -123,7 +127,8 @@ class Keeper:
             seen: the evaluations so far.
 
         Raises:
-            ValueError: a parameter is NaN, or the folder of the run is gone; the older checkpoints stay.
+            ValueError: a parameter is NaN, or the folder of the run is gone; the older checkpoints
+                stay.
         """
         self.finish()  # so that two copies of the state are never on the host
         job = self._job

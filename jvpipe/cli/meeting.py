@@ -2,7 +2,7 @@
 
 Their connections to process 0 stay open while the run lasts. JAX ends a process whose connection to
 its coordinator has ended, at once and without a word of ours; so a thread of the meeting, which
-waits for nothing else, says whose connection it was. A process that ends in order says farewell before.
+waits for nothing else, says whose connection it was. Whoever ends in order says farewell before.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def read_secret(path: str | None) -> bytes:
         path: as `--secret-file` names it; without one as the environment does.
 
     Raises:
-        ValueError: the file cannot be read, others than its owner may read or change it, or it is empty.
+        ValueError: the file is empty, cannot be read, or is open to others than its owner.
     """
     named, path = (
         ("--secret-file", path) if path is not None else (VARIABLE, os.environ.get(VARIABLE))
@@ -83,8 +83,9 @@ class AnotherSecretError(Exception):
 class SignedLines:
     """One end of a connection: lines of JSON, each with an HMAC that is keyed with the secret.
 
-    Both ends begin with a fresh nonce. An HMAC is over both nonces, the end that speaks, the line's place and its text:
-    a line cannot be changed, sent again, sent back or kept for another connection, and the secret is never sent.
+    Both ends begin with a fresh nonce. An HMAC is over both nonces, the end that speaks, the line's
+    place and its text: a line cannot be changed, sent again, sent back or kept for another
+    connection, and the secret is never sent.
 
     Args:
         reader: of the connection.
@@ -161,7 +162,7 @@ class SignedLines:
         return line[:-1]
 
 
-# The meeting of a command's processes before JAX brings them together: who each is, and what it was given.
+# The meeting of a command's processes before JAX joins them: who each is, what it was given.
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,11 @@ class Patience:
         handshake_s: a connection may take to say who it is.
         knock_s: between two tries to reach process 0.
         say_s: between two lines of whoever waits, which say for whom.
-        farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody that
-            it leaves.
-        crowd: connections that are open at a time: strangers must not use up the files of the process.
+        farewell_s: process 0 takes at most to tell the others how the meeting ended, and anybody
+            that it leaves.
+        crowd: connections open at a time: strangers must not use up the process's files.
         look_s: between two looks at whether a run goes on, while processes train.
-        grace_s: the thread that trains has to say itself that another process is gone: it knows the task.
+        grace_s: the thread that trains, which knows the task, has to say that a process is gone.
         ending_s: a process that ends lets the others say why they do.
     """
 
@@ -278,13 +279,14 @@ class _Meeting:
 class MeetingServer(_Meeting):
     """Process 0's side: waits for the others, and stays open during the run to refuse who comes too late.
 
-    Connections are served beside one another in a thread of their own: who is slow, silent or talks nonsense does not
-    hold up the others. Only a process with the secret, and a number that is free, can end the meeting by what it was
-    given.
+    Connections are served beside one another in a thread of their own: who is slow, silent or talks
+    nonsense does not hold up the others. Only a process with the secret, and a number that is free,
+    can end the meeting by what it was given.
 
     Args:
         listener: a socket that listens.
-        kept: a socket that keeps the port where JAX is to bring the processes together; the others are told of it.
+        kept: a socket that keeps the port where JAX is to bring the processes together; the others
+            are told of it.
         count: of the processes, this one included.
         given: to this process.
     """

@@ -138,7 +138,9 @@ def check_new_folder(path: Path) -> None:
 
 
 def write_safetensors(path: Path, params: PyTree) -> None:
-    """Writes host arrays to a `.safetensors` file, keyed by parameter path; the file appears whole or not at all.
+    """Writes host arrays to a `.safetensors` file, keyed by parameter path.
+
+    The file appears whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -154,7 +156,8 @@ def write_safetensors(path: Path, params: PyTree) -> None:
         raise OSError(f"cannot write {path}: {problem}") from problem
 
 
-# What a command says while it works: lines where stdout is not a terminal, a display where stderr is one.
+# What a command says while it works: lines where stdout is not a terminal, a display where stderr
+# is one.
 
 _log = logging.getLogger("jvpipe")
 
@@ -162,7 +165,8 @@ _log = logging.getLogger("jvpipe")
 class Speech:
     """A context manager: inside it the log of jvpipe is heard, each phase with its seconds.
 
-    Where stderr is a terminal, the log and a display appear there, else warnings alone; where stdout is none, lines do.
+    Where stderr is a terminal, the log and a display appear there, else warnings alone; where
+    stdout is none, lines do.
     """
 
     def __init__(self) -> None:
@@ -241,7 +245,10 @@ def progress() -> Iterator[None]:
 
 @contextmanager
 def _heard(level: int, handlers: Sequence[logging.Handler]) -> Iterator[None]:
-    """Inside it handlers hear the log of jvpipe from a level on; each may have a higher one of its own."""
+    """Inside it handlers hear the log of jvpipe from a level on.
+
+    Each may have a higher one of its own.
+    """
     level_before, propagate = _log.level, _log.propagate
     _log.setLevel(level)
     _log.propagate = False  # some library may have given the root a handler

@@ -82,8 +82,9 @@ def _begun(where: str, model: Any, seed: int, batch_size: int) -> tuple["Batches
 class Batches:
     """A user's stream of batches, whose place is saved and found again.
 
-    A stream that keeps its place itself, such as Grain's, is asked for it; where it tells that in bytes, they are text
-    here. For others the place is how many batches were taken: to go on, the same stream is begun and advanced.
+    A stream that keeps its place itself, such as Grain's, is asked for it; where it tells that in
+    bytes, they are text here. For others the place is how many batches were taken: to go on, the
+    same stream is begun and advanced.
 
     Args:
         called: the call that gave the stream, for messages.
@@ -322,7 +323,8 @@ def _flag(model: Any, name: str) -> bool:
     return value
 
 
-# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module of the user's.
+# What `--model` names: a model of jvpipe, of an installed package, or an object in a file or module
+# of the user's.
 
 ENTRY_POINTS = "jvpipe.models"
 """The group in which packages announce their models."""
@@ -334,10 +336,11 @@ def find_model(
     """Finds the model that a command line names.
 
     Args:
-        name: `bert`, or what an installed package announces in the group `jvpipe.models`, or `file.py:name`, or
-            `package.module:name`.
+        name: `bert`, or what an installed package announces in the group `jvpipe.models`, or
+            `file.py:name`, or `package.module:name`.
         size: one of its sizes.
-        fields: what replaces those of its configuration, such as the `dtype` that it computes in; texts are read.
+        fields: what replaces those of its configuration, such as the `dtype` that it computes in;
+            texts are read.
 
     Raises:
         ValueError: there is no such model, or it lacks something; the message says what.

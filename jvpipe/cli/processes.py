@@ -33,7 +33,9 @@ Own = tuple[StepMetrics, Busy]
 def shared(
     hosts: Hosts, signum: int | None, ours: Own | None
 ) -> tuple[int | None, StepMetrics | None]:
-    """Tells all processes of a step; returns the signal that any of them was sent, and the metrics of all.
+    """Tells all processes of a step.
+
+    Returns the signal that any of them was sent, and the metrics of all.
 
     Args:
         hosts: this process and the others.
@@ -92,7 +94,10 @@ def _merged(ours: StepMetrics, every: Sequence[Own]) -> StepMetrics:
 
 
 def shared_picture(hosts: Hosts, picture: Picture) -> Picture:
-    """Joins the pictures of all processes; their clocks meet at an exchange, where all have heard of all."""
+    """Joins the pictures of all processes.
+
+    Their clocks meet at an exchange, where all have heard of all.
+    """
     if hosts.count == 1:
         return picture
     hosts.exchange("clock", b"")
@@ -128,7 +133,8 @@ def join(options: TrainOptions) -> Hosts:
     """Brings the processes together that the options name; to be called before JAX makes any device.
 
     Raises:
-        ValueError: the options do not say where they meet, nobody is there, or one was given something else.
+        ValueError: the options do not say where they meet, nobody is there, or one was given
+            something else.
         HostLost: some do not come, or there is such a process already.
         SystemExit: the user stops it before all have come.
     """
@@ -218,9 +224,10 @@ def _meeting(options: TrainOptions, secret: bytes) -> tuple[dict[str, Any], Bond
 def _opened(
     host: str, port: int, count: int, agreed: Given, timeout_s: float
 ) -> tuple[dict[str, Any], Bonds]:
-    """Opens the meeting as process 0; returns the address for JAX once all have come, and what holds them.
+    """Opens the meeting as process 0.
 
-    Nobody else can take that address.
+    Returns the address for JAX once all have come, and what holds them. Nobody else can take that
+    address.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -288,8 +295,8 @@ def _given_up_after(timeout_s: float, awaited: str) -> Iterator[None]:
 class Watch:
     """A context manager: while several processes train, ends this one if another is gone or nothing goes on.
 
-    A thread that waits for a device cannot be interrupted, so a second one looks; what it says is the last line.
-    `told` hears what goes on too.
+    A thread that waits for a device cannot be interrupted, so a second one looks; what it says is
+    the last line. `told` hears what goes on too.
     """
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None] = lambda doing: None) -> None:

@@ -66,7 +66,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-# The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to go on.
+# The folder of a run: what it holds, what is last and whole in it, and whether it fits a request to
+# go on.
 
 RECORDED = {
     "model_config": {str: anything},
@@ -83,7 +84,10 @@ class HeldError(ValueError):
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names the files of a run. Checkpoints are folders named by their step; only a whole one bears such a name."""
+    """Names the files of a run. Checkpoints are folders named by their step.
+
+    Only a whole one bears such a name.
+    """
 
     path: Path
 
@@ -217,9 +221,9 @@ class RunDir:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps other processes out of the folder, which is made if need be; if it stays empty it goes again.
+        """Keeps other processes out of the folder, which is made if need be.
 
-        The lock goes with the process, however that ends.
+        If it stays empty it goes again. The lock goes with the process, however that ends.
 
         Raises:
             HeldError: another process is in the folder.
@@ -259,7 +263,10 @@ class RunDir:
         return ""
 
     def place(self) -> tuple[int, int] | None:
-        """Returns what tells the folder at this path from another one that takes its place; None if there is none."""
+        """Returns what tells the folder at this path from another one that takes its place.
+
+        Returns None if there is none.
+        """
         try:
             seen = self.path.stat()
         except OSError:
@@ -304,7 +311,8 @@ class RunDir:
             usual: fields within fields, as they were in a run that began before there were such.
 
         Raises:
-            ValueError: they differ; the message names the fields, and of fields within fields the first.
+            ValueError: they differ; the message names the fields, and of fields within fields the
+                first.
         """
         # Through JSON, as what is there has been: tuples are lists.
         there, here = dict(self.read_config()), json.loads(json.dumps(expected))
@@ -367,7 +375,9 @@ def _differences(
 
 
 def given_plan(options: Mapping[str, Any], before: Mapping[str, Any]) -> Plan | None:
-    """Reads the plan of --plan; None if there is none, or if the run that is resumed had it already.
+    """Reads the plan of --plan.
+
+    Returns None if there is none, or if the run that is resumed had it already.
 
     Args:
         options: of this run.
@@ -421,7 +431,8 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if same else None
 
 
-# Whether the code that the folder of a run names may be run again without being asked for: its user made it there.
+# Whether the code that the folder of a run names may be run again without being asked for: its user
+# made it there.
 
 MARK = "made_here"
 """Its name in config.json."""
@@ -454,7 +465,8 @@ def check_made_here(folder: Path, config: Mapping[str, Any], model: str) -> None
         model: that it names.
 
     Raises:
-        ValueError: the model is somebody's code, and the mark is not that of this user and this place.
+        ValueError: the model is somebody's code, and the mark is not that of this user and this
+            place.
     """
     found, ours = config.get(MARK), mark(folder, model)
     if is_installed(model) or (ours and isinstance(found, str) and found == ours):

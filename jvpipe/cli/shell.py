@@ -29,7 +29,8 @@ class ExitCode(IntEnum):
     STOPPED = 128
 
 
-# Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a second one is an end.
+# Ctrl-C and SIGTERM: the first one is a wish, heard between two steps where there are some; a
+# second one is an end.
 
 _AGAIN_S = 0.001
 """After how long an interrupt that Python could not raise is raised again."""
@@ -48,7 +49,8 @@ def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
 def hear_interrupts() -> None:
     """Has the first Ctrl-C raise KeyboardInterrupt from here on, and a second signal end the process at once.
 
-    The main thread hears a signal when it is back from where it waits for a device, so another one counts them.
+    The main thread hears a signal when it is back from where it waits for a device, so another one
+    counts them.
     """
     # Python's own handler runs in the main thread alone, which may wait for a device.
     heard, rings = os.pipe()

@@ -1,6 +1,7 @@
 """`python -m jvpipe.train`: trains a model, the user's or of `jvpipe.models`, as a pipeline, in a run directory.
 
-From the top: what is read of a step, what a run keeps of how its steps went, the training itself, and the command.
+From the top: what is read of a step, what a run keeps of how its steps went, the training itself,
+and the command.
 """
 
 import errno
@@ -102,7 +103,8 @@ class StepNumbers:
 def tokens_in(batch: Any) -> int | None:
     """Counts the tokens of a batch that the model reads, in integer leaves called tokens, input_ids or inputs.
 
-    Their first two axes are counted, examples and positions, padding included. None if there is no such leaf.
+    Their first two axes are counted, examples and positions, padding included. None if there is no
+    such leaf.
 
     >>> tokens_in({"inputs": np.zeros((2, 8), int), "tokens": np.zeros((2, 4), int), "weights": np.ones((2, 4))})
     24
@@ -122,9 +124,10 @@ def tokens_in(batch: Any) -> int | None:
 class Recording:
     """A context manager around the steps of a run: writes the timeline of the last ones, or of those it profiles.
 
-    With --profile so many steps are profiled, from the second on, for the first has much to do once; where there are
-    not as many, from the first on. A profiler sees each task twice by its name, such as `1F2[layer 4]`: its dispatch,
-    and until it has run, on a thread per device, from when it was dispatched or the task before it there had ended.
+    With --profile so many steps are profiled, from the second on, for the first has much to do
+    once; where there are not as many, from the first on. A profiler sees each task twice by its
+    name, such as `1F2[layer 4]`: its dispatch, and until it has run, on a thread per device, from
+    when it was dispatched or the task before it there had ended.
 
     Args:
         job: the run.
@@ -417,7 +420,9 @@ def _told(mistake: Exception) -> str:
 
 
 def run(options: TrainOptions, hosts: Hosts, stack: ExitStack, speech: Speech) -> int:
-    """Prepares, trains and evaluates; returns the exit code. The folder of the run is kept until `stack` is closed.
+    """Prepares, trains and evaluates.
+
+    Returns the exit code. The folder of the run is kept until `stack` is closed.
 
     Args:
         options: of the command line.

@@ -13,6 +13,8 @@ class MeasuringEffort:
         runs: of a program in a turn, after one that warms up.
         long_s: programs that take longer run in the first turn only, and less often.
         copies: of each size over a link between devices, or between a device and its host.
+        shared: two copies share a link if together they take so many times as long as the longer
+            one alone.
         host_copies: of each size over a link between processes, the first of which warms up.
         lending_turns: rounds in which a device runs alone and then beside all others.
         lending_turn_s: least seconds of such a round on one device; less would measure noise.
@@ -22,6 +24,7 @@ class MeasuringEffort:
     runs: int = 3
     long_s: float = 0.1
     copies: int = 5
+    shared: float = 1.5
     host_copies: int = 6
     lending_turns: int = 5
     lending_turn_s: float = 0.02

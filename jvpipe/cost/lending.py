@@ -5,13 +5,14 @@ other kinds share nothing.
 """
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Sequence
 
 import jax
 
-from jvpipe._jax import Device
+from jvpipe._jax import Device, is_own
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.measure import example_of
@@ -32,6 +33,16 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
     share = (together_s / alone_s - 1) / (devices - 1)
     # Noise may put it a little outside of the range.
     return min(max(share, 0.0), 1.0)
+
+
+def devices_per_core(devices: Sequence[Device]) -> float:
+    """Counts the CPU devices of this process for each core that it may use; 0 for devices that share none.
+
+    Args:
+        devices: of the pipeline.
+    """
+    sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
+    return sharing / len(os.sched_getaffinity(0))
 
 
 def measured_lending(

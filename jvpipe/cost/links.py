@@ -21,8 +21,6 @@ from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.hardware import INFINITE, Link
 
 _SMALL, _LARGE = 2**16, 2**24  # bytes
-# Two copies share a link if together they take so many times as long as the longer one alone.
-_SHARED = 1.5
 
 Copy = Callable[[jax.Array], jax.Array]
 
@@ -121,7 +119,7 @@ def measure_links(
     # Large copies, so that latencies do not count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
     together_s = _seconds([out, send], large)
-    shared = together_s > _SHARED * max(out_s[1], send_s[1])
+    shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
     return Links(out_link, back_link, link_through(sizes, send_s), shared)
 
 

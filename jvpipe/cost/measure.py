@@ -7,7 +7,7 @@ ran. All seconds may come from the archive instead, if an earlier process measur
 import statistics
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,10 +44,19 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The seconds of a program, and its bytes beside its inputs and results."""
+    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of all processors."""
 
     seconds: float
     temporary_bytes: int
+    processor_s: float = 0.0
+
+    def beside(self, devices_per_core: float) -> "Run":
+        """Returns the run while all devices are busy, when none has more of the cores than its share.
+
+        >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
+        (3.0, 5.0)
+        """
+        return replace(self, seconds=max(self.seconds, devices_per_core * self.processor_s))
 
 
 Runs = dict[Hashable, Run]
@@ -87,12 +96,12 @@ def measure_programs(
         return "seconds", surroundings(device), store.text(fitting[i][0], device)
 
     def measure(missing: Sequence[int]) -> list[list[float]]:
-        return [[s] for s in _in_turns([fitting[i] for i in missing], device)]
+        return _in_turns([fitting[i] for i in missing], device)
 
     # Programs that an earlier process has timed are compiled, for their bytes, but not run.
-    seconds = (archive or Archive()).each(description, len(fitting), 1, measure)
-    for (program, _), (s,), size in zip(fitting, seconds, temporary, strict=True):
-        runs[program.key] = Run(s, size)
+    seconds = (archive or Archive()).each(description, len(fitting), 2, measure)
+    for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
+        runs[program.key] = Run(s, size, processor_s)
     return runs
 
 
@@ -108,6 +117,7 @@ def measured_costs(
     earlier: Runs | None = None,
     room_bytes: int | None = None,
     archive: Archive | None = None,
+    devices_per_core: float = 0.0,
 ) -> Costs:
     """Measures the costs of a model on a device at hand.
 
@@ -127,6 +137,7 @@ def measured_costs(
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
         archive: where seconds of earlier processes are found, and new ones kept.
+        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
@@ -140,6 +151,7 @@ def measured_costs(
     updates = optimizer.update if optimizer is not None else ()
     pairs += ((piece_program(piece), piece.program) for piece in updates)
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
+    runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
     works = []
     for forward, backward in zip(forwards, backwards["all"], strict=True):
         f = runs[forward.key]
@@ -288,23 +300,22 @@ def _needed_bytes(needs: Any) -> int:
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
 
-def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[float]:
-    """Returns the least seconds of each program in several turns, in which all run one after
-    another.
-    """
+def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
+    """Returns the least of each program's `_seconds` in several turns, in which all run in a row."""
     # The first turn measures every program, the others only those that are short, and so noisy.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
-            if least[i] < MEASURING.long_s:
-                least[i] = min(least[i], _seconds(executable, program, device))
+            if least[i][0] < MEASURING.long_s:
+                again = _seconds(executable, program, device)
+                least[i] = list(map(min, least[i], again))
     return least
 
 
-def _seconds(executable: Any, program: Program, device: Device) -> float:
-    """Returns the median of a few runs after one to warm up.
+def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
+    """Returns the median seconds of a few runs, and those of all processors together.
 
-    Donated inputs are put there again for each.
+    One run before them warms up. Donated inputs are put there again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
@@ -312,7 +323,7 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
         # An input that is not donated stays as it is, so it is put there once.
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
-    runs_s: list[float] = []
+    runs_s, processor_s = list[float](), list[float]()
     while len(runs_s) <= MEASURING.runs:
         # A long program stops after two runs and the one to warm up.
         if len(runs_s) >= 3 and sum(runs_s) >= MEASURING.runs * MEASURING.long_s:
@@ -322,10 +333,11 @@ def _seconds(executable: Any, program: Program, device: Device) -> float:
             for i, example in enumerate(examples)
         ]
         jax.block_until_ready(inputs)
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         jax.block_until_ready(executable(*inputs))
         runs_s.append(time.perf_counter() - start)
-    return statistics.median(runs_s[1:])
+        processor_s.append(time.process_time() - processor_start)
+    return [statistics.median(runs_s[1:]), statistics.median(processor_s[1:])]
 
 
 def example_of(shape: Any) -> Any:

@@ -42,6 +42,10 @@ _ALIASES = _words(
 )
 # No kernel either: readers make these as they go.
 _MADE_ON_READING = _words("broadcast_in_dim iota")
+_EXPONENTIALS = _words("exp exp2 log log1p expm1 tanh logistic sin cos pow")
+_SPECIAL = _words("erf erfc erf_inv lgamma digamma tan atan2")
+# No two kernels make one of these for themselves.
+DEAR = (*_EXPONENTIALS, *_SPECIAL)
 # Results of these are written even where all readers are elementwise.
 REDUCTIONS = _words(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
@@ -58,10 +62,8 @@ _OPERATIONS: dict[str, float] = dict.fromkeys(
     _words("broadcast_in_dim iota convert_element_type concatenate pad slice select_n"),
     0.5,
 )
-_OPERATIONS |= dict.fromkeys(
-    _words("exp exp2 log log1p expm1 tanh logistic sin cos rsqrt sqrt div pow"), 8.0
-)
-_OPERATIONS |= dict.fromkeys(_words("erf erfc erf_inv lgamma digamma tan atan2"), 20.0)
+_OPERATIONS |= dict.fromkeys((*_EXPONENTIALS, "rsqrt", "sqrt", "div"), 8.0)
+_OPERATIONS |= dict.fromkeys(_SPECIAL, 20.0)
 _RANDOM_OPERATIONS = 50.0  # of threefry, per word
 
 

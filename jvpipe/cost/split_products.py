@@ -25,7 +25,7 @@ def sum_parts(product: Product, cores: int) -> int:
         product: its shape.
         cores: of the GPU.
 
-    >>> parts_of(Product(1, 304, 1024, 30522), 132), parts_of(Product(1, 8192, 1024, 50257), 132)
+    >>> sum_parts(Product(1, 304, 1024, 30522), 132), sum_parts(Product(1, 8192, 1024, 50257), 132)
     (8, 1)
     """
     m = product.m

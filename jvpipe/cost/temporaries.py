@@ -9,13 +9,19 @@ rule holds.
     results    a value of which one elementwise kernel makes a result lies where the result will be; a
                product that is added to a sum is added up where the sum lies
     twins      what two equations compute alike is computed once
+    sums       a sum of sums is one
+    early      a kernel that makes results alone runs as soon as what it reads is there
 
 On a GPU:
 
     siblings   elementwise kernels over arrays of one shape that read the same array become one, at the
                place of the last of them, so all their results exist at once
+    lodgers    a buffer lies where a result will be, if nobody reads it when the result is written
     parts      products whose sums are cut need more while they run (`split_products.py`)
     turned     a scattered sum that is transposed is copied for the products that read it
+    across     a value that is summed over one axis and over another is made once, in memory, if that takes
+               an exponential or the like: no kernel sums over both
+    filters    a convolution over pixels of channels reads a copy of its kernel that lies so, too
     pools      the backward of a maximum over windows finds the place of each maximum, as a whole
                number per dimension
 
@@ -26,20 +32,24 @@ On a TPU, with the bytes that arrays take in tiles:
     relaid     an input that elementwise kernels read beside a batch of products is copied into the
                layout of these; a product of more than 128 rows with a transposed table is copied if
                it is a result that kernels read, too
+    images     what convolutions read and make lies with its channels along the 128 columns of tiles, so
+               inputs and results that lie otherwise between programs are copied
     scratch    small buffers lie in the memory beside the cores while there is room
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jvpipe import _jax
 from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
+from jvpipe.cost.heap import Buffer, Room, peak_bytes, without_lodgers
 from jvpipe.cost.products import product_of
-from jvpipe.cost.roofline import REDUCTIONS, SCATTERS, Kernels, nbytes
+from jvpipe.cost.roofline import DEAR, REDUCTIONS, SCATTERS, Kernels, nbytes
 from jvpipe.cost.split_products import split_bytes
 from jvpipe.cost.tiles import tiled_bytes
 from jvpipe.trace import jaxprs
@@ -47,12 +57,13 @@ from jvpipe.trace.inline import merged_equations
 from jvpipe.trace.normalised import first_of_same
 from jvpipe.trace.primitives import is_heavy
 
-_SUMMED = ("dot_general", "scatter-add")
+_SUMMED = ("dot_general", "scatter-add", "select_and_scatter_add")
 """The equations whose results are added to a sum as they are made."""
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 _ADDED = ("add", "add_any")
 _LANES = 128
-_SMALL = 4
-"""A small buffer takes less than this part of the memory beside the cores."""
+Size = Callable[[Var], int]
+"""Counts the bytes of a value."""
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
@@ -80,47 +91,24 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
-        elsewhere |= _inside_results(jaxpr, kernels)
+        elsewhere |= _inside_results(jaxpr, kernels) | _inner_sums(jaxpr, kernels)
     if device.platform == "cuda":
-        steps = _with_siblings(steps)
+        steps = _with_siblings(_with_once(steps, _summed_across(jaxpr, kernels)))
     if device.platform == "tpu":
-        elsewhere -= _laid_twice(jaxpr, kernels)
-        steps = _with_relaid(steps, _relaid(jaxpr))
-        size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels))
-    return _peak_bytes(steps, elsewhere, size, device.scratch_bytes)
-
-
-def _peak_bytes(
-    steps: Sequence["_Step"],
-    elsewhere: set[Var],
-    size: Callable[[Var], int],
-    scratch_bytes: int,
-) -> int:
-    """Returns the most bytes that are alive at once.
-
-    Args:
-        steps: in their order.
-        elsewhere: values that lie in no buffer of their own.
-        size: returns the bytes of a value.
-        scratch_bytes: of a device, which small buffers fill first.
-    """
+        images = _images(jaxpr)
+        elsewhere -= _laid_twice(jaxpr, kernels) | images
+        size = partial(_tpu_bytes, halves=_halves(jaxpr, kernels, images), images=images)
+        steps = _with_turned(steps, images, size)
+        steps = _with_relaid(steps, _relaid(jaxpr) | images.intersection(jaxpr.invars))
+    if device.platform != "cpu":
+        steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
-    # Bytes alive, and those that end with each step, apart for small buffers (True) and others.
-    alive, peak = {True: 0, False: 0}, 0
-    ending: dict[int, list[tuple[bool, int]]] = {}
-    for i, step in enumerate(steps):
-        for v in step.writes - elsewhere:
-            buffer_bytes = size(v)
-            is_small = buffer_bytes < scratch_bytes // _SMALL
-            alive[is_small] += buffer_bytes
-            # What nobody reads ends with the step that wrote it.
-            end = last.get(v, i)
-            ending.setdefault(end, []).append((is_small, buffer_bytes))
-        overflow = max(0, alive[True] - scratch_bytes)
-        peak = max(peak, alive[False] + overflow + step.own_bytes)
-        for is_small, buffer_bytes in ending.get(i, ()):
-            alive[is_small] -= buffer_bytes
-    return peak
+    made = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
+    buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in made.items() if v not in elsewhere]
+    buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
+    if device.platform == "cuda":
+        buffers = without_lodgers(buffers, _rooms(jaxpr, kernels, steps, elsewhere))
+    return peak_bytes(buffers, device.scratch_bytes)
 
 
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
@@ -161,18 +149,61 @@ class _Step:
 
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
     turned = _turned_scatters(jaxpr, kernels) if device.platform == "cuda" else set[Var]()
+    inputs = {*jaxpr.invars}
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
         outputs = kernels.written.intersection(eqn.outvars)
         own_bytes = _own_bytes(eqn, device)
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
+        elif device.platform == "cuda" and _copies_filter(eqn):
+            filters = inputs.intersection(map(kernels.root.get, eqn.invars[1:]))
+            own_bytes += sum(map(nbytes, filters))
         yield _Step(
             frozenset(kernel.reads),
             frozenset(outputs),
             _loop(eqn),
             own_bytes,
         )
+
+
+def _copies_filter(eqn: JaxprEqn) -> bool:
+    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies otherwise."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    last = len(numbers.lhs_spec) - 1
+    channels_last = (0, last, *range(1, last))
+    return numbers.lhs_spec == channels_last and numbers.rhs_spec != channels_last
+
+
+def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
+    """Finds the values that are summed over several axes apart, and dear to make; with these sums."""
+    axes: dict[Var, set[tuple[int, ...]]] = {}
+    sums: dict[Var, set[Var]] = {}
+    dear: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        read = [kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)]
+        if eqn.primitive.name in REDUCTIONS:
+            for v in read:
+                axes.setdefault(v, set()).add(tuple(eqn.params["axes"]))
+                sums.setdefault(v, set()).update(eqn.outvars)
+        elif (loop := _loop(eqn)) is not None:
+            as_large = (_jax.aval(v).shape == loop for v in dear.intersection(read))
+            if eqn.primitive.name in DEAR or any(as_large):
+                dear.update(eqn.outvars)
+    return {v: sums[v] for v in dear - kernels.written if len(axes.get(v, ())) > 1}
+
+
+def _with_once(steps: Iterable[_Step], once: Mapping[Var, set[Var]]) -> list[_Step]:
+    """Returns the steps, of which the first of several sums also writes what they all add up."""
+    marked, missing = [], set(once)
+    for step in steps:
+        added = {v for v, sums in once.items() if not sums.isdisjoint(step.writes)}
+        made = added & missing
+        missing -= made
+        marked.append(replace(step, writes=step.writes | made, reads=step.reads | (added - made)))
+    return marked
 
 
 def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
@@ -239,23 +270,74 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     return inside
 
 
+def _inner_sums(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+    """Finds the reductions of which another of their kind alone is made: both are one."""
+    kind = {v: eqn.primitive for eqn in jaxpr.eqns for v in eqn.outvars}
+    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    reductions = (jaxpr.eqns[i] for i in kernels.of)
+    reductions = (eqn for eqn in reductions if eqn.primitive.name in REDUCTIONS)
+    read = {kernels.root.get(v, v): eqn for eqn in reductions for v in jaxprs.variables(eqn.invars)}
+    return {v for v, eqn in read.items() if kind.get(v) is eqn.primitive and readers[v] == 1}
+
+
+def _rooms(
+    jaxpr: Jaxpr, kernels: Kernels, steps: Sequence[_Step], elsewhere: Collection[Var]
+) -> Iterator[Room]:
+    """Yields the results that are not written over an input; they are taken from where something lies in them."""
+    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    inputs = {*jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        read = {kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)}
+        if eqn.primitive.name in _ADDED and not inputs.isdisjoint(read):
+            results.difference_update(eqn.outvars)
+    taken: dict[Var, int] = {}
+    for i, step in enumerate(steps):
+        inside = [taken[v] for v in step.reads if v in taken]
+        for v in step.writes.intersection(elsewhere):
+            taken[v] = min((i, *inside))
+            if v in results:
+                yield Room(nbytes(v), taken[v])
+
+
 def _is_batched(eqn: JaxprEqn) -> bool:
     """Tells whether an equation is a batch of products."""
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
-def _halves(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
+def _images(jaxpr: Jaxpr) -> set[Var]:
+    """Finds the values that lie as convolutions want them.
+
+    That is what these read and make, and all of such a shape.
+    """
+    shapes: set[tuple[int, ...]] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
+            # Of the gradient of a kernel both operands are images.
+            is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
+            shapes |= {left, right if is_gradient else made}
+    every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    return {v for v in every if _jax.aval(v).shape in shapes and _is_wider(_jax.aval(v))}
+
+
+def _is_wider(aval: Any) -> bool:
+    """Tells whether an array takes more bytes with its last dimension along columns than at its best."""
+    itemsize = aval.dtype.itemsize
+    return tiled_bytes(aval.shape, itemsize, aval.ndim - 1) > tiled_bytes(aval.shape, itemsize)
+
+
+def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
     """Finds the values of float32 that elementwise kernels make for unbatched products alone.
 
-    Reductions that read them do not count: they run where the values are made.
+    Reductions that read them do not count: they run where the values are made. So do copies of images for convolutions.
     """
-    made_in_loops: set[Var] = set()
+    made_in_loops = images.intersection(jaxpr.invars)
     read_by_others: set[Var] = set()
     for i, kernel in kernels.of.items():
         eqn = jaxpr.eqns[i]
         if _loop(eqn) is not None:
             made_in_loops.update(eqn.outvars)
-        if eqn.primitive.name not in ("dot_general", *REDUCTIONS) or _is_batched(eqn):
+        if eqn.primitive.name not in (*_PRODUCTS, *REDUCTIONS) or _is_batched(eqn):
             read_by_others.update(kernel.reads)
     for_products = made_in_loops - read_by_others
     return {v for v in for_products if _jax.aval(v).dtype == "float32"}
@@ -298,11 +380,40 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
     return marked
 
 
-def _tpu_bytes(v: Var, halves: set[Var]) -> int:
-    """Counts the bytes of a value in tiles, with two bytes per element for values in `halves`."""
+def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> list[_Step]:
+    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what they need."""
+    made_at: dict[Var, int] = {}
+    places = []
+    for i, step in enumerate(steps):
+        needed = [made_at[v] for v in step.reads if v in made_at]
+        is_early = needed and step.writes <= elsewhere
+        place = max(needed) if is_early else i
+        made_at |= dict.fromkeys(step.writes, place)
+        places.append(place)
+    return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
+
+
+def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
+    """Returns the steps, of which convolutions take their results once more: with examples along rows."""
+    turned = [step.writes & images if step.loop is None else () for step in steps]
+    return [
+        replace(step, own_bytes=step.own_bytes + sum(map(size, twice)))
+        for step, twice in zip(steps, turned, strict=True)
+    ]
+
+
+def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
+    """Counts the bytes of a value in tiles.
+
+    Args:
+        v: the value.
+        halves: those with two bytes per element.
+        images: those with their channels along the columns.
+    """
     aval = _jax.aval(v)
+    lanes = aval.ndim - 1 if v in images else None
     itemsize = aval.dtype.itemsize
-    return tiled_bytes(aval.shape, itemsize // 2 if v in halves else itemsize)
+    return tiled_bytes(aval.shape, itemsize // 2 if v in halves else itemsize, lanes)
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:

@@ -89,16 +89,18 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return sizes[0], sizes[1]
 
 
-def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:
-    """Counts the bytes of an array in tiles, with the order of dimensions that leaves the least
-    unused.
+def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
+    """Counts the bytes of an array in tiles, in the order of dimensions that leaves least unused.
 
     Args:
         sizes: of its dimensions.
         itemsize: bytes of an element.
+        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the least.
 
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)
+    >>> tiled_bytes((8, 64, 128), 4), tiled_bytes((8, 128, 64), 4), tiled_bytes((8, 128, 64), 4, 2)
+    (262144, 262144, 524288)
     """
     packed = max(1, 4 // itemsize)  # elements that share the four bytes of a lane
     if len(sizes) < 2:
@@ -107,6 +109,8 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int) -> int:
         return -(-size // tile) * tile * itemsize
     least = math.inf
     for minor, second in permutations(range(len(sizes)), 2):
+        if lanes not in (None, minor):
+            continue
         # A tile has up to 8 rows, a power of two.
         rows = min(8, max(packed, 1 << (sizes[second] - 1).bit_length()))
         rest = math.prod(x for i, x in enumerate(sizes) if i not in (minor, second))

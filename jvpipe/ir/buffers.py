@@ -11,7 +11,10 @@ from jvpipe.ir.rows import Row
 from jvpipe.ir.values import VALUES, Owner, Value, ValueKind
 
 HOST = -1
-"""Stands for the host's memory where a place's number would; tables by place have a last row for it."""
+"""Stands for the host's memory where a place's number would.
+
+Tables by place have a last row for it.
+"""
 
 
 class Copy(StrEnum):
@@ -110,10 +113,6 @@ class Lowered:
     persistent: int
     final: tuple[int, ...]
     metrics: tuple[int, ...]
-
-    def place_rows(self, place: int) -> tuple[Row, ...]:
-        """Returns the rows of one place."""
-        return tuple(row for row in self.rows if row.place == place)
 
     def changes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Returns, per row, the buffers that are born and those that die at it."""

@@ -31,7 +31,7 @@ class CompiledStage:
         return max(self.planned_bytes, self.compiled_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """The part of a stage's JSON that a compiler has said."""
+        """Returns the part of a stage's JSON that a compiler has said."""
         return {
             "peak_bytes": self.peak_bytes,
             "planned_bytes": self.planned_bytes,

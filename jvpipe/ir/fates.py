@@ -41,8 +41,8 @@ class Fates:
         (frozenset({'product'}),)
 
         Raises:
-            ValueError: a fate for a name that the stage does not know, or a tensor to recompute that its stage
-                does not make.
+            ValueError: a fate for a name that the stage does not know, or a tensor to recompute
+                that its stage does not make.
         """
         plan = _typed(plan)
         edges = _fates_of_edges(graph, plan)
@@ -118,7 +118,10 @@ def states_away(graph: LayerGraph, plan: Plan) -> frozenset[int]:
 
 
 def _fates_of_edges(graph: LayerGraph, plan: Plan) -> dict[Edge, Fate]:
-    """Finds the edges that a plan names; raises ValueError where it names what a stage does not know or make."""
+    """Finds the edges that a plan names.
+
+    Raises ValueError where it names what a stage does not know or make.
+    """
     fates: dict[Edge, Fate] = {}
     for s, stage in enumerate(plan.stages):
         layers = [graph.layers[i] for i in stage.layers]

@@ -5,7 +5,10 @@ from enum import Enum, StrEnum
 
 
 class Kind(StrEnum):
-    """The kinds of tasks and rows; their values are their letters in lists, timelines and traces."""
+    """The kinds of tasks and rows.
+
+    Their values are their letters in lists, timelines and traces.
+    """
 
     F = "F"  # forward
     B = "B"  # backward
@@ -72,7 +75,7 @@ class KindInfo:
     backward. `back`: of those that read weights, if they read them as a backward does.
     `accumulates`: adds to sums of gradients. `busy`: work that a device is there for, which bubbles
     are measured by. `link`: of copies. `gathers`: reads what others tell it, by copies.
-    `scheduled`: stands in a schedule's lists. `watched`: a copy whose end is worth knowing.
+    `watched`: a copy whose end is worth knowing.
     `grouped`: where layers run in groups.
     """
 
@@ -86,7 +89,6 @@ class KindInfo:
     busy: bool = False
     link: Link | None = None
     gathers: bool = False
-    scheduled: bool = False
     watched: bool = False
     grouped: Grouped | None = None
 
@@ -110,7 +112,6 @@ KINDS: dict[Kind, KindInfo] = {
         in_flight=1,
         back=False,
         busy=True,
-        scheduled=True,
         grouped=Grouped.PART,
     ),
     Kind.B: KindInfo(
@@ -121,7 +122,6 @@ KINDS: dict[Kind, KindInfo] = {
         back=True,
         accumulates=True,
         busy=True,
-        scheduled=True,
         grouped=Grouped.PART,
     ),
     Kind.I: KindInfo(
@@ -132,7 +132,6 @@ KINDS: dict[Kind, KindInfo] = {
         between=1,
         back=True,
         busy=True,
-        scheduled=True,
         grouped=Grouped.PART,
     ),
     Kind.W: KindInfo(
@@ -143,7 +142,6 @@ KINDS: dict[Kind, KindInfo] = {
         back=True,
         accumulates=True,
         busy=True,
-        scheduled=True,
         grouped=Grouped.PART,
     ),
     Kind.R: KindInfo(
@@ -159,7 +157,6 @@ KINDS: dict[Kind, KindInfo] = {
         ("update", "#8cc084"),
         busy=True,
         gathers=True,
-        scheduled=True,
         grouped=Grouped.PART,
     ),
     Kind.E: KindInfo(Runs.LAYER, _FORWARD, weight=1.0, back=False, grouped=Grouped.PART),

@@ -17,8 +17,8 @@ class LazyArray(jax.ShapeDtypeStruct):
     Args:
         shape: of the whole.
         dtype: of its numbers.
-        read: called without arguments it reads the whole; with some, the part at these indices of the first axes, the
-            last of which may be a slice.
+        read: called without arguments it reads the whole; with some, the part at these indices of
+            the first axes, the last of which may be a slice.
 
     >>> rows = LazyArray((2, 3), np.float32, lambda *at: np.ones((2, 3), np.float32)[at])
     >>> rows[1]

@@ -50,7 +50,9 @@ def outline_of(graph: LayerGraph, microbatches: int) -> Outline:
 
 
 def block_of(path: str) -> Block | None:
-    """Finds the numbered module of a parameter's path; a whole number comes before a number at the end of a word.
+    """Finds the numbered module of a parameter's path.
+
+    A whole number comes before a number at the end of a word.
 
     >>> block_of("blocks/003/attention/kernel"), block_of("blocks/ln_1/scale/3"), block_of("h_2/kernel")
     (('blocks', 3), ('blocks', 3), ('h', 2))

@@ -90,7 +90,9 @@ class Plan:
     def from_cuts(
         layers: Sequence[int], devices: Sequence[int | Sequence[int]] | None = None, **kwargs: Any
     ) -> "Plan":
-        """Makes a plan from the number of layers per stage; stage s runs on device s, or on `devices[s]` (one or more).
+        """Makes a plan from the number of layers per stage.
+
+        Stage s runs on device s, or on `devices[s]` (one or more).
 
         >>> Plan.from_cuts([2, 1], devices=[(0, 1), 2]).stages[0].devices
         (0, 1)
@@ -172,11 +174,16 @@ class Plan:
         return next(s for s, stage in enumerate(self.stages) if layer in stage.layers)
 
     def with_schedule(self, schedule: str) -> "Plan":
-        """Returns the same placement for another schedule; task lists are dropped, for they belong to one schedule."""
+        """Returns the same placement for another schedule.
+
+        Task lists are dropped, for they belong to one schedule.
+        """
         return self if schedule == self.schedule else replace(self, schedule=schedule, tasks=())
 
     def under(self, schedule: str) -> "Plan":
-        """Returns the plan for a pipeline of this schedule; raises ValueError if it was made for another.
+        """Returns the plan for a pipeline of this schedule.
+
+        Raises ValueError if it was made for another.
 
         >>> Plan.from_cuts([2, 1]).under("gpipe").schedule
         'gpipe'

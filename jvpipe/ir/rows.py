@@ -25,7 +25,10 @@ class ZeroRun:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """The `piece`-th piece of the optimizer's update; one that `keeps` does not overwrite its parameters."""
+    """The `piece`-th piece of the optimizer's update.
+
+    One that `keeps` does not overwrite its parameters.
+    """
 
     piece: int
     keeps: bool = False

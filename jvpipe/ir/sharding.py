@@ -33,7 +33,8 @@ class Sharding:
             shapes: of the parameters, by their paths.
 
         Raises:
-            ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot be cut so.
+            ValueError: a rule matches nothing, two of them differ about a parameter, or one cannot
+                be cut so.
         """
         ruled: dict[str, tuple[str, Spec]] = {}
         for rule, spec in self.rules.items():
@@ -55,7 +56,7 @@ class Sharding:
         return {path: ruled[path][1] if path in ruled else () for path in shapes}
 
     def laid(self, array: Array, spec: Spec) -> Array:
-        """An array that is cut so; its bytes are those of one device.
+        """Returns an array that is cut so; its bytes are those of one device.
 
         Args:
             array: as a whole.
@@ -73,7 +74,7 @@ class Sharding:
         return all(size % self._parts(axes) == 0 for size, axes in zip(shape, spec, strict=False))
 
     def batch(self, array: Array) -> Array:
-        """A leaf of a micro-batch as it lies.
+        """Returns a leaf of a micro-batch as it lies.
 
         Raises:
             ValueError: the devices of a place cannot share its examples evenly.

@@ -29,7 +29,10 @@ class Span:
 
 
 class Hop(NamedTuple):
-    """One end of a copy between devices: where it leaves, or where it `arrives`. Both ends have its `key`."""
+    """One end of a copy between devices: where it leaves, or where it `arrives`.
+
+    Both ends have its `key`.
+    """
 
     key: str
     device: str

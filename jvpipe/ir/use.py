@@ -10,8 +10,8 @@ class Use:
     """One layer, one micro-batch: the version that its forward (F) or backward (B) read, or that its update (U) made.
 
     Numbers count from a first one that whoever keeps the use knows. `tied` are the versions of
-    parameters (by index) that follow another stage. `shift` is, for a forward, how many updates ahead
-    its weights were predicted; of a backward, by how many they were corrected.
+    parameters (by index) that follow another stage. `shift` is, for a forward, how many updates
+    ahead its weights were predicted; of a backward, by how many they were corrected.
     """
 
     kind: Kind

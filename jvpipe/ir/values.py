@@ -109,10 +109,10 @@ VALUES: dict[ValueKind, ValueInfo] = {
 
 
 class Value(NamedTuple):
-    """A thing that is computed: its kind, and what tells it from others of its kind. It does not know where it lies.
+    """A thing that is computed: its kind, and what tells it from others of its kind.
 
-    `examples` are those of its micro-batch that it is made of (of each, if it is a sum over
-    several); None: of all.
+    It does not know where it lies. `examples` are those of its micro-batch that it is made of (of
+    each, if it is a sum over several); None: of all.
 
     >>> print(Value(ValueKind.RESIDUAL, 2, layer=3, microbatch=1))
     residual 2 layer 3 micro-batch 1

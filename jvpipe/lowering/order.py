@@ -7,12 +7,15 @@ list. It is the order in which tasks would start if every stage were equally fas
     stage 0   F0 F1       B0 B0 F2 B1 B1          a forward takes one unit of time, a backward two
     stage 1      F0 B0 B0 F1 B1 B1 F2
 
-    0F0 1F0 0F1 1B0 1F1 0B0 1B1 0F2 1F2 ...
+    0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
 
 A heap holds the next task of each stage whose needs are met, with the time from which it may start;
-stages that still wait are asked again after each task. If several tasks could start at the same
-time, the one of the latest stage goes first. Every turn either starts the earliest task or puts it
-off to when its device is free, so it ends.
+stages that still wait are asked again after each task. Every turn either starts the earliest task
+or puts it off to when its device is free, so it ends. If several tasks could start at the same
+time, whoever sends goes before whoever receives: backwards from the last stage on, then forwards
+from the first device on, of which each takes its latest stage. For there are devices (GPUs) whose
+buffers can be used only after all that was enqueued before they were made: so a copy finds as
+little as possible ahead of it where it arrives.
 """
 
 import heapq
@@ -54,27 +57,28 @@ def dispatch_order(
     free: dict[int, float] = {}  # by device: when it is
     position = [0] * len(lists)  # by stage: of its next task
     order: list[Task] = []
-    ready: list[tuple[float, int, int]] = []  # a time, and the stage twice: latest first
+    ready: list[tuple[float, int, int, int]] = []  # a time, who goes first then, the stage twice
 
     def offer(stage: int) -> bool:
         """Puts the next task of a stage on the heap, if its needs are met."""
         if position[stage] == len(lists[stage]):
             return False
-        needed = list(waits_for(lists[stage][position[stage]]))
+        following = lists[stage][position[stage]]
+        needed = list(waits_for(following))
         if not all(task in ended for task in needed):
             return False
         start = max([ended[task] for task in needed], default=0.0)
-        # If several tasks could start at once, that of the latest stage comes first.
-        heapq.heappush(ready, (start, -stage, stage))
+        rank = 1 + device(following) if KINDS[following.kind].in_flight > 0 else 0
+        heapq.heappush(ready, (start, rank, -stage, stage))
         return True
 
     waiting = {stage for stage in range(len(lists)) if not offer(stage)}
     while ready:
-        start, _, stage = heapq.heappop(ready)
+        start, rank, _, stage = heapq.heappop(ready)
         task = lists[stage][position[stage]]
         d = device(task)
         if start < free.get(d, 0.0):  # its device is busy until later: look again then
-            heapq.heappush(ready, (free[d], -stage, stage))
+            heapq.heappush(ready, (free[d], rank, -stage, stage))
             continue
         ended[task] = free[d] = start + seconds(task)
         order.append(task)

@@ -24,16 +24,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.papers.dapple import Phases, latency_s
+from jvpipe.papers.effort import PAPER
 from jvpipe.planners.joint.rough_plan import kept_or_again
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Path, Shape
 from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps_limits
 
-MOST_COUNTS = 16
-"""The most counts of devices that are tried for a stage; of more devices, a stage gets multiples of
-a unit.
-"""
 Free = tuple[int, ...]
 Places = tuple[int, ...]
 
@@ -190,7 +187,7 @@ class _Search:
         self.whole = tuple(min(per_machine, devices) for devices in left)
         # On many devices stages get multiples of a unit, so that the counts that are tried stay
         # few.
-        self.unit = -(-shapes.devices // MOST_COUNTS)
+        self.unit = -(-shapes.devices // PAPER.replica_counts)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
         self.known: dict[Free, _Plans] = {}

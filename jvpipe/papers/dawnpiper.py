@@ -23,15 +23,11 @@ from itertools import pairwise
 import numpy as np
 
 from jvpipe.papers.capuchin import optimise
+from jvpipe.papers.effort import PAPER
 from jvpipe.papers.limits import plan_or_raise
 from jvpipe.papers.selection import FateChanges, Selection
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Segments
-
-MOST_BOUNDS = 50
-"""The most bounds that are tried between two groups; of more, those that the fewest bytes cross
-(appendix B.2).
-"""
 
 
 def dawnpiper(problem: Problem) -> Decision:
@@ -226,10 +222,10 @@ class BinaryPartition:
         mb = self.memory_balanced(p, q, first, middle, last)
         step = 1 if cb <= mb else -1
         bounds = range(cb, mb + step, step)
-        if len(bounds) <= MOST_BOUNDS:
+        if len(bounds) <= PAPER.bounds:
             return bounds
         by_crossing = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])
-        narrow = by_crossing[: MOST_BOUNDS - 2]
+        narrow = by_crossing[: PAPER.bounds - 2]
         return [cb, *sorted(narrow, key=bounds.index), mb]
 
     def stage(self, s: int, p: int, q: int) -> Selection:

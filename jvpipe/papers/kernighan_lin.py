@@ -14,15 +14,9 @@ tolerance.
 from collections.abc import Sequence
 from itertools import pairwise
 
+from jvpipe.papers.effort import PAPER
 from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.segments import OverJ, Segments
-
-BALANCE_TOLERANCE = 0.1
-"""The distance of a side's seconds from its share, at most, in seconds of a mean stage."""
-HEAVIEST_VERTEX = 0.25
-"""The seconds of a coarse vertex, at most, in the same unit; heavier nests are not merged as a
-whole.
-"""
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
@@ -33,12 +27,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
     fine: list[int] = segments.cuts.tolist()
-    coarse = coarse_bounds(
-        problem,
-        fine,
-        total,
-        HEAVIEST_VERTEX * mean_s,
-    )
+    coarse = coarse_bounds(problem, fine, total, PAPER.heavy * mean_s)
 
     def bisect(lo: int, hi: int, stages: int) -> list[int]:
         """Returns the bounds after `lo` of the stages between two bounds.
@@ -59,7 +48,7 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
         # At least the bound nearest to the share is balanced enough, so there always is one.
-        tolerance = max(nearest, BALANCE_TOLERANCE * mean_s)
+        tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
         # Fewest bytes first; of equal ones the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
@@ -139,7 +128,7 @@ def refine(
                 left_s = total[c] - total[lo]
                 right_s = total[hi] - total[c]
                 slower_s[c] = max(left_s, right_s)
-        allowed_s = min(slower_s.values()) * (1 + BALANCE_TOLERANCE)
+        allowed_s = min(slower_s.values()) * (1 + PAPER.imbalance)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
         bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))
     return tuple(bounds)

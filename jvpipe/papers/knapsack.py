@@ -9,16 +9,16 @@ Legend:
     weight      the bytes of an item beyond those of the layer's smallest one, in quanta, rounded up
                 so that the limit holds
     quantum     the greatest common divisor of all weights in bytes, or a multiple of it, such that
-                `QUANTA` of them are all that a stage may have
+                `PAPER.quanta` of them are all that a stage may have
     cap         a bound on the bytes that one layer's backward works with
 
     table[j, q]     least extra seconds of layers [i, j) with q quanta; i goes from the last layer to 0,
                     and each step adds layer i to all rows
 
 With a larger quantum than the divisor a stage of n layers may leave n quanta unused. So cuts are
-compared with `QUANTA`, and the stages of the best cuts choose again with `FINE_QUANTA`. If a stage
-can keep everything no quanta are counted. The largest cap is counted beside all bytes that are
-held, which is never less than `stage_cost.py` counts.
+compared with `PAPER.quanta`, and the stages of the best cuts choose again with `PAPER.fine_quanta`.
+If a stage can keep everything no quanta are counted. The largest cap is counted beside all bytes
+that are held, which is never less than `stage_cost.py` counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,14 +30,10 @@ from math import gcd
 import numpy as np
 from jaxtyping import Float, Int
 
+from jvpipe.papers.effort import PAPER
 from jvpipe.papers.selection import treatments
 from jvpipe.planners.model.segments import OverJ, Segments
 from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
-
-QUANTA = 512
-FINE_QUANTA = 16 * QUANTA
-CAPS_TIMES_LAYERS = 600
-"""Caps times layers, about: more layers mean fewer caps, each of which is a knapsack of its own."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
     least = max(min(x.working_bytes for x in layer) for layer in layers)
     every = chain.from_iterable(layers)
     caps = sorted({max(least, x.working_bytes) for x in every})
-    count = min(len(caps), max(3, CAPS_TIMES_LAYERS // len(layers)))
+    count = min(len(caps), max(3, PAPER.caps_times_layers // len(layers)))
     places = np.linspace(0, len(caps) - 1, count).round().astype(int)
     return [caps[place] for place in places]
 
@@ -237,7 +233,7 @@ class Recomputation:
             self._caps = working_caps(self._items)
             for k in sorted(set(segments.in_flight)):
                 of_k = [s for s in stages if segments.in_flight[s] == k]
-                for knapsack in self._knapsacks(k, QUANTA):
+                for knapsack in self._knapsacks(k, PAPER.quanta):
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
@@ -312,8 +308,8 @@ class Recomputation:
         free_bytes = self._free_bytes(s, i)
         k = self.segments.in_flight[s]
         every: list[tuple[float, list[int]]] = []
-        both = chain(self._knapsacks(k, QUANTA), self._knapsacks(k, FINE_QUANTA))
-        for knapsack in both:
+        coarse, fine = self._knapsacks(k, PAPER.quanta), self._knapsacks(k, PAPER.fine_quanta)
+        for knapsack in (*coarse, *fine):
             quanta = int(knapsack.quanta(free_bytes, i)[j])
             if quanta >= 0:
                 every.append(knapsack.choose(i, j, quanta))

@@ -11,14 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from jvpipe.papers.effort import PAPER
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
-
-LIMIT_GROWTH_PARTS = 20
-"""The part of a limit that is added until the planner finds something: one in so many."""
-LIMIT_TOLERANCE = 0.02
-"""The relative distance between the named limit and one at which the planner fails, at most."""
 
 
 def plan_or_raise(
@@ -47,10 +43,10 @@ def plan_or_raise(
     below, enough = limit, evaluate_decision(problem, decision).limit_bytes
     # A planner may count more bytes than a plan needs, so that its own plan seems too large.
     while (nearer := attempt(replace(problem, memory_limit_bytes=enough))) is None:
-        enough += max(1, enough // LIMIT_GROWTH_PARTS)
+        enough += max(1, enough // PAPER.growth_parts)
     decision = nearer
     # The planner fails at `below` and succeeds at `enough`.
-    while enough - below > max(1, LIMIT_TOLERANCE * enough):
+    while enough - below > max(1, PAPER.limit_tolerance * enough):
         middle = (below + enough) // 2
         nearer = attempt(replace(problem, memory_limit_bytes=middle))
         if nearer is None:

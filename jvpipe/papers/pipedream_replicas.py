@@ -17,7 +17,7 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, between the coarse cuts.
+    """Finds PipeDream's plan over the levels of a cluster, between few cuts.
 
     None if none fits.
 
@@ -29,25 +29,33 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
         ValueError: the devices do not fill the machines, or there are more of them than pieces of
             the model.
     """
-    shapes = segments.shapes
-    pieces = len(segments.coarse) - 1
+    shapes, cuts = segments.shapes, enough(segments)
+    pieces = len(cuts) - 1
     if shapes.devices > pieces:
         raise ValueError(
             f"{shapes.devices} devices: pipedream replicates the stages of straight pipelines, and the "
             f"model has {pieces} pieces: use at most {pieces} devices, or planner 'jvpipe'"
         )
     try:
-        found = replicated(
-            one_each(
-                shapes,
-                size,
-                shapes.devices,
-                segments.coarse,
-            )
-        )
+        found = replicated(one_each(shapes, size, shapes.devices, cuts))
     except Infeasible:
         return None
     return along_machines(shapes, found, size)
+
+
+def enough(segments: LocalSegments) -> Cuts:
+    """Picks few cuts that leave a piece for each device, where there are so many.
+
+    Coarse cuts leave few pieces where few layers have most of the work.
+
+    Args:
+        segments: whose coarse cuts are taken if they do.
+    """
+    cuts, count = segments.coarse, segments.most
+    while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):
+        count *= 2
+        cuts = segments.few(segments.cuts, count)
+    return cuts
 
 
 def one_each(

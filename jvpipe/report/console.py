@@ -41,8 +41,8 @@ def in_runs(numbers: Sequence[int]) -> str:
 class TrainingDisplay:
     """Shows where a run is, the numbers of its last step, and a row per device.
 
-    A context manager. Where `console` is not a terminal it prints nothing at all. What is printed there meanwhile
-    appears above it.
+    A context manager. Where `console` is not a terminal it prints nothing at all. What is printed
+    there meanwhile appears above it.
     """
 
     def __init__(self, total_steps: int, step: int = 0, console: Console | None = None) -> None:

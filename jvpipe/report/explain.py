@@ -120,7 +120,10 @@ def _layer_line(graph: LayerGraph, i: int, layer_s: Sequence[float] | None) -> s
 
 
 def _fates(graph: LayerGraph, i: int, stage: Stage) -> str:
-    """Says what of a layer is swapped or computed again; edges count to the layer that makes them."""
+    """Says what of a layer is swapped or computed again.
+
+    Edges count to the layer that makes them.
+    """
     layer = graph.layers[i]
     # By the names under which the plan has their fates.
     names = [f"{graph.label(layer)}/{c.name}" for c in layer.candidates]

@@ -24,7 +24,10 @@ _WIDTH, _GAP = 12.0, 0.03  # inches
 _THIN_PT, _SEEN_PT = 3.0, 0.8
 """Boxes up to the first width have no white edge, and none is narrower than the second: it would vanish."""
 _MOST_ROOM = 3.0
-"""Limits up to so many times the most bytes are lines; the axis of a larger one would show nothing else."""
+"""Limits up to so many times the most bytes are lines.
+
+The axis of a larger one would show nothing else.
+"""
 _HOST = "host"
 _Corners = list[tuple[float, float]]
 LINES = ("#2f6db3", "#c8691c", "#3f8f4f", "#8557a8", "#b0413e", "#4f9ea3", "#8a7440", "#6b7683")
@@ -50,13 +53,15 @@ def timeline_figure(
 ) -> None:
     """Draws steps, simulated or measured, to `path` (the suffix says the format: png, svg, pdf).
 
-    A row for each device, and a thinner one for each link with traffic; a box for each task, with the number of its
-    micro-batch where it fits. Under it, where anything is held, bytes over time per device, and their `limits`.
+    A row for each device, and a thinner one for each link with traffic; a box for each task, with
+    the number of its micro-batch where it fits. Under it, where anything is held, bytes over time
+    per device, and their `limits`.
 
     Args:
         picture: what ran when, and who held how much.
         path: of the picture; its suffix says the format: png, svg, pdf.
-        limits: what places may hold: lines in the curves of bytes, or words beside them where they are far above.
+        limits: what places may hold: lines in the curves of bytes, or words beside them where they
+            are far above.
         title: of the picture.
     """
     picture = _from_zero(picture)
@@ -93,7 +98,10 @@ def _from_zero(picture: Picture) -> Picture:
 
 
 def _curves(levels: Sequence[Level]) -> dict[str, tuple[list[float], list[int]]]:
-    """Tells when each place begins to hold how many bytes, if it ever holds any; the host is the last."""
+    """Tells when each place begins to hold how many bytes, if it ever holds any.
+
+    The host is the last.
+    """
     found: dict[str, tuple[list[float], list[int]]] = {}
     for place, at_s, held_bytes in levels:
         times_s, sizes = found.setdefault(place, ([], []))
@@ -174,7 +182,10 @@ def _draw_curves(
     end_s: float,
     limits: Mapping[str, int],
 ) -> None:
-    """Draws bytes as steps, the host's dotted; a limit that all share is black, others are as their places."""
+    """Draws bytes as steps, the host's dotted.
+
+    A limit that all share is black, others are as their places.
+    """
     colours = {place: LINES[i % len(LINES)] for i, place in enumerate(curves)}
     colours |= {_HOST: "#777777"}
     for place, (times_s, sizes) in curves.items():

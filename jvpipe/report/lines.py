@@ -27,7 +27,8 @@ class Written(Protocol):
 class Lines:
     """Lines in a pipe or a file, each there at once; nobody need read them.
 
-    A context manager: inside it a thread says what is being done whenever no line was written for `silence_s`.
+    A context manager: inside it a thread says what is being done whenever no line was written for
+    `silence_s`.
 
     Args:
         out: where they go.

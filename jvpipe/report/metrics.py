@@ -21,15 +21,16 @@ from jvpipe.util.sizes import MOST_S
 class StepMetrics:
     """The metrics of one step; steps count from 1, `staleness` is in updates, per layer.
 
-    `swapped_bytes` went to the host; the copies there and back kept devices waiting for `copy_exposed_s`, and took
-    `copy_hidden_s` beside their work. `recomputed_s` is spent on what had not been kept. `busy_fraction` is the share
-    of the step that each device worked. `elapsed_s` is the time since the run began to train, evaluations and
-    checkpoints included, over all its starts.
+    `swapped_bytes` went to the host; the copies there and back kept devices waiting for
+    `copy_exposed_s`, and took `copy_hidden_s` beside their work. `recomputed_s` is spent on what
+    had not been kept. `busy_fraction` is the share of the step that each device worked. `elapsed_s`
+    is the time since the run began to train, evaluations and checkpoints included, over all its
+    starts.
 
-    What there is not is left out of the line: `tokens_per_s` where the batch tells no tokens, `mfu` (see
-    `jvpipe.cost.utilisation`) where the peak of a device is not known, `held_out_loss` where nothing was evaluated
-    after the step, `aux` (scalars by name) where the loss returns none, `architecture` (the names of the model's
-    blocks) where none is searched.
+    What there is not is left out of the line: `tokens_per_s` where the batch tells no tokens, `mfu`
+    (see `jvpipe.cost.utilisation`) where the peak of a device is not known, `held_out_loss` where
+    nothing was evaluated after the step, `aux` (scalars by name) where the loss returns none,
+    `architecture` (the names of the model's blocks) where none is searched.
     """
 
     step: int
@@ -96,8 +97,8 @@ def scalars_in(tree: Any) -> Mapping[str, float]:
 class MetricsLog:
     """Appends a line per step to a file, flushed, so that a killed run keeps all but perhaps the last.
 
-    `resumed_step` is the last step that counts: lines beyond it, made again by the run, are dropped. `elapsed_s` is
-    that of the last line that is kept.
+    `resumed_step` is the last step that counts: lines beyond it, made again by the run, are
+    dropped. `elapsed_s` is that of the last line that is kept.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
@@ -124,7 +125,10 @@ class MetricsLog:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a metrics file; lines that hold none, such as one torn by a kill, are left out."""
+    """Yields the steps of a metrics file.
+
+    Lines that hold none, such as one torn by a kill, are left out.
+    """
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)

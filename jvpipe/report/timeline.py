@@ -18,7 +18,8 @@ COMPUTE = frozenset(kind for kind, info in KINDS.items() if info.busy)
 def chrome_trace(picture: Picture) -> dict[str, Any]:
     """Writes a picture in Chrome's trace format, in microseconds since the first start.
 
-    One row per device; a counter of bytes per place; an arrow from where a copy leaves to where it arrives.
+    One row per device; a counter of bytes per place; an arrow from where a copy leaves to where it
+    arrives.
 
     >>> from jvpipe.ir.kinds import Kind
     >>> trace = chrome_trace(Picture((Span("cpu:0", "0F0", 1.0, 1.5, Kind.F),)))

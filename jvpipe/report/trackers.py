@@ -196,11 +196,12 @@ def find_tracker(name: str) -> Callable[[TrackedRun], Tracker]:
 class Tracking:
     """Tells trackers of the steps of a pipeline's run: a function for `on_step`, and a context manager that ends them.
 
-    A step is told once the next one is under way, so that no device waits to be read. With several processes the first
-    one tells.
+    A step is told once the next one is under way, so that no device waits to be read. With several
+    processes the first one tells.
 
     Args:
-        names: of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed packages.
+        names: of trackers: "tensorboard", "wandb", "mlflow", "trackio", or those of installed
+            packages.
         folder: of the run, made if it is not there; its name is the run's.
         config: what is to be known of it.
 

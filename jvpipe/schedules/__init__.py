@@ -20,7 +20,10 @@ SCHEDULES = {schedule.name: schedule for schedule in _USUAL}
 
 
 def find_schedule(name: str | Schedule) -> Schedule:
-    """Returns the schedule of a name, with its usual options; a schedule itself is returned as it is."""
+    """Returns the schedule of a name, with its usual options.
+
+    A schedule itself is returned as it is.
+    """
     if isinstance(name, Schedule):
         return name
     if name not in SCHEDULES:

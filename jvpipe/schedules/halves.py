@@ -11,8 +11,8 @@ def merged(lists: TaskLists) -> TaskLists:
     """Joins halves where splitting gains nothing: on the first stage, a W right behind its own I is one whole B.
 
     Nobody waits for the cotangents of the first stage. The cotangents of all other stages leave
-    earlier if W comes after I, even right after it: under zb-v with S = 4, M = 8, whole backwards in their place take
-    28.5 units instead of 25.5.
+    earlier if W comes after I, even right after it: under zb-v with S = 4, M = 8, whole backwards
+    in their place take 28.5 units instead of 25.5.
 
     >>> from jvpipe.ir.task import text
     >>> lists = tuple(tuple(map(Task.parse, line.split())) for line in ("0I0 0W0 0I1 3W0 0W1", "1I0 1W0"))

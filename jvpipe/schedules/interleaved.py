@@ -99,11 +99,11 @@ def _rounds(devices: int, microbatches: int) -> Sequence[range]:
 
 
 class Interleaved(Schedule):
-    """1F1B over several chunks per device; the first, the (S + 1)-th ... stage are on the first device.
+    """1F1B over several chunks per device.
 
-    With `split` a backward runs in two halves, and the second one comes a number of backwards
-    `late`: a number per device (where it is 0 the backward is whole), or None: device d, counted
-    from 0, is d late.
+    The first, the (S + 1)-th ... stage are on the first device. With `split` a backward runs in two
+    halves, and the second one comes a number of backwards `late`: a number per device (where it is
+    0 the backward is whole), or None: device d, counted from 0, is d late.
 
     >>> Interleaved(chunks=4).name, Interleaved(chunks=1, split=True).name, Interleaved(split=True, late=(0, 1)).name
     ('interleaved-4', 'zb-h1', 'interleaved-split-late-0-1')

@@ -1,8 +1,9 @@
-"""PipeMare (MLSys 2021): one version; the backward finds newer weights than its forward read, and corrects for it.
+"""PipeMare (MLSys 2021): one version.
 
-In the order of PipeDream, F<m> on stage s of S reads version max(0, m - tau) and B<m> version m,
-tau = S - 1 - s. (The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the
-updates are further away.)
+The backward finds newer weights than its forward read, and corrects for it. In the order of
+PipeDream, F<m> on stage s of S reads version max(0, m - tau) and B<m> version m, tau = S - 1 - s.
+(The paper's tau, 2 (S - s) + 1 over N, belongs to its own pipeline, in which the updates are
+further away.)
 
     T1  an update, the t-th, is scaled by max(1, tau) ** -(1 - min(t / K, 1)); K: `anneal_updates`
     T2  B reads w - tau delta, where delta <- gamma delta + (1 - gamma) (w[t + 1] - w[t]), gamma = D ** (1 / tau);

@@ -41,7 +41,8 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
         microbatches: of the step.
 
     Raises:
-        ValueError: the plan's tasks are those of another step, or the stages of a list lie on several devices.
+        ValueError: the plan's tasks are those of another step, or the stages of a list lie on
+            several devices.
     """
     if plan.tasks:
         lists = merged(read_lines(plan.tasks))

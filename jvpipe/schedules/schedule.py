@@ -181,7 +181,8 @@ class Schedule:
             microbatches: of a step.
 
         Raises:
-            ValueError: there are too few, updates do not divide them, or the lists have no place for updates.
+            ValueError: there are too few, updates do not divide them, or the lists have no place
+                for updates.
         """
         if self.synchronous:
             return
@@ -280,7 +281,10 @@ def with_updates(tasks: Sequence[Task], every: int) -> Iterator[Task]:
 
 
 def _idle(schedule: Schedule, devices: int, microbatches: int) -> str:
-    """Words the message for fewer micro-batches than devices; the share is that of equal stages, whole backwards."""
+    """Words the message for fewer micro-batches than devices.
+
+    The share is that of equal stages, whole backwards.
+    """
     # A step and its work, in units of a device's work on one micro-batch.
     step = devices + (microbatches - 1) / schedule.chunks
     share = 1 - microbatches / step

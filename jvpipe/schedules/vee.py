@@ -39,7 +39,9 @@ PERIOD_SLOTS = 6
 
 @dataclass(frozen=True)
 class VeeLists:
-    """The lists of `VSchedule`. A device's work is written in letters: small ones are of its second chunk.
+    """The lists of `VSchedule`.
+
+    A device's work is written in letters: small ones are of its second chunk.
 
     >>> from jvpipe.ir.task import text
     >>> text(VeeLists("half")(2, 1)[0])

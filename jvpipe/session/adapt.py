@@ -1,16 +1,18 @@
 """Follows what steps take, and has another plan ready when that pays: one process by itself, several together.
 
-The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the trigger, and lowers
-and compiles the migration; the pipeline makes it at the next boundary between two steps. Several processes all tell
-what their devices took, the first one decides, and all move at one step:
+The controller's thread only hands over the marks of a step. A thread beside it reads them, asks the
+trigger, and lowers and compiles the migration; the pipeline makes it at the next boundary between
+two steps. Several processes all tell what their devices took, the first one decides, and all move
+at one step:
 
     step 4     every process tells the seconds of its layers     the first one asks the trigger
     step 8     the first one proposes another plan               all make it ready, beside the training
     step 12    every process tells that it is ready              all move
 
-Nobody is asked between these steps, so that a process may run ahead of the others. What all were told decides what each
-does; a process that is not ready is waited for at a later one of these steps. A process alone need not tell anybody:
-its thread decides and makes ready as soon as a step was read, and what is ready is done before the next step.
+Nobody is asked between these steps, so that a process may run ahead of the others. What all were
+told decides what each does; a process that is not ready is waited for at a later one of these
+steps. A process alone need not tell anybody: its thread decides and makes ready as soon as a step
+was read, and what is ready is done before the next step.
 """
 
 import gc
@@ -71,8 +73,8 @@ def beside_training() -> Iterator[None]:
     """Keeps work beside the training from holding up the thread that dispatches.
 
     That thread gives the interpreter up at each dispatch and then asks for it again. So turns end
-    after `ADAPTING.turn_s`. And tracing does not set off collections of garbage, which look at every
-    object and take half a second.
+    after `ADAPTING.turn_s`. And tracing does not set off collections of garbage, which look at
+    every object and take half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()
@@ -211,11 +213,13 @@ class Adapter:
             self._link = self._measured_link()
         judge.link = self._link
         if hosts is None:
+            # Alone: what the thread has prepared by now is all that there is to know.
             if judge.preparing is not None and not self._queue:
                 self._move(judge.preparing, [judge.news()], step)
             return
         if step % ADAPTING.round_steps:
             return
+        # All processes come here at the same step, so each exchange is of the same round for all.
         words = hosts.exchange("seconds", judge.news().to_json().encode())
         news = [Told.from_json(word.decode()) for word in words]
         proposal = news[0].proposal
@@ -239,7 +243,10 @@ class Adapter:
         return links_between(first, others[0]).send if others else INFINITE
 
     def _move(self, proposal: Proposal, news: Sequence[Told], step: int) -> None:
-        """Queues a migration once all are ready for it; forgets it if one of them cannot make it."""
+        """Queues a migration once all are ready for it.
+
+        Forgets it if one of them cannot make it.
+        """
         judge, current = self._judge, self._compiled_plans.current
         refusals = [one.refusal for one in news if one.refusal]
         if not refusals and not all(one.how for one in news):
@@ -378,7 +385,7 @@ class _Judge:
             self._trigger = Trigger(
                 layer_s, compiled.microbatches, synchronous=synchronous, rule=self.rule
             )
-        if plan == self._replaced:
+        if plan == self._replaced:  # a proposal to leave this plan is on its way
             return
         self._replaced, trigger = None, self._trigger
         replan = trigger.observe(plan, seconds)
@@ -407,7 +414,8 @@ class _Judge:
             compiled: the plan in use.
 
         Returns:
-            The plan at home; or the planner's for the devices as they are, None if it gains too little; or other cuts
+            The plan at home; or the planner's for the devices as they are, None if it gains too
+                little; or other cuts
             alone, where no planner made the plan at home, or whoever did is not asked again.
         """
         compiled_plans, graph = self._compiled_plans, compiled.traced.graph
@@ -468,7 +476,8 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# Layers that have moved run by programs of their own until those of their groups are compiled, beside the run.
+# Layers that have moved run by programs of their own until those of their groups are compiled,
+# beside the run.
 
 
 class Grouping:

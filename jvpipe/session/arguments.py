@@ -78,7 +78,7 @@ def one_of(kind: str, choices: Iterable[str]) -> Callable[[str, Any], str]:
 def read_whole_numbers(name: str, value: Any) -> tuple[int, ...]:
     """Reads whole numbers from a sequence or a text.
 
-    >>> whole_numbers("replicas", "2:1"), whole_numbers("cuts", [5, 2])
+    >>> read_whole_numbers("replicas", "2:1"), read_whole_numbers("cuts", [5, 2])
     ((2, 1), (5, 2))
     """
     parts = re.split("[:,]", value) if isinstance(value, str) else several(value)

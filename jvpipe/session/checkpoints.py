@@ -56,7 +56,7 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
     saving, trees, hosts = _saving(session, session.compiled), session.trees, session.settings.hosts
     session.check_whole(session.compiled, state)
 
-    def held() -> Arrays:
+    def arrays() -> Arrays:
         try:
             return saving.arrays(state.arrays, state.stream_steps)
         except Exception as error:
@@ -66,8 +66,8 @@ def snapshot(session: Engine, state: State, extra: dict[str, Any]) -> Snapshot:
     shapes = {"params": trees.params, "batch": trees.batch, "model_state": trees.model_state}
     meta = saving.meta(state, trees.rng, shapes, session.ledger.versions, extra)
     if hosts is None:
-        return Snapshot(held(), meta, None)
-    return Snapshot(hosts.together("state", held), meta, hosts.aside("checkpoints"))
+        return Snapshot(arrays(), meta, None)
+    return Snapshot(hosts.together("state", arrays), meta, hosts.aside("checkpoints"))
 
 
 def check_json(extra: Any) -> None:
@@ -99,7 +99,9 @@ def save_state(session: Engine, path: str | Path, state: State, extra: dict[str,
 
 
 def restore(session: Engine, path: str | Path) -> State:
-    """Begins a run with the state that `save` wrote, under the plan in use; each process reads what it is to hold.
+    """Begins a run with the state that `save_state` wrote, under the plan in use.
+
+    Each process reads what it is to hold.
 
     Args:
         session: of the same model; one that has none yet takes that of the checkpoint.

@@ -55,13 +55,15 @@ def shown(batch: Tree) -> str:
 
 
 class CompiledPlans:
-    """Holds the compiled plan of each batch shape that a model was traced at; the first one decides the plan of all.
+    """Holds the compiled plan of each batch shape that a model was traced at.
+
+    The first one decides the plan of all.
 
     Args:
         settings: what the user asked for.
         store: where programs are compiled.
-        present: those of the model that is trained meanwhile, if there is one: layers are timed in the room that it
-            leaves under the limit.
+        present: those of the model that is trained meanwhile, if there is one: layers are timed in
+            the room that it leaves under the limit.
     """
 
     def __init__(
@@ -189,7 +191,8 @@ class CompiledPlans:
             batch: a whole one.
             rng: the key of the run.
             model_state: with `has_state`.
-            leaves_of: puts or makes the parameters, given how they are split into layers; the plan has room for it.
+            leaves_of: puts or makes the parameters, given how they are split into layers; the plan
+                has room for it.
             before: those of another run; if its model has the same layers, its plan holds.
         """
         settings = self.settings
@@ -318,7 +321,10 @@ class CompiledPlans:
         )
 
     def adopt(self, compiled: CompiledPlan) -> None:
-        """Runs everything under the plan of `compiled` from here on; it takes the place of the first."""
+        """Runs everything under the plan of `compiled` from here on.
+
+        It takes the place of the first.
+        """
         # The first shape stays first: its plan is that of all.
         (first, _), *others = self._by_shapes.items()
         self._by_shapes = {
@@ -375,7 +381,8 @@ def agree_on_rows(compiled: CompiledPlan, name: str = "the rows that processes r
         compiled.hosts.agree(name, parts)
 
 
-# The models that a pipeline has met: each is traced and planned once, so that one that comes back costs nothing.
+# The models that a pipeline has met: each is traced and planned once, so that one that comes back
+# costs nothing.
 
 Loss = Callable[..., Any]
 
@@ -399,7 +406,9 @@ class KnownModels:
     def compiled_for(
         self, present: CompiledPlans, loss_fn: Loss, params: Tree, model_state: Tree
     ) -> CompiledPlans:
-        """Finds the compiled plans of a loss; one that is new is traced at the present one's batch and planned.
+        """Finds the compiled plans of a loss.
+
+        One that is new is traced at the present one's batch and planned.
 
         Args:
             present: those of the model that is trained.
@@ -408,7 +417,8 @@ class KnownModels:
             model_state: also arrays or shapes; by default the present one's.
 
         Raises:
-            ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init` refuses.
+            ValueError: the loss reads a parameter that `params` lack, or what `Pipeline.init`
+                refuses.
         """
         trees = present.trees
         params, model_state = (
@@ -472,7 +482,10 @@ class _Watched(dict[Any, Any]):
 
 
 def _missing(loss_fn: Loss, params: Tree, *rest: Any) -> str | None:
-    """Returns the path of the first parameter that a loss looks for and does not find; None if that cannot be told."""
+    """Returns the path of the first parameter that a loss looks for and does not find.
+
+    Returns None if that cannot be told.
+    """
 
     def watched(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

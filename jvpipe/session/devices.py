@@ -74,8 +74,8 @@ def place(
 ) -> tuple[tuple[Device, ...], tuple[int, ...]]:
     """Finds the distinct devices, and the index of each stage's first one among them.
 
-    Devices that are given stay, used or not: a later plan may have more stages. Replicas take devices in their
-    order, stage by stage.
+    Devices that are given stay, used or not: a later plan may have more stages. Replicas take
+    devices in their order, stage by stage.
 
     Args:
         stages: the devices that the pipeline passes, or a plan; None: it is to be decided.
@@ -148,7 +148,7 @@ def dealt(stages: int, devices: Sequence[Device]) -> tuple[Device, ...]:
     """Orders the devices of all processes as stages take them: a block of stages for each process.
 
     Raises:
-        ValueError: there are fewer stages than processes, or a process has fewer devices than its block has stages.
+        ValueError: fewer stages than processes, or fewer devices of a process than its stages.
     """
     processes = list(dict.fromkeys(device.process_index for device in devices))
     if len(processes) == 1:
@@ -184,7 +184,8 @@ def device_limits(
     """Returns what each device may hold: as given, else as it reports; none if it does not (CPUs).
 
     Args:
-        limits: one limit for all devices, or one for each that is planned for. Others may hold as much as the least.
+        limits: one limit for all devices, or one for each that is planned for. Others may hold as
+            much as the least.
         devices: that there are.
         planned: so many of them, the first ones.
         hosts: the processes of the run, if there are several.
@@ -223,7 +224,9 @@ def _reported(device: Device) -> int | None:
 
 
 def host_limit(asked: int | None, devices: Sequence[Device]) -> int | None:
-    """Returns what the host may hold for all devices: as asked, else what JAX lets GPUs pin; None if it sets no bound.
+    """Returns what the host may hold for all devices: as asked, else what JAX lets GPUs pin.
+
+    Returns None if it sets no bound.
 
     Args:
         asked: by the user.
@@ -243,7 +246,9 @@ _USUAL = "sharding={'.*/kernel': P(None, 'model')}"
 def inner_axes(
     devices: Any, sharding: Any, batch_axis: Any, replicas: Any
 ) -> tuple[Any, Sharding | None]:
-    """Makes a group of each mesh, and says how parameters and batches lie over it; None without meshes.
+    """Makes a group of each mesh, and says how parameters and batches lie over it.
+
+    Returns None without meshes.
 
     Args:
         devices: as the user gave them.
@@ -325,7 +330,7 @@ def _check_apart(groups: Sequence[DeviceGroup]) -> None:
 
 
 def checked_sharding(name: str, sharding: Any) -> Mapping[Any, Any]:
-    """Checks that there are rules by which parameters lie over axes; these are looked at once the meshes are known."""
+    """Checks that there are rules for the axes of parameters; what they say is checked later."""
     if not isinstance(sharding, Mapping) or not sharding:
         raise ValueError(
             f"{name} must say what lies over the axes of meshes, such as {_USUAL}, not {brief(sharding)}"
@@ -474,7 +479,7 @@ def shares_devices(
 def stages_under(
     stages: int | Plan | None, schedule: Schedule, microbatches: int, *, shares: bool
 ) -> int | Plan | None:
-    """Returns the number of stages, or a plan, as a schedule runs them; None if that is to be decided.
+    """Returns the stages, a number or a plan, as a schedule runs them; None: to be decided.
 
     Args:
         stages: their number or a plan, if that is given.

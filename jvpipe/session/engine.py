@@ -22,6 +22,7 @@ from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Feeds
 from jvpipe.runtime.engine.forks import check_not_forked
+from jvpipe.runtime.engine.freed_memory import keep_freed_memory
 from jvpipe.runtime.engine.hosts import Hosts, together
 from jvpipe.runtime.engine.losses import LossWatch
 from jvpipe.runtime.engine.monitor import Measured, Monitor
@@ -58,6 +59,8 @@ class Engine:
         # What no model needs now lies on the host, and counts there.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
+        if any(device.platform == "cpu" for device in settings.devices):
+            keep_freed_memory()
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(
             self.ledger, settings.microbatches, settings.host_limit_bytes is not None
@@ -124,7 +127,10 @@ class Engine:
         return [picture(monitor, record, labels) for record in monitor.last(steps)]
 
     def measured(self, *, before: bool = False) -> Measured:
-        """Tells what ran when in the last step, or the one `before`, and what was swapped; waits for its end."""
+        """Tells what ran when in the last step, or the one `before`, and what was swapped.
+
+        Waits for its end.
+        """
         return self._watching().measured(before=before)
 
     def _watching(self) -> Monitor:
@@ -266,7 +272,8 @@ class Engine:
 
         Args:
             compiled: what is to run.
-            making: what is held at most on each device, and last on the host, while its arrays are made.
+            making: what is held at most on each device, and last on the host, while its arrays are
+                made.
 
         Raises:
             MemoryLimitExceeded: a limit cannot be kept; nothing has changed.
@@ -385,9 +392,9 @@ def agree_on_given(
 ) -> None:
     """Makes sure that all processes begin a run with the same.
 
-    Every byte of parameters and model state is compared; for parameters that a function makes, how it makes each; for
-    the batch the shapes, and the bytes of the leaves that every process gives as arrays. Batches of later steps are
-    not: to read them all would take longer than some steps.
+    Every byte of parameters and model state is compared; for parameters that a function makes, how
+    it makes each; for the batch the shapes, and the bytes of the leaves that every process gives as
+    arrays. Batches of later steps are not: to read them all would take longer than some steps.
 
     Args:
         hosts: the processes.
@@ -471,7 +478,8 @@ def feeds_of(
 def _feedable(leaf: Any) -> Any:
     """Returns a leaf of the batch as an array of the type that it has on a device.
 
-    The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but JAX's own.
+    The host knows no keys; of types smaller than a byte, whoever compiles ahead takes no array but
+    JAX's own.
     """
     if isinstance(leaf, LazyArray):
         return leaf.astype(canonical(leaf.dtype))

@@ -1,13 +1,14 @@
 """Forward passes alone: the metrics of a batch, or any function of the parameters, each part where its parameters lie.
 
-An evaluation runs the forwards of the plan in use. A function of the user's is traced and cut into layers as a loss
-is. Each of its layers runs on the device that holds the parameters that it reads, and never on an earlier stage than
-a layer before it:
+An evaluation runs the forwards of the plan in use. A function of the user's is traced and cut into
+layers as a loss is. Each of its layers runs on the device that holds the parameters that it reads,
+and never on an earlier stage than a layer before it:
 
     training      device 0: embed, block 0    device 1: block 1, head, loss
     prediction    device 0: embed, block 0    device 1: block 1, head, and what the function does beside
 
-Its batch is one micro-batch, because what the function returns need not have an entry for each example.
+Its batch is one micro-batch, because what the function returns need not have an entry for each
+example.
 """
 
 from collections import defaultdict
@@ -55,7 +56,8 @@ def evaluate(session: Engine, state: State, batch: Tree, params: Sequence[Any] =
         session: what the state belongs to.
         state: its newest arrays are evaluated.
         batch: of any size that the micro-batches divide.
-        params: leaves in the parameters' place, which lie beside these meanwhile; none for the state's own.
+        params: leaves in the parameters' place, which lie beside these meanwhile; none for the
+            state's own.
 
     Raises:
         MemoryLimitExceeded: an evaluation does not keep the limit.
@@ -77,10 +79,12 @@ def predict(session: Engine, state: State, batch: Tree, function: Function) -> T
     """Computes a function of the newest parameters and a batch; nothing changes.
 
     Args:
-        session: what the state belongs to; it remembers what was compiled for the function, that very object.
+        session: what the state belongs to; it remembers what was compiled for the function, that
+            very object.
         state: its newest arrays are read.
         batch: of any size.
-        function: of parameters and batch; of a pipeline with model state, of parameters, model state and batch.
+        function: of parameters and batch; of a pipeline with model state, of parameters, model
+            state and batch.
 
     Raises:
         ValueError: the function reads no parameter, or gives no arrays.
@@ -205,6 +209,7 @@ def _compiled(session: Engine, batch: Tree, function: Function) -> CompiledPlan:
             sharding=settings.sharding,
             reductions=_LAST,
         )
+    # Forwards alone, of one micro-batch: no schedule matters, and no optimizer.
     return CompiledPlan(
         model.traced,
         _along(session.compiled, model.traced.graph),
@@ -240,8 +245,8 @@ def _arrays(
 ) -> tuple[list[jax.Array], list[int]]:
     """Finds a function's arrays among those of the training, and copies the others to where it reads them.
 
-    If several devices hold a value, each takes its own copy. The training has none of the arrays that the function
-    closes over.
+    If several devices hold a value, each takes its own copy. The training has none of the arrays
+    that the function closes over.
 
     Returns:
         The arrays of this process, and the bytes that had to be copied to each device.

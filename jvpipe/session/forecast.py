@@ -38,8 +38,9 @@ from jvpipe.util.sizes import format_bytes
 class Forecast:
     """What planners answer to a problem, the best answer first; `str` of it is what `python -m jvpipe.plan` prints.
 
-    Where the number of devices of each stage was decided too, `shapes` are those that there were. The optimizer's state
-    that lies on the host comes and goes in `state_s` seconds a step, which nothing hides.
+    Where the number of devices of each stage was decided too, `shapes` are those that there were.
+    The optimizer's state that lies on the host comes and goes in `state_s` seconds a step, which
+    nothing hides.
 
     >>> import jax, jax.numpy as jnp, jvpipe
     >>> def loss_fn(params, batch, rng):
@@ -74,7 +75,8 @@ class Forecast:
         """The best plan.
 
         Raises:
-            MemoryLimitExceeded: none keeps the limit; its `smallest_limit_bytes` is one that would do.
+            MemoryLimitExceeded: none keeps the limit; its `smallest_limit_bytes` is one that would
+                do.
         """
         if not self.fits:
             raise MemoryLimitExceeded(self.why_not(), smallest_limit_bytes(self.answers))
@@ -91,10 +93,11 @@ class Forecast:
     def held_bytes(self) -> list[int]:
         """The most that devices like the first one at hand hold under the best plan, to the byte of a run's ledger.
 
-        For this, and for nothing else here, programs are compiled for the device at hand. What other hardware makes of
-        them is its own compiler's affair: `plan_for(..., compile=True)` asks it, and each stage's `compiled_bytes` are
-        what it says. Without, temporaries are counted by rules that GPUs' and TPUs' compilers were seen to
-        follow: some percent of a stage too high or too low.
+        For this, and for nothing else here, programs are compiled for the device at hand. What
+        other hardware makes of them is its own compiler's affair: `plan_for(..., compile=True)`
+        asks it, and each stage's `compiled_bytes` are what it says. Without, temporaries are
+        counted by rules that GPUs' and TPUs' compilers were seen to follow: some percent of a stage
+        too high or too low.
 
         Raises:
             ValueError: the problem is of no model.
@@ -388,7 +391,9 @@ def _told(
 
 
 def with_splits(question: Question, whole: Forecast) -> Forecast:
-    """Cuts layers in two where that makes the plan faster; results are assumed to stay bitwise identical.
+    """Cuts layers in two where that makes the plan faster.
+
+    Results are assumed to stay bitwise identical.
 
     Args:
         question: names the model, which is traced again.

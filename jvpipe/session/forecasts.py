@@ -1,8 +1,9 @@
 """Plans for hardware that is not here, from shapes alone: planners are asked, and the hardware's compiler.
 
-A plan that this compiler signs is asked for again and again, with what it said of programs, until one keeps the limits.
-Two things can make a plan hold more than was counted: programs whose temporaries the roofline has too low, of which the
-next plan knows, and what no word on programs explains, by which the limits that planners see are lowered.
+A plan that this compiler signs is asked for again and again, with what it said of programs, until
+one keeps the limits. Two things can make a plan hold more than was counted: programs whose
+temporaries the roofline has too low, of which the next plan knows, and what no word on programs
+explains, by which the limits that planners see are lowered.
 """
 
 import logging
@@ -46,7 +47,8 @@ from jvpipe.session.model_planner import (
     ALL_AWAY,
     away_s,
     brought_back,
-    pays_for_room,
+    place_state,
+    room_left,
     state_bytes,
 )
 from jvpipe.session.options import PLAN_FOR, checked
@@ -90,36 +92,41 @@ def plan_for(
 ) -> Forecast:
     """Plans a model from its shapes, for hardware that is not here; nothing is allocated or run.
 
-    With `compile` the compiler of that hardware says what the programs of the plan take, each once: another plan is
-    made where one takes more than the limit. What it said is kept in JAX's compilation cache.
+    With `compile` the compiler of that hardware says what the programs of the plan take, each once:
+    another plan is made where one takes more than the limit. What it said is kept in JAX's
+    compilation cache.
 
-    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given is decided.
+    With `devices`, `replicas` or `cuts` stages may have several devices each, and what is not given
+    is decided.
 
     Args:
         loss_fn: as `jvpipe.Pipeline` takes it.
         params: arrays, or their shapes, or a function `key -> params`.
         batch: a whole one: arrays, or their shapes.
         stages: how many; 2 unless given or decided.
-        devices: how many all stages share; all of the hardware's unless given or told by `replicas`.
+        devices: how many all stages share; all of the hardware's unless given or told by
+            `replicas`.
         replicas: devices of each stage, such as (3, 1) or "3:1"; decided with "auto".
         cuts: layers of each stage.
-        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices are used.
-            "a100-40gb" unless given.
-        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they have unless given.
+        hardware: a cluster, by name such as "h100", as a TOML file, or as it is; its first devices
+            are used. "a100-40gb" unless given.
+        memory_limit: bytes or "16GiB" for all devices, or a sequence with one for each; what they
+            have unless given.
         microbatches: how many a batch is split into; 4 unless given or decided.
         schedule: by name, or one with options; replicas are planned for synchronous ones.
-        planner: by name; several are compared, all of them with "all". Replicas are planned by "jvpipe",
-            "pipedream" or "dapple".
+        planner: by name; several are compared, all of them with "all". Replicas are planned by
+            "jvpipe", "pipedream" or "dapple".
         optimizer: whose state is counted; AdamW unless given.
         model_state: with `has_state`: arrays, or their shapes.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
         stacked: what the optimizer sees of stacked layers, as `jvpipe.Pipeline` takes it.
         frozen: patterns of parameters that nothing updates, as `jvpipe.Pipeline` takes them.
-        state_fates: where the optimizer's state of parameters lies between updates. Unless given, one
-            planner that chooses fates decides: on the host where else nothing fits, or where its way there takes less
-            than what is computed again to make room for it.
-        compile: for the devices of the hardware; or the name of a compile target, such as "v5e:4x4".
+        state_fates: where the optimizer's state of parameters lies between updates. Unless given,
+            one planner that chooses fates decides: on the host where else nothing fits, or where
+            its way there takes less than what is computed again to make room for it.
+        compile: for the devices of the hardware; or the name of a compile target, such as
+            "v5e:4x4".
         title: of the figure.
 
     Raises:
@@ -188,12 +195,10 @@ class _Asking:
         """
         asking = replace(self, question=replace(self.question, said=said))
         kept = asking._answer(limits)
-        if not self._chooses_state(kept):
+        chooses = [find_planner(name).chooses_fates for name in self.names]
+        if self.question.state_fates or chooses != [True]:
             return kept
-        away = asking._state_away(limits)
-        if not kept.fits or (away.fits and away.step_s < kept.step_s):
-            return away
-        return kept
+        return place_state(kept, partial(asking._state_away, limits), _judged)
 
     def _answer(self, limits: Limits) -> Forecast:
         """Returns the answer with the optimizer's state where the question says."""
@@ -208,26 +213,13 @@ class _Asking:
         cuts_layers = not any(find_planner(name).as_paper for name in self.names)
         return _with_state(with_splits(question, forecast) if cuts_layers else forecast)
 
-    def _chooses_state(self, kept: Forecast) -> bool:
-        """Tells whether the optimizer's state may go to the host, and whether that may bring something.
-
-        Args:
-            kept: the answer with all of it on the devices.
-        """
-        chooses = [find_planner(name).chooses_fates for name in self.names]
-        if self.question.state_fates or chooses != [True]:
-            return False
-        best = kept.answers[0]
-        if best.decision is None or best.plan is None:
-            return True
-        return not kept.fits or pays_for_room(Planned(best.plan, kept.problem, best.decision))
-
     def _state_away(self, limits: Limits) -> Forecast:
         """Returns the answer with the state on the host, except what the devices then have room for."""
         question, cluster = replace(self.question, state_fates=ALL_AWAY), self.cluster
         model = question.trace()
         sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
         if cluster.host_memory_bytes is not None:
+            # What the state takes of the host is gone for swapped residuals.
             rest = max(0, cluster.host_memory_bytes - sum(sizes.values()))
             cluster = replace(cluster, host_memory_bytes=rest)
         away = replace(self, question=question, cluster=cluster)._answer(limits)
@@ -236,13 +228,12 @@ class _Asking:
         best = away.answers[0]
         assert best.plan is not None
         assert best.evaluation is not None
-        problem, schedule = away.problem, away.problem.schedule
-        places = [schedule.device_of(s, problem.devices) for s in range(problem.stages)]
-        room = {
-            device: (problem.limit_of(place) or 0) - best.evaluation.device_bytes[place]
-            for stage, place in zip(best.plan.stages, places, strict=True)
-            for device in stage.devices
-        }
+        problem = away.problem
+        held = [best.evaluation.device_bytes[place] for place in problem.places]
+        each = zip(problem.places, best.plan.stages, strict=True)
+        limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
+        # Room is counted with all of the state away, so whatever comes back into it still fits.
+        room = room_left(best.plan, held, limits_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
 
@@ -266,6 +257,14 @@ class _Asking:
         )
 
 
+def _judged(forecast: Forecast) -> tuple[Planned, float] | None:
+    """Returns what was planned best, and the seconds of a step; None if that does not fit."""
+    best = forecast.answers[0]
+    if not forecast.fits or best.plan is None or best.decision is None:
+        return None
+    return Planned(best.plan, forecast.problem, best.decision), forecast.step_s
+
+
 def _with_state(forecast: Forecast) -> Forecast:
     """Puts into the plans where the optimizer's state lies; with the seconds of its way to the host and back."""
     question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
@@ -284,19 +283,18 @@ def _with_state(forecast: Forecast) -> Forecast:
 
 def _with_seconds(forecast: Forecast) -> Forecast:
     """Counts the seconds that the optimizer's state of the best plan is on its way to the host and back."""
-    question, cluster, best = forecast.question, forecast.problem.cluster, forecast.answers[0].plan
+    question, best = forecast.question, forecast.answers[0].plan
     assert question is not None
-    assert cluster is not None
     assert best is not None
     model = question.trace()
     sizes = state_bytes(model.traced.graph, question.cut(model, model.traced))
-    # Without a flush each micro-batch is an update.
-    updates = 1 if question.schedule.synchronous else forecast.problem.microbatches
-    return replace(forecast, state_s=updates * away_s(best, sizes, cluster.host))
+    return replace(forecast, state_s=away_s(best, sizes, forecast.problem))
 
 
 def planner_names(option: str, planner: Any) -> list[str]:
-    """Reads names of planners: all of them, some with commas between, or a list; an `option` gives them.
+    """Reads names of planners: all of them, some with commas between, or a list.
+
+    An `option` gives them.
 
     >>> planner_names("planner", "even,dapple")
     ['even', 'dapple']
@@ -363,7 +361,8 @@ class Signer:
             answer: with a plan.
 
         Raises:
-            ValueError: the compiler does not take a program, or the plan swaps where there is no host memory.
+            ValueError: the compiler does not take a program, or the plan swaps where there is no
+                host memory.
         """
         plan, decision = answer.plan, answer.decision
         assert plan is not None

@@ -1,8 +1,8 @@
 """What planners want to know of a traced model and of the devices, measured: seconds, bytes and links."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ from jvpipe._jax import Device, first_of, is_own
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.costs import Costs
 from jvpipe.cost.hardware import INFINITE, Cluster, Link
-from jvpipe.cost.lending import measured_lending
+from jvpipe.cost.lending import devices_per_core, measured_lending
 from jvpipe.cost.links import Links, links_between
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.measure import Runs, measured_costs
@@ -19,11 +19,12 @@ from jvpipe.cost.presets import accelerator_like, accelerator_of
 from jvpipe.cost.state_away import with_state_away
 from jvpipe.ir.examples import Examples
 from jvpipe.ir.fates import states_away
+from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import find_planner
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.pins import Pins
-from jvpipe.planners.model.problem import Group, Problem, single_groups
+from jvpipe.planners.model.problem import Problem
 from jvpipe.planners.model.shapes import Shape, Shapes
 from jvpipe.planners.shape_reasons import shape_reasons, shape_words
 from jvpipe.planners.user_fates import with_state_fates
@@ -109,19 +110,22 @@ def times_longer(costs: Costs, other: Costs) -> Slowness:
     return tuple(b / a if a else 1.0 for a, b in pairs)
 
 
-def groups_apart(
-    slowness: Sequence[Slowness], limits: Sequence[int], names: Sequence[str]
-) -> tuple[int | None, tuple[Group, ...]]:
-    """Returns the limit of the roomiest device, and how each differs from the others; nothing if they are alike.
+def costs_with_state(
+    costs: Costs, graph: LayerGraph, optimizer: OptimizerCut, state_fates: Mapping[str, str]
+) -> Costs:
+    """Returns the costs of layers with the optimizer's state where a user wants it.
 
     Args:
-        slowness: of each device.
-        limits: of each; none: there is no limit.
-        names: of each.
+        costs: with all of it on the devices.
+        graph: the layers.
+        optimizer: cut for them.
+        state_fates: as the user gives them.
     """
-    limit, groups = single_groups(slowness, limits, names)
-    alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-    return limit, () if alike else groups
+    if not state_fates:
+        return costs
+    # Where state lies does not depend on the cuts, so one stage tells it of all layers.
+    plan = with_state_fates(graph, Plan.from_cuts([len(graph.layers)]), state_fates)
+    return with_state_away(costs, optimizer, states_away(graph, plan))
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class Bench:
         runs: what was measured of programs before and is not measured again; the others are added.
         room_bytes: that the device has for a program; what needs more is not run.
         archive: where seconds are found that earlier processes have measured, and others are kept.
-        between_hosts: the link from the devices of one process to those of another, if there are several.
+        between_hosts: the link from the devices of one process to those of another, if there are
+            several.
     """
 
     store: ProgramStore
@@ -194,13 +199,8 @@ class Measurement:
 
     def costs_of(self, traced: Traced) -> Costs:
         """Returns the costs of the model, or of slices of it, with the optimizer's state where the user wants it."""
-        costs = self._costs_of(traced)
-        if not self.settings.state_fates:
-            return costs
-        whole = Plan.from_cuts([len(traced.graph.layers)])
-        # Where state lies does not depend on the cuts, so one stage tells it of all layers.
-        plan = with_state_fates(traced.graph, whole, self.settings.state_fates)
-        return with_state_away(costs, self.optimizer, states_away(traced.graph, plan))
+        costs, fates = self._costs_of(traced), self.settings.state_fates
+        return costs_with_state(costs, traced.graph, self.optimizer, fates)
 
     def _costs_of(self, traced: Traced) -> Costs:
         settings, store = self.settings, self.bench.store
@@ -224,7 +224,11 @@ class Measurement:
 
     @property
     def _timed(self) -> dict[str, Any]:
-        return {"room_bytes": self.bench.room_bytes, "archive": self.bench.archive}
+        return {
+            "room_bytes": self.bench.room_bytes,
+            "archive": self.bench.archive,
+            "devices_per_core": devices_per_core([self.devices[d] for d in self.used]),
+        }
 
     @cached_property
     def links(self) -> Links | None:
@@ -287,7 +291,8 @@ class Measurement:
         devices, layers = [self.devices[d] for d in self.used], self.costs.layers
         if self.settings.schedule != AUTO or not all(map(is_own, devices)):
             return 0.0
-        # A program that is long enough shows what an idle device lends; short ones are all dispatch.
+        # A program that is long enough shows what an idle device lends; short ones are all
+        # dispatch.
         longest = max(range(len(layers)), key=lambda at: layers[at].forward_s)
         programs = layer_programs(self.bench.store, self.traced)[longest]
         program = forward_program(programs, recompute=True)
@@ -301,18 +306,15 @@ class Measurement:
             pins: what is given of them.
         """
         settings, examples = self.settings, self.traced.graph.examples
-        names = list(map(str, self.devices))
-        limit, apart = groups_apart(self.slowness, settings.limits, names)
-        model = replace(self._plain(settings.schedule.chunks), memory_limit_bytes=limit)
-        return Shapes(
-            model,
+        shapes = Shapes(
+            self._plain(settings.schedule.chunks),
             local,
             self.cluster(),
             len(self.devices),
             settings.microbatches * examples,
             pins or Pins(size=examples),
-            apart,
         )
+        return shapes.told_apart(self.slowness, settings.limits, list(map(str, self.devices)))
 
     def cluster(self) -> Cluster:
         """Describes each process as a machine, with the measured links within this one and between them."""
@@ -389,7 +391,8 @@ def slice_sizes(examples: int, devices: int, least: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((half, smallest) if half > 2 * smallest else (smallest,)))
 
 
-# How many devices each stage of a pipeline is to have: layers are measured on slices, and the planner is asked.
+# How many devices each stage of a pipeline is to have: layers are measured on slices, and the
+# planner is asked.
 
 
 @dataclass(frozen=True)

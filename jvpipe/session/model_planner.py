@@ -1,19 +1,18 @@
 """The first plan of a model: planned, the place of the optimizer's state with it, or given; and compiled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jvpipe._jax import first_of, is_own
 from jvpipe.cost.archive import surroundings
-from jvpipe.cost.hardware import Link
 from jvpipe.cost.model import carried
 from jvpipe.cost.presets import accelerator_of
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Fate, Plan
 from jvpipe.papers.registry import find_planner
-from jvpipe.planners.model.problem import Decision
+from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.user_fates import checkpointed, with_fates, with_state_fates
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut
@@ -32,6 +31,7 @@ from jvpipe.trace.digests import without_addresses
 from jvpipe.trace.graph import Traced
 from jvpipe.trace.layer_split import split_as_planned
 
+A = TypeVar("A")
 ALL_AWAY = {"*": Fate.SWAP.value}
 
 
@@ -50,20 +50,22 @@ def state_bytes(graph: LayerGraph, optimizer: OptimizerCut) -> dict[str, int]:
     return sizes
 
 
-def away_s(plan: Plan, sizes: Mapping[str, int], host: Link) -> float:
-    """Counts the seconds that the fullest device's state is on its way to the host or back, both ways at a time.
+def away_s(plan: Plan, sizes: Mapping[str, int], problem: Problem) -> float:
+    """Counts the seconds of a step that the fullest device's state is on its ways.
 
     Args:
         plan: whose state fates count.
         sizes: of each parameter's state.
-        host: the link of each device to its host.
+        problem: whose answer the plan is.
     """
     held_bytes: dict[int, int] = {}
     for stage in plan.stages:
         away = sum(sizes.get(name, 0) for name, fate in stage.state_fates.items() if fate == "swap")
         for device in stage.devices:
             held_bytes[device] = held_bytes.get(device, 0) + away
-    return max(map(host.seconds, held_bytes.values()))
+    # Without a flush each micro-batch is an update, and takes the state there and back.
+    updates = 1 if problem.schedule.synchronous else problem.microbatches
+    return updates * max(map(problem.host.seconds, held_bytes.values()))
 
 
 def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) -> Plan:
@@ -93,7 +95,7 @@ def brought_back(plan: Plan, sizes: Mapping[str, int], room: Mapping[int, int]) 
     return replace(plan, stages=tuple(stages))
 
 
-def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> dict[int, int]:
+def room_left(plan: Plan, held_bytes: Sequence[int], limits: Mapping[int, int]) -> dict[int, int]:
     """Counts the bytes that each device of a plan has left.
 
     Args:
@@ -107,6 +109,28 @@ def room_left(plan: Plan, held_bytes: Sequence[int], limits: Sequence[int]) -> d
             # A device of several stages has what the fullest of them leaves.
             room[device] = min(room.get(device, limits[device]), limits[device] - size)
     return room
+
+
+def place_state(
+    kept: A, away: Callable[[], A], judged: Callable[[A], tuple[Planned, float] | None]
+) -> A:
+    """Decides where the optimizer's state lies: on the devices, unless that leaves too little room.
+
+    It goes to the host where else nothing fits, or where its way there takes less than what is
+    computed again to make room for it.
+
+    Args:
+        kept: the answer with all of it on the devices.
+        away: finds the answer with it on the host.
+        judged: says what was planned in an answer, and the seconds of a step; None if that keeps
+            no limit.
+    """
+    here = judged(kept)
+    if here is not None and not pays_for_room(here[0]):
+        return kept
+    other = away()
+    there = judged(other)
+    return other if here is None or (there is not None and there[1] < here[1]) else kept
 
 
 # The first plan of a model: planned and compiled, or compiled as it was given.
@@ -138,10 +162,10 @@ class ModelPlanner:
     _checked: list[CompiledPlan] = field(default_factory=list)
 
     def plan(self, traced: Traced, *, finer: bool) -> Chosen:
-        """Plans, unless the plan is given, and compiles what was planned; also says what that was decided on.
+        """Plans, unless the plan is given, and compiles what was planned.
 
-        Under a limit the optimizer's state goes to the host where else nothing fits, or where its way there takes less
-        than what is computed again to make room for it.
+        Also says what that was decided on. Under a limit that is planned with and without the
+        optimizer's state on the devices (`place_state`).
 
         Args:
             traced: the model, in whole layers.
@@ -153,23 +177,21 @@ class ModelPlanner:
         """
         # Bytes that may leave the devices; none if the user decides, or nothing is limited.
         sizes = self._may_leave(traced)
-        try:
-            kept = self._planned(traced, finer=finer)
-        except MemoryLimitExceeded:
-            if not sizes:
-                raise
-            kept = None
-        if kept is not None and not (sizes and pays_for_room(kept.planned)):
-            return kept
-        try:
-            away = self._state_away(traced, sizes, finer=finer)
-        except MemoryLimitExceeded:
-            if kept is None:
-                raise
-            return kept
-        if kept is None or self._step_s(away) < self._step_s(kept):
-            return away
-        return kept
+        if not sizes:
+            return self._planned(traced, finer=finer)
+
+        def judged(answer: Chosen | MemoryLimitExceeded) -> tuple[Planned, float] | None:
+            if isinstance(answer, MemoryLimitExceeded):
+                return None
+            assert answer.planned is not None
+            return answer.planned, self._step_s(answer.compiled, answer.planned)
+
+        kept = _attempted(lambda: self._planned(traced, finer=finer))
+        away = partial(_attempted, lambda: self._state_away(traced, sizes, finer=finer))
+        chosen = place_state(kept, away, judged)
+        if isinstance(chosen, MemoryLimitExceeded):
+            raise chosen
+        return chosen
 
     def _may_leave(self, traced: Traced) -> dict[str, int]:
         """Counts the bytes of each parameter's state, if the planner may leave it on the host; else none."""
@@ -189,7 +211,7 @@ class ModelPlanner:
         rest = None if host is None else host - sum(sizes.values())
         settings = replace(self.settings, state_fates=ALL_AWAY, host_limit_bytes=rest)
         chosen = replace(self, settings=settings)._planned(traced, finer=finer)
-        compiled, limits = chosen.compiled, settings.limits
+        compiled, limits = chosen.compiled, dict(enumerate(settings.limits))
         traced, plan = compiled.traced, compiled.plan
         room = room_left(plan, self._held_bytes(traced, plan), limits)
         plan = brought_back(plan, state_bytes(traced.graph, compiled.optimizer), room)
@@ -199,15 +221,10 @@ class ModelPlanner:
             return chosen
         return chosen._replace(compiled=self._to_run(traced, plan))
 
-    def _step_s(self, chosen: Chosen) -> float:
+    def _step_s(self, compiled: CompiledPlan, planned: Planned) -> float:
         """Counts the seconds of a step; state that comes from the host and goes back is not hidden by anything."""
-        assert chosen.planned is not None
-        settings, compiled = self.settings, chosen.compiled
         sizes = state_bytes(compiled.traced.graph, compiled.optimizer)
-        # Without a flush each micro-batch is an update, and takes the state there and back.
-        times = 1 if settings.schedule.synchronous else settings.microbatches
-        once_s = away_s(compiled.plan, sizes, chosen.planned.problem.host)
-        return chosen.planned.step_s + times * once_s
+        return planned.step_s + away_s(compiled.plan, sizes, planned.problem)
 
     def _planned(self, traced: Traced, *, finer: bool) -> Chosen:
         """Plans with the optimizer's state where the settings say."""
@@ -358,9 +375,17 @@ class ModelPlanner:
         return with_state_fates(traced.graph, plan, self.settings.state_fates)
 
 
-def pays_for_room(planned: Planned | None) -> bool:
+def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
+    """Plans; where that keeps no limit, gives the error."""
+    try:
+        return plan()
+    except MemoryLimitExceeded as error:
+        return error
+
+
+def pays_for_room(planned: Planned) -> bool:
     """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
-    if planned is None or not any(planned.decision.choices):
+    if not any(planned.decision.choices):
         return False
     # The same cuts without any fate: what the limit costs.
     kept = replace(planned, decision=Decision.keeping_all(planned.decision.bounds))

@@ -1,7 +1,8 @@
 """Planners are asked: for cuts, fates, the order of tasks and devices, and how many devices each stage is to have.
 
-A planner counts by closed forms what a run holds. So under a limit its answer is lowered, and it is asked again under a
-smaller one until a run of the answer keeps the limit. Whether any plan keeps it is decided on bytes alone.
+A planner counts by closed forms what a run holds. So under a limit its answer is lowered, and it is
+asked again under a smaller one until a run of the answer keeps the limit. Whether any plan keeps it
+is decided on bytes alone.
 """
 
 import logging
@@ -48,12 +49,13 @@ class AskingEffort:
     """How long a plan is sought whose run keeps a memory limit.
 
     Attributes:
-        attempts: how often a planner is asked, each time under a limit that is smaller by as much as
-            the run of its answer would be over it.
-        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps it.
+        attempts: how often a planner is asked, each time under a limit that is smaller by as much
+            as the run of its answer would be over it.
+        signings: how often a planner is asked until the hardware's compiler finds that a plan keeps
+            it.
         counted_times: how many times what a run holds the planner may have counted, at most.
-        noticed: by how much longer steps are than with everything kept, from which on a plan is asked
-            for whose optimizer state leaves.
+        noticed: by how much longer steps are than with everything kept, from which on a plan is
+            asked for whose optimizer state leaves.
     """
 
     attempts: int = 5
@@ -74,8 +76,8 @@ def work_s(layers: Iterable[LayerCost]) -> list[float]:
 class Planned:
     """A plan, and what it was decided on.
 
-    `ordered` is what is known of an order that was searched for, `shapes` the best rough plan of each kind of shape
-    where that was decided too.
+    `ordered` is what is known of an order that was searched for, `shapes` the best rough plan of
+    each kind of shape where that was decided too.
     """
 
     plan: Plan
@@ -132,8 +134,8 @@ def ask(
     Args:
         planner: by its name.
         problem: to be answered; that of the answer has its order.
-        places: of the stages, or of the devices where the order is open; their numbers unless given. Unlike devices
-            have numbers of their own.
+        places: of the stages, or of the devices where the order is open; their numbers unless
+            given. Unlike devices have numbers of their own.
         fixed: the devices stay in the order that they have.
 
     Raises:
@@ -210,7 +212,8 @@ def ask_shapes(planner: str, shapes: Shapes) -> Planned:
 def _worth_plans(plans: Sequence[RoughPlan]) -> Sequence[RoughPlan]:
     """Tells which rough plans of different shapes, the fastest first, are planned exactly.
 
-    Where layers are computed again exact fates may win much, and so for any of them; else cuts alone do.
+    Where layers are computed again exact fates may win much, and so for any of them; else cuts
+    alone do.
     """
     first = plans[0]
     most_s = SHAPE.worth_a_plan * first.step_s
@@ -274,8 +277,8 @@ class _Least(NamedTuple):
 class _Asker:
     """A planner that is asked until its answer keeps a limit, by the bytes that a run of it would hold.
 
-    Limits are those of the roomiest device. A device that may hold less by some bytes counts as if it held these too,
-    so that one number says whether a plan keeps all limits.
+    Limits are those of the roomiest device. A device that may hold less by some bytes counts as if
+    it held these too, so that one number says whether a plan keeps all limits.
 
     Args:
         planner: its name.
@@ -306,10 +309,10 @@ class _Asker:
         return [size + less.get(stage.devices, 0) for size, stage in stage_sizes]
 
     def unlimited(self, problem: Problem) -> Planned | None:
-        """Asks a planner that chooses fates without a limit; returns the plan if the lists say that it keeps the limit.
+        """Asks a planner that chooses fates without a limit.
 
-        It may keep it even if the planner, whose count is near what the lists hold and never much below it, counts
-        more.
+        Returns the plan if the lists say that it keeps the limit. It may keep it even if the
+        planner, whose count is near what the lists hold and never much below it, counts more.
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
@@ -328,7 +331,8 @@ class _Asker:
 
         Args:
             problem: has the limit.
-            least: the plan that holds the least, if it is known: at first the planner may count as much as for that.
+            least: the plan that holds the least, if it is known: at first the planner may count as
+                much as for that.
         """
         limit = problem.memory_limit_bytes
         assert limit is not None
@@ -419,8 +423,8 @@ def decide(
 ) -> Planned:
     """Asks the planner; whether a limit can be kept is decided on bytes alone, so that it is always decided alike.
 
-    A limit is kept if the plan that holds the least keeps it. Where the planner finds nothing that does, as its seconds
-    are on that day, that plan is taken.
+    A limit is kept if the plan that holds the least keeps it. Where the planner finds nothing that
+    does, as its seconds are on that day, that plan is taken.
 
     Args:
         planner: its name.
@@ -430,7 +434,8 @@ def decide(
         fixed: unlike devices stay in the order that they have.
 
     Raises:
-        MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the limit that it names.
+        MemoryLimitExceeded: no plan keeps the limit; the one that holds the least would keep the
+            limit that it names.
     """
     limit, chosen = problem.memory_limit_bytes, find_planner(planner)
     asker = _Asker(planner, places, fixed, held_bytes_of)
@@ -467,7 +472,8 @@ def planned_again(
         held_bytes_of: what the device of each stage of a plan holds at most, if that is known.
 
     Returns:
-        None if nothing keeps the limits, and if the planner is not asked again: it does as its paper says, or
+        None if nothing keeps the limits, and if the planner is not asked again: it does as its
+            paper says, or
         has sought an order of tasks, or stages have several devices.
     """
     problem, planner = planned.problem, find_planner(planned.plan.planner)

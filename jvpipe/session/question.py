@@ -12,8 +12,6 @@ from jvpipe.cost.estimate import estimate
 from jvpipe.cost.hardware import INFINITE, Accelerator, Cluster, Link
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.cost.said import Said
-from jvpipe.cost.state_away import with_state_away
-from jvpipe.ir.fates import states_away
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import Plan
 from jvpipe.papers.registry import shape_planners
@@ -28,7 +26,7 @@ from jvpipe.runtime.engine.replicas import check_replicable
 from jvpipe.schedules.auto import may_split
 from jvpipe.schedules.schedule import Schedule
 from jvpipe.session.arguments import micro_batch_shapes
-from jvpipe.session.measuring import groups_apart, slowness_by_kind, times_longer
+from jvpipe.session.measuring import costs_with_state, slowness_by_kind, times_longer
 from jvpipe.session.planning import Slowness, work_s
 from jvpipe.session.settings import OptimizerCutter, Training
 from jvpipe.trace.graph import Traced
@@ -45,9 +43,9 @@ Tree = Any
 class Question(Training):
     """A model, how many devices pass a micro-batch on, and how; nothing of it is allocated.
 
-    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key -> params`. `said` is what
-    the compiler of the hardware has said of programs, `models` remembers what was traced, if the question is put again
-    and again.
+    `params`, `batch` and `model_state` are arrays or shapes; `params` may be a function `key ->
+    params`. `said` is what the compiler of the hardware has said of programs, `models` remembers
+    what was traced, if the question is put again and again.
     """
 
     params: Tree
@@ -71,7 +69,8 @@ class Question(Training):
 
         Args:
             examples: of a micro-batch, if not as many as there are in one.
-            present: the model with other examples, whose layers it is to have; None: it is cut by itself.
+            present: the model with other examples, whose layers it is to have; None: it is cut by
+                itself.
         """
         asked = self.microbatches, examples
         if present is None and self.models and asked in self.models:
@@ -125,11 +124,9 @@ class Question(Training):
         split = may_split(self.schedule, self.stages, self.microbatches)
         said = self.said
         costs = estimate(traced, cluster, optimizer, self.microbatches, split=split, said=said)
-        if not self.state_fates:
+        if optimizer is None:
             return costs
-        assert optimizer is not None
-        plan = self.with_state_fates(traced, Plan.from_cuts([len(traced.graph.layers)]))
-        return with_state_away(costs, optimizer, states_away(traced.graph, plan))
+        return costs_with_state(costs, traced.graph, optimizer, self.state_fates)
 
     def with_state_fates(self, traced: Traced, plan: Plan) -> Plan:
         """Puts the optimizer's state where it is wanted."""
@@ -200,12 +197,10 @@ class Question(Training):
         """
         costs, used = self.costs(cluster, traced, optimizer), cluster.accelerators[: self.stages]
         limits = limits or tuple(device.memory_bytes for device in used)
-        problem = Problem(
-            costs, self.schedule.stages_on(self.stages), self.schedule, self.microbatches
-        )
+        stages = self.schedule.stages_on(self.stages)
+        plain = on_cluster(Problem(costs, stages, self.schedule, self.microbatches), cluster)
         slowness = self.slowness(cluster, traced, costs, self.stages)
-        names = [device.name for device in used]
-        return on_cluster(problem.told_apart(slowness, limits, names), cluster)
+        return plain.told_apart(slowness, limits, [device.name for device in used])
 
     def shapes(
         self,
@@ -214,7 +209,9 @@ class Question(Training):
         pins: Pins,
         memory_limit: int | tuple[int, ...] | None = None,
     ) -> tuple[Shapes, LayerGraph]:
-        """Describes the shapes that a planner may choose from; also returns the layers of the model.
+        """Describes the shapes that a planner may choose from.
+
+        Also returns the layers of the model.
 
         Args:
             cluster: whose first devices are used.
@@ -233,31 +230,22 @@ class Question(Training):
         for b in smaller(largest, devices):
             if 1 in costs:
                 break
-            # A loss of other layers or operations at this size has no replicas with so few examples.
+            # A loss of other layers or operations at this size has no replicas with so few
+            # examples.
             with suppress(OtherLayersError):
                 traced = self.trace(b, whole.traced).traced
                 if [eqn.primitive for eqn in traced.loss.eqns] == operations:
                     costs[b] = self.costs(cluster, traced, optimizer)
-        slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
-        limit, apart = groups_apart(slowness, limits, [x.name for x in used])
-        model = Problem(
-            costs[largest],
-            self.schedule.chunks,
-            self.schedule,
-            1,
-            memory_limit_bytes=limit,
-            host=cluster.host,
-            host_limit_bytes=cluster.host_memory_bytes,
-            peer=cluster.peer,
-            peer_uses_host=cluster.peer_uses_host and cluster.machines == 1,
-            cluster=cluster,
-            overlaps=True,
-        )
+        plain = Problem(costs[largest], self.schedule.chunks, self.schedule, 1, overlaps=True)
+        model = on_cluster(plain, cluster)
+        # What goes from machine to machine does not use the links to the hosts.
+        model = replace(model, peer_uses_host=model.peer_uses_host and cluster.machines == 1)
         local = LocalCosts.of(costs.__getitem__, sorted(costs))
         # A single example may be another program, without its batch axis.
         pins = replace(pins, least_slice=1 if 1 in costs else 2)
-        shapes = Shapes(model, local, cluster, devices, batch, pins, apart)
-        return shapes, whole.traced.graph
+        shapes = Shapes(model, local, cluster, devices, batch, pins)
+        slowness = self.slowness(cluster, whole.traced, costs[largest], devices)
+        return shapes.told_apart(slowness, limits, [x.name for x in used]), whole.traced.graph
 
 
 def on_cluster(problem: Problem, cluster: Cluster) -> Problem:
@@ -306,7 +294,8 @@ def given_pins(
     Args:
         question: has the model and a whole batch.
         cluster: has the devices.
-        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless given.
+        devices: how many there are; as many as `replicas` take, or all of the cluster's, unless
+            given.
         stages: as all that follows, None if it is to be decided.
         replicas: devices of each stage; "auto" is None.
         cuts: layers of each stage.
@@ -365,7 +354,8 @@ def check_shape_planner(planners: Sequence[str], schedule: Schedule) -> None:
 def smaller(examples: int, devices: int) -> tuple[int, ...]:
     """Chooses the local batches at which layers are looked at beside the whole micro-batch.
 
-    They are a replica's share, the least, and what is the least where one example is another program.
+    They are a replica's share, the least, and what is the least where one example is another
+    program.
 
     Args:
         examples: of a micro-batch.
@@ -398,6 +388,7 @@ def check_sums(problem: Problem) -> None:
         "links to the host are busy": 2 * m * sum(map(problem.host.seconds, kept)),
     }
     for what, seconds in sums.items():
+        # Written so that NaN, which is in no order, is refused too.
         if not seconds <= MOST_S:
             raise ValueError(
                 f"{what} for {seconds:.3g} s in {m} micro-batches, at most {MOST_S:.0g} s can be planned: "
@@ -407,6 +398,7 @@ def check_sums(problem: Problem) -> None:
     once = sum(x.gradient_bytes + x.optimizer_bytes + x.temporary_bytes for x in layers)
     weights = versions * sum(layer.parameter_bytes for layer in layers)
     inputs = sum(layer.input_bytes for layer in layers)
+    # What one device for all layers holds if it keeps everything: none holds more under any plan.
     held_bytes = weights + once + in_flight * (inputs + sum(kept) + sum(crossing))
     if held_bytes > MOST_BYTES:
         raise ValueError(

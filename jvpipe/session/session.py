@@ -48,7 +48,8 @@ class Migrations:
         compiled_plans: those of the model; a migration that is made changes their plan.
         controller: runs what moves.
         limits: kept while layers move.
-        warmup_updates: the first updates of an asynchronous run, which are made in synchronous steps.
+        warmup_updates: the first updates of an asynchronous run, which are made in synchronous
+            steps.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Migrations:
         self.history: list[PlanChange] = []
 
     def request(self, state: State, plan: Plan, at: tuple[int, int] | None, why: str) -> None:
-        """Prepares a migration and queues it, of several processes in all; raises what `Pipeline.migrate` raises.
+        """Prepares a migration and queues it, of several processes in all.
+
+        Raises what `Pipeline.migrate` raises.
 
         Args:
             state: the newest.
@@ -110,7 +113,8 @@ class Migrations:
         Args:
             state: the newest.
             drain: finishes what is in flight.
-            compiled: runs the next step; a migration due inside that step waits for it if this is its plan.
+            compiled: runs the next step; a migration due inside that step waits for it if this is
+                its plan.
 
         Raises:
             StageError: a copy failed; its `state` is whole under the old plan.
@@ -233,10 +237,11 @@ class Session(Engine):
     def advance(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         """Runs one step; under an asynchronous schedule its last micro-batches stay in flight.
 
-        What went wrong before is told first; the state is whole then. In a stream the losses are waited for while
-        another step is under way, else they are looked at once they are there. Where code on the host can fail, a step
-        is not done before the one before it. What is in flight has the shapes of the first batch: it is finished before
-        a batch of other shapes, and this one within its step.
+        What went wrong before is told first; the state is whole then. In a stream the losses are
+        waited for while another step is under way, else they are looked at once they are there.
+        Where code on the host can fail, a step is not done before the one before it. What is in
+        flight has the shapes of the first batch: it is finished before a batch of other shapes, and
+        this one within its step.
         """
         self.check_state(state)
         self.controller.check()
@@ -286,13 +291,17 @@ class Session(Engine):
         self.ledger.versions.record(uses, first, state.updates)
 
     def _step_run(self, state: State, batch: Tree) -> _StepRun:
-        """Looks up the rows of a step; a migration that is due inside it leaves the queue, whatever follows."""
+        """Looks up the rows of a step.
+
+        A migration that is due inside it leaves the queue, whatever follows.
+        """
         compiled = self.compiled_at(batch, state.updates)
         migration = self.migrations.pop_due_inside(state.step)
         schedule, microbatches = self.settings.schedule, self.settings.microbatches
         if compiled.schedule.synchronous:
             layers = len(compiled.traced.graph.layers)
-            # Only the synchronous steps that warm up an asynchronous run are replayed from a record.
+            # Only the synchronous steps that warm up an asynchronous run are replayed from a
+            # record.
             uses = () if schedule.synchronous else synchronous_uses(layers, microbatches)
             bound = migration.bound if migration else compiled.step
             return _StepRun(compiled, bound, uses, 1, 0, migration)
@@ -361,9 +370,12 @@ def switch_model(
         model_state: of the new model; by default the present one.
 
     Raises:
-        ValueError: the loss reads a parameter that `params` lack, or one has another shape than before.
-        MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has changed.
-        StageError: something failed on the way; its `state` is the present model's, drained and whole.
+        ValueError: the loss reads a parameter that `params` lack, or one has another shape than
+            before.
+        MemoryLimitExceeded: the new model does not keep the limit. In both cases nothing has
+            changed.
+        StageError: something failed on the way; its `state` is the present model's, drained and
+            whole.
     """
     session.check_state(state)
     models, present = session.known_models, session.compiled_plans

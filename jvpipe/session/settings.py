@@ -50,7 +50,8 @@ class Training:
         schedule: in which order they run.
         has_aux: the loss returns something beside.
         has_state: the loss carries a model state.
-        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if arrays.
+        stacked: "per_layer" if the optimizer sees slices of the layers that a scan stacks, None if
+            arrays.
         frozen: patterns of parameters that nothing updates.
         state_fates: of the optimizer's state, by patterns of the paths of parameters.
     """
@@ -71,8 +72,8 @@ class Settings(Training):
     """The options of a `jvpipe.Pipeline`, as they hold for every model that it trains.
 
     Args:
-        stages: the devices that the pipeline passes, or a plan for the first model's layers; None if `shares` has
-            their number decided.
+        stages: the devices that the pipeline passes, or a plan for the first model's layers; None
+            if `shares` has their number decided.
         planner: the name of what chooses cuts and fates.
         limits: in bytes, what each device may hold; none: there is no limit.
         host_limit_bytes: for swapped and parked values on the host.
@@ -80,7 +81,8 @@ class Settings(Training):
         checkpoint: torchgpipe's mode.
         devices: the distinct ones.
         places: the device of each stage, as an index; empty if a plan was given.
-        splits_unasked: `microbatches` was left out, so batches are split although nobody asked for it.
+        splits_unasked: `microbatches` was left out, so batches are split although nobody asked for
+            it.
         replicas: of each stage all devices, if one has several.
         shares: how many devices each stage has is decided.
         sharding: how parameters lie over the devices of a place, if there are several.
@@ -169,14 +171,17 @@ _Readers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OptimizerCutter:
-    """Cuts an optimizer into pieces, for whatever layers the parameters are split into; it is traced once for all.
+    """Cuts an optimizer into pieces, for whatever layers the parameters are split into.
+
+    It is traced once for all.
 
     Args:
         optimizer: any optax transformation.
         params: the parameters' tree, split into layers.
         microbatches: of a step.
         grad_norm: also compute the gradient's norm.
-        sharding: how parameters lie over the devices of a place; what an optimizer has of one lies as that does.
+        sharding: how parameters lie over the devices of a place; what an optimizer has of one lies
+            as that does.
         stacks: the optimizer sees these of the parameters as arrays; None: all slices alone.
         frozen: parameters that the user freezes; the optimizer does not see them.
     """
@@ -230,7 +235,8 @@ class OptimizerCutter:
             schedule: says how many micro-batches an update takes.
 
         Raises:
-            ValueError: it needs a value of all layers at once, and the schedule updates them at different times.
+            ValueError: it needs a value of all layers at once, and the schedule updates them at
+                different times.
         """
         cut = self.pieces(graph, schedule)
         if not schedule.synchronous and (cut.cross_layer or self.grad_norm):
@@ -332,7 +338,9 @@ class OptimizerCutter:
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees that a model was traced with, as shapes; layers that the caller stacks are leaves of their own below.
+    """The trees that a model was traced with, as shapes.
+
+    Layers that the caller stacks are leaves of their own below.
 
     Args:
         params: the parameters.

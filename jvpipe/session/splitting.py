@@ -1,13 +1,15 @@
 """Layers cut inside, where whole layers leave a stage slower than the others, or keep no limit.
 
-vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it pays, for each layer
-costs a dispatch per micro-batch. All places inside layers, and between them, are looked at together: of the cuts whose
-slowest stage is nearly the least, those that cut the fewest layers and send the fewest bytes are taken. Which layers
-are cut may depend on measured seconds; what a run computes does not, for only cuts are made that keep all bits
+vPipe and DawnPiper cut between nodes of the framework's graph; so does this, but only where it
+pays, for each layer costs a dispatch per micro-batch. All places inside layers, and between them,
+are looked at together: of the cuts whose slowest stage is nearly the least, those that cut the
+fewest layers and send the fewest bytes are taken. Which layers are cut may depend on measured
+seconds; what a run computes does not, for only cuts are made that keep all bits
 (`programs.bit_equality`).
 
-Finer layers also hold less, and whether a memory limit can be kept must not hang on seconds. So under a limit there are
-two models that may keep it, whatever a clock says: whole layers, and all of them halved.
+Finer layers also hold less, and whether a memory limit can be kept must not hang on seconds. So
+under a limit there are two models that may keep it, whatever a clock says: whole layers, and all of
+them halved.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -42,8 +44,10 @@ class SplitEffort:
 
     Attributes:
         slow_times: how many times slower than the mean a stage is before its layers are cut.
-        near_times: how many times slower than need be a stage may stay for fewer layers that are cut.
-        apart: the share of a stage's mean seconds by which two places differ of which both are looked at.
+        near_times: how many times slower than need be a stage may stay for fewer layers that are
+            cut.
+        apart: the share of a stage's mean seconds by which two places differ of which both are
+            looked at.
         worth_s: seconds on a micro-batch, forward and backward, under which a layer is not cut: a
             dispatch takes some 0.05 ms.
         gain: the share of a step that finer layers must save.
@@ -95,7 +99,9 @@ class Splitter:
     def within_limit(
         self, traced: Traced, stages: int, plan: Callable[[Traced], CutCandidate]
     ) -> tuple[CutCandidate, int]:
-        """Plans whole layers, or halves where those keep no limit; also says how often layers may be cut further.
+        """Plans whole layers, or halves where those keep no limit.
+
+        Also says how often layers may be cut further.
 
         Args:
             traced: the model in whole layers.
@@ -144,7 +150,9 @@ class Splitter:
         return best
 
     def evener(self, traced: Traced, planned: Planned) -> Traced | None:
-        """Returns the model with layers cut where stages would be as even as can be; None if no layer need be.
+        """Returns the model with layers cut where stages would be as even as can be.
+
+        Returns None if no layer need be.
 
         Args:
             traced: the model.
@@ -153,9 +161,10 @@ class Splitter:
         seconds = work_s(planned.problem.costs.layers)
         together = {
             layer
-            for group in planned.problem.costs.together
+            for group in planned.problem.together
             for layer in range(min(group), max(group) + 1)
         }
+        # Layers that must share a stage have no cut between them, so a cut inside of one is no use.
         apart = (i for i in range(len(seconds)) if i not in together)
         worth = [i for i in apart if seconds[i] >= SPLITTING.worth_s]
         inside = places_inside(traced, worth, self._equation_s)
@@ -178,9 +187,13 @@ class Splitter:
     def _first_wrong(
         self, traced: Traced, where: Sequence[tuple[int, int]]
     ) -> tuple[int, int] | None:
-        """Returns the first of some places at which a cut would change bits; None if all may be cut."""
+        """Returns the first of some places at which a cut would change bits.
+
+        Returns None if all may be cut.
+        """
         cut = traced
-        # The last place first: what is before it keeps its number, and its distance to the end of the cut layer.
+        # The last place first: what is before it keeps its number, and its distance to the end of
+        # the cut layer.
         after: dict[int, int] = {}
         for layer, before_end in reversed(where):
             finer = split_layers(cut, {layer: before_end - after.get(layer, 0)})
@@ -258,9 +271,10 @@ def even_places(
 ) -> list[tuple[int, int]]:
     """Returns the places inside layers at which stages are as even as can be: layers, equations before their ends.
 
-    A dynamic program over all places, as for whole layers (`planners/model/chain_dp.py`), twice: for the least seconds
-    of the slowest stage, and for the fewest cut layers of all cuts that nearly reach them. A stage takes as many times
-    the seconds of its layers as it does now: more where it computes again, or on a slower device.
+    A dynamic program over all places, as for whole layers (`planners/model/chain_dp.py`), twice:
+    for the least seconds of the slowest stage, and for the fewest cut layers of all cuts that
+    nearly reach them. A stage takes as many times the seconds of its layers as it does now: more
+    where it computes again, or on a slower device.
 
     Args:
         planned: the plan so far.
@@ -269,6 +283,7 @@ def even_places(
     problem, bounds = planned.problem, planned.decision.bounds
     layer_s = work_s(problem.costs.layers)
     stages = evaluate_decision(problem, planned.decision).stages
+    # How many times the seconds of its layers each stage takes now: the places do not change that.
     times = [
         stage.compute_s / (sum(layer_s[i:j]) or 1.0)
         for stage, (i, j) in zip(stages, pairwise(bounds), strict=True)
@@ -276,7 +291,7 @@ def even_places(
     cuts = _apart(_cuts(planned, layer_s, inside), SPLITTING.apart * sum(layer_s) / len(stages))
     at_s = np.array([cut.at_s for cut in cuts])
     link_s = np.array([2 * problem.peer.seconds(cut.sent_bytes) for cut in cuts])
-    link_s[0] = 0.0
+    link_s[0] = 0.0  # nothing comes in before the first layer
 
     def matrices() -> Iterator[Matrix]:
         """What each stage takes from any place to any other, with the time that it waits for what comes in."""
@@ -306,14 +321,15 @@ def _cuts(
 ) -> list[_Cut]:
     """Returns all places where a stage may begin or end, in their order."""
     costs = planned.problem.costs
-    # What goes between two layers, and past a layer, by the number of the later layer, and of that layer.
+    # What goes between two layers, and past a layer, by the number of the later layer, and of that
+    # layer.
     crossing, over = [0] * (len(layer_s) + 1), [0] * len(layer_s)
     for edge in costs.edges:
         last = max(edge.readers, default=edge.producer)
         for k in range(edge.producer + 1, last + 1):
             crossing[k] += edge.bytes
             over[k] += edge.bytes if k < last else 0
-    joined = bounds_inside(costs.together)
+    joined = bounds_inside(planned.problem.together)
     before_s, cuts = 0.0, [_Cut(0.0, 0)]
     for layer, seconds in enumerate(layer_s):
         for place in inside.get(layer, ()):

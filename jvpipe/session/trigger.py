@@ -11,9 +11,9 @@ it should (the median over its layers, each weighted by its seconds), and r is w
 layer itself (1, unless it is far from 1). So cuts for these seconds take layers away from a slow
 device, and give them back once its f is 1 again.
 
-Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by itself.
-The threshold for going home is lower. Home is the plan that was planned or asked for; layers return
-to it once no other cuts would be worth leaving it.
+Noise moves nothing: the gain must pass a threshold in several steps in a row, each judged by
+itself. The threshold for going home is lower. Home is the plan that was planned or asked for;
+layers return to it once no other cuts would be worth leaving it.
 """
 
 import json
@@ -27,9 +27,9 @@ import numpy as np
 from jvpipe.cost.hardware import Link
 from jvpipe.ir.plan import Plan
 from jvpipe.planners.model.chain_dp import least_path
+from jvpipe.runtime.engine.monitor import TICK_S
 from jvpipe.util.brief import brief
-
-_ROUNDING = 1e-9  # of sums of floats, as a share; and the seconds that a layer takes at least
+from jvpipe.util.sizes import ROUNDING
 
 
 def cuts_at_speeds(
@@ -37,8 +37,8 @@ def cuts_at_speeds(
 ) -> list[int]:
     """Finds the layers per stage with the least T and, among these cuts, the least sum of all stages.
 
-    Two exact dynamic programs over contiguous cuts, each O(S L^2): the first finds T, the second the
-    least sum among the stages that take no longer than T.
+    Two exact dynamic programs over contiguous cuts, each O(S L^2): the first finds T, the second
+    the least sum among the stages that take no longer than T.
 
     Args:
         layer_s: seconds of each layer on a device as it should be.
@@ -55,7 +55,7 @@ def cuts_at_speeds(
     fixed_s = fixed_s or [0.0] * len(slowness)
     stages = [slow * run_s + more for slow, more in zip(slowness, fixed_s, strict=True)]
     # Two passes: the sum alone would trade a slower stage for less work in all.
-    slowest_s = least_path(stages, np.maximum)[0] * (1 + _ROUNDING)
+    slowest_s = least_path(stages, np.maximum)[0] * (1 + ROUNDING)
     within = [np.where(stage_s <= slowest_s, stage_s, np.inf) for stage_s in stages]
     _, bounds = least_path(within, np.add)
     assert bounds is not None, "there are as many layers as stages need"
@@ -72,7 +72,8 @@ class Rule:
         steps: how many in a row must ask for other cuts.
         horizon_steps: steps within which a migration must repay the seconds that it takes.
         layer: the factor within which a layer takes what was planned.
-        learn_steps: steps from which to learn what layers take, if the plan was made without seconds.
+        learn_steps: steps from which to learn what layers take, if the plan was made without
+            seconds.
         skip_steps: first steps that are not looked at, because programs and caches are cold.
     """
 
@@ -108,7 +109,8 @@ def all_of(parts: Sequence[Seen]) -> Seen:
 class Replan:
     """Other cuts are worth it; they save `gain_s` per step by what was measured.
 
-    `slowness` is how many times longer than it should the device of each stage takes for each layer.
+    `slowness` is how many times longer than it should the device of each stage takes for each
+    layer.
     """
 
     cuts: tuple[int, ...]
@@ -148,13 +150,14 @@ class Trigger:
         """Begins without a home: the first plan that is observed becomes it.
 
         Args:
-            expected_s: the seconds of each layer that the plan was made for, if it was made for any.
+            expected_s: the seconds of each layer that the plan was made for, if it was made for
+                any.
             microbatches: of a step.
             synchronous: whether the pipeline is flushed at the end of a step.
             rule: how much evidence is enough.
         """
         self.rule = rule
-        self._expected = None if expected_s is None else np.maximum(expected_s, _ROUNDING)
+        self._expected = None if expected_s is None else np.maximum(expected_s, TICK_S)
         self._microbatches, self._synchronous = microbatches, synchronous
         self._skip = rule.skip_steps
         self._learned: list[Sequence[float]] = []
@@ -180,7 +183,7 @@ class Trigger:
         if self._expected is None:
             self._learned.append(seen.layer_s)
             if len(self._learned) == self.rule.learn_steps:
-                self._expected = np.maximum(np.median(self._learned, axis=0), _ROUNDING)
+                self._expected = np.maximum(np.median(self._learned, axis=0), TICK_S)
             return None
         if self._better(plan, seen) is None:
             self._window.clear()
@@ -249,8 +252,8 @@ class Trigger:
     def _least_step_s(self, total_s: float, slowness: Sequence[float]) -> float:
         """Returns seconds that a step is not below, whatever its cuts.
 
-        Work that could be shared without layers would keep every device busy for
-        total / (sum of 1 / f); and the fastest device would do all of it in total times the least f.
+        Work that could be shared without layers would keep every device busy for total / (sum of 1
+        / f); and the fastest device would do all of it in total times the least f.
         """
         shared_s = total_s / sum(1 / f for f in slowness)
         return self._step_s(shared_s, total_s * min(slowness))

@@ -39,8 +39,8 @@ class TaskGraph:
     Raises:
         ValueError: tasks wait for each other in a circle; it says which task waits for what.
 
-    >>> work = Work(waits=[[], [0], [0]], occupies=[(0,), (1,), (1,)], in_order=[0])
-    >>> work.starts_s([2.0, 3.0, 1.0])
+    >>> graph = TaskGraph(waits=[[], [0], [0]], occupies=[(0,), (1,), (1,)], in_order=[0])
+    >>> graph.starts_s([2.0, 3.0, 1.0])
     [0.0, 2.0, 5.0]
     """
 

@@ -7,6 +7,9 @@ still read it. Three rules keep memory within what the ledger counts:
     FREE    holds back the rows of its device that come after it, and what is sent there
     IN      waits for the program before it
     FEED    is for the program after it; it comes one program early if it takes time
+
+Where buffers can be used only after all that was enqueued before they were made (CUDA), a copy from another device
+waits, as IN does, for the program before it of the device where it arrives.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +29,10 @@ Links = Callable[[Row], Sequence[str]]
 
 
 def links_between_devices(lowered: Lowered) -> Links:
-    """Returns a function from a copy to the links that it occupies; a copy that occupies none takes no time.
+    """Returns a function from a copy to the links that it occupies.
 
-    Every ordered pair of devices has a link, every device has one to the host, for both ways. A
-    FEED costs nothing.
+    A copy that occupies none takes no time. Every ordered pair of devices has a link, every device
+    has one to the host, for both ways. A FEED costs nothing.
 
     Args:
         lowered: whose buffers say where a copy goes.
@@ -54,15 +57,18 @@ def simulate(
     seconds_of: Callable[[Row], float],
     links_of: Links | None = None,
     temporary_bytes: Sequence[int] = (),
+    *,
+    buffers_wait: bool = False,
 ) -> Timeline:
     """Simulates a lowered step.
 
     Args:
         lowered: its rows and buffers.
         seconds_of: how long a row takes, alone.
-        links_of: the links that a copy occupies, by name; `links_between_devices` unless given. Copies that name the
-            same link take turns on it.
+        links_of: the links that a copy occupies, by name; `links_between_devices` unless given.
+            Copies that name the same link take turns on it.
         temporary_bytes: per row, what its program needs while it runs.
+        buffers_wait: a buffer can be used only after all that was enqueued on its device before it.
     """
     rows, buffers = lowered.rows, lowered.buffers
     devices = 1 + max([b.memory for b in buffers] + [row.place for row in rows], default=-1)
@@ -77,7 +83,10 @@ def simulate(
         occupies.append(tuple(names.setdefault(name, len(names)) for name in resources))
         seconds.append(float(seconds_of(row)) if resources else 0.0)
     work = TaskGraph(
-        list(_waits(lowered, occupies)), occupies, range(devices), lambda i: str(rows[i])
+        list(_waits(lowered, occupies, buffers_wait=buffers_wait)),
+        occupies,
+        range(devices),
+        lambda i: str(rows[i]),
     )
     starts_s = np.array(work.starts_s(seconds))
     ends_s = starts_s + seconds
@@ -94,7 +103,9 @@ def simulate(
     )
 
 
-def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Sequence[int]]:
+def _waits(
+    lowered: Lowered, occupies: Sequence[tuple[int, ...]], *, buffers_wait: bool
+) -> Iterator[Sequence[int]]:
     """Yields the rows that each row waits for."""
     rows, buffers = lowered.rows, lowered.buffers
     writer: dict[int, int] = {}  # by buffer
@@ -111,6 +122,8 @@ def _waits(lowered: Lowered, occupies: Sequence[tuple[int, ...]]) -> Iterator[Se
         needs.update(freed[d] for d in touched if d in freed)
         before = programs.setdefault(row.place, [])
         needs.update(_programs_before(info.link, before, takes_time=bool(occupies[i])))
+        if info.link is Link.PEER and buffers_wait:
+            needs.update(programs.get(buffers[row.writes[0]].memory, ())[-1:])
         match info.runs:
             case Runs.LAYER | Runs.PROGRAM:
                 before.append(i)

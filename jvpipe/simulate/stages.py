@@ -137,7 +137,7 @@ class Features:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Task lists as `Work`.
+    """Task lists as `TaskGraph`.
 
     Tasks are named by integers, for planners make and compare millions of them:
 
@@ -245,7 +245,10 @@ def _places(lists: TaskLists) -> tuple[int, ...]:
 
 
 def _numbered(waits: Mapping[int, tuple[int, ...]], M: int) -> list[tuple[int, ...]]:
-    """Returns, for each task, the numbers of those that it waits for; raises ValueError if one is in no list."""
+    """Returns, for each task, the numbers of those that it waits for.
+
+    Raises ValueError if one is in no list.
+    """
     ids = {code: i for i, code in enumerate(waits)}
     try:
         return [tuple([ids[need] for need in needs]) for needs in waits.values()]
@@ -290,9 +293,10 @@ def _occupied(s: int, part: Kind, places: Sequence[int], D: int, on: Features) -
 
 
 def _link(d: int, to: int, D: int, on: Features) -> tuple[int, ...]:
-    """Returns the link between places: up to the next, down to the previous one; a loop of three or more closes itself.
+    """Returns the link between places: up to the next, down to the previous one.
 
-    Between places on other machines it is the networks of these.
+    A loop of three or more closes itself. Between places on other machines it is the networks of
+    these.
 
     Args:
         d: the place that sends.

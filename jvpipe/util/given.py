@@ -94,7 +94,10 @@ def several(values: Any) -> list[Any] | None:
 
 
 def is_stream(values: Any) -> bool:
-    """Tells whether values can be iterated over. An array without axes has `__iter__` too, but it fails."""
+    """Tells whether values can be iterated over.
+
+    An array without axes has `__iter__` too, but it fails.
+    """
     return isinstance(values, Iterable) and getattr(values, "shape", None) != ()
 
 

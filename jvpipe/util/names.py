@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from jvpipe.util.brief import brief
 
-_LONG = 100
-
 
 def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     """Writes the message for an unknown name.
@@ -23,8 +21,7 @@ def did_you_mean(kind: str, name: str, names: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, names, n=1)
     guess = f"did you mean '{close[0]}'? " if close else ""
-    quoted = f"'{name}'" if len(name) < _LONG else brief(name)
-    return f"unknown {kind} {quoted}: {guess}There are {', '.join(names) or 'none'}"
+    return f"unknown {kind} {brief(name)}: {guess}There are {', '.join(names) or 'none'}"
 
 
 def nearest(name: str, names: Sequence[str], count: int = 4) -> list[str]:

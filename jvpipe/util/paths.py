@@ -32,7 +32,10 @@ def path_names(paths: Sequence[Sequence[Any]], separator: str = "/") -> tuple[st
 
 
 def _escaped(key: str, separator: str) -> str:
-    """Escapes a key. The tilde comes first, or those of escaped separators would be escaped again."""
+    """Escapes a key.
+
+    The tilde comes first, or those of escaped separators would be escaped again.
+    """
     return key.replace("~", "~0").replace(separator, "~1")
 
 

@@ -13,6 +13,8 @@ MOST_BYTES = 2**52
 """More bytes than any device holds. Floats still tell whole numbers of this size apart."""
 MOST_S = 1e12
 """More seconds than anything takes: some 30,000 years."""
+ROUNDING = 1e-9
+"""Sums of seconds are equal if they differ by a smaller share."""
 
 
 def parse_bytes(size: int | str | None) -> int | None:

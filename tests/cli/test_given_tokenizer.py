@@ -41,7 +41,7 @@ def test_text_is_read_by_it(file: Path, tmp_path: Path) -> None:
     assert (run / "tokenizer.json").read_bytes() == file.read_bytes()
 
 
-def test_none_is_none(tmp_path: Path) -> None:
+def test_where_no_tokenizer_is_given_none_is_kept(tmp_path: Path) -> None:
     keep_tokenizer(TrainOptions(), models.load("gpt2", "tiny"), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -33,7 +33,9 @@ def test_help_tells_every_name(command: object, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", [plan.main, train.main, overview.main])
-def test_version(command: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_tells_the_version(
+    command: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert callable(command)
     with suppress(SystemExit):
         command(["--version"])

@@ -42,7 +42,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_whole_file(tmp_path: Path) -> None:
+def test_a_whole_file_is_read(tmp_path: Path) -> None:
     device = Accelerator("ours", 24 * 2**30, 7e11, {"float32": 2e13, "bfloat16": 8e13}, 0.0)
     links = Link(1.2e10, 1e-5), Link(1e11), Link(3e9)
     expected = Cluster(
@@ -282,12 +282,12 @@ def test_a_link_that_is_a_number(tmp_path: Path) -> None:
         ("", "unknown hardware ''"),
     ],
 )
-def test_an_unknown_name(name: str, message: str) -> None:
+def test_an_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_cluster(name)
 
 
-def test_an_unknown_device(tmp_path: Path) -> None:
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"lab.toml:2: device unknown hardware 'v100': did you mean 'v100-"
     ):

@@ -16,7 +16,7 @@ DEVICE = Accelerator("d", 10**9, 1e9, {"float32": 4e9, "bfloat16": 8e9})
     ("dtype", "rate"),
     [("float32", 4e9), ("bfloat16", 8e9), ("float16", 8e9), ("float64", 2e9), ("int8", 4e9)],
 )
-def test_rates_by_dtype(dtype: str, rate: float) -> None:
+def test_rates_depend_on_the_type(dtype: str, rate: float) -> None:
     assert DEVICE.products_per_s(dtype) == rate
 
 
@@ -74,7 +74,7 @@ def test_each_round_of_a_ring_takes_the_latency() -> None:
         ((0, 4, 8), (12,), 1, 12 / 1),
     ],
 )
-def test_slices_by_hand(
+def test_slices_take_the_seconds_counted_by_hand(
     senders: Sequence[int], readers: Sequence[int], networks: int, seconds: float
 ) -> None:
     cluster = Cluster("c", DEVICE, 4, 4, peer=Link(4e9), network=Link(1e9), networks=networks)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jvpipe.cost.archive import Archive
-from jvpipe.cost.lending import lent_share, measured_lending
+from jvpipe.cost.lending import devices_per_core, lent_share, measured_lending
 from jvpipe.programs.store import Program, ProgramStore
 
 
@@ -18,6 +18,12 @@ def test_the_share_is_by_how_much_longer_all_take_than_one(
     together_s: float, devices: int, share: float
 ) -> None:
     assert lent_share(1.0, together_s, devices) == share
+
+
+def test_devices_share_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert devices_per_core(jax.devices()[:2]) == 0.5
+    assert devices_per_core([]) == 0.0
 
 
 def test_it_is_measured_once_and_one_device_lends_nothing(tmp_path: Path) -> None:

@@ -90,6 +90,18 @@ def test_bytes_beside_those_given_are_the_compilers() -> None:
     assert [layer.options[-1].extra_bytes for layer in measured.layers] == more
 
 
+def test_layers_are_timed_as_if_all_devices_were_busy() -> None:
+    model, store, device = traced("mlp"), shared_store(), jax.devices()[0]
+    known: dict = {}
+    alone = measured_costs(model, device, store, fates=False, earlier=known)
+    runs = [known[forward_program(made).key] for made in layer_programs(store, model)]
+    beside = measured_costs(
+        model, device, store, fates=False, earlier=known, devices_per_core=100.0
+    )
+    assert [layer.forward_s for layer in alone.layers] == [run.seconds for run in runs]
+    assert [layer.forward_s for layer in beside.layers] == [100 * run.processor_s for run in runs]
+
+
 def test_halves_of_backwards_are_measured_if_somebody_asks() -> None:
     """What W still reads: of tanh(x @ w + b) the cotangent, x, and the product, all of one size; nothing is handed."""
     model, store, device = traced("mlp"), ProgramStore(), jax.devices()[0]

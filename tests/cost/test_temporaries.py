@@ -24,13 +24,13 @@ def counted(fn: Any, arrays: int = 1, device: Any = GPU) -> int:
 
 
 @pytest.mark.parametrize("products", [2, 3, 6])
-def test_temporaries_of_a_chain_are_two_arrays(products: int) -> None:
+def test_every_other_value_of_a_chain_lies_where_the_result_will(products: int) -> None:
     def chain(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(products):
             x = x @ w
         return x
 
-    assert counted(chain, 2) == min(products - 1, 2) * BYTES
+    assert counted(chain, 2) == BYTES, "as compiled"
 
 
 def test_what_is_read_late_is_a_temporary_until_then() -> None:
@@ -39,21 +39,21 @@ def test_what_is_read_late_is_a_temporary_until_then() -> None:
         second = first @ w
         return (second @ w) @ first
 
-    assert counted(skip, 2) == 3 * BYTES
+    assert counted(skip, 2) == 2 * BYTES, "second lies where the result will"
 
 
 def test_siblings_are_there_at_once() -> None:
     def both(x: jax.Array, w: jax.Array) -> jax.Array:
         first = jnp.tanh(x) @ w
-        return (jnp.sin(x) * (first + 1.0)) @ w
+        return (jnp.sin(x) * (first + 1.0)) @ w[:, :1]  # too small a result to hold one of them
 
-    assert counted(both, 2) == 2 * BYTES, "tanh(x) waits for nobody, sin(x) for it"
+    assert 2 * BYTES <= counted(both, 2) < 2.1 * BYTES, "tanh(x) waits for nobody, sin(x) for it"
 
     def apart(x: jax.Array, y: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.tanh(x) @ w, jnp.sin(y) @ w
+        return jnp.tanh(x) @ w[:, :1], jnp.sin(y) @ w[:, :1]
 
-    assert counted(apart, 3) == BYTES
-    assert counted(lambda x, w: apart(x, x, w), 2) == 2 * BYTES
+    assert BYTES <= counted(apart, 3) < 1.1 * BYTES
+    assert 2 * BYTES <= counted(lambda x, w: apart(x, x, w), 2) < 2.1 * BYTES
 
 
 def test_what_is_computed_twice_is_there_once() -> None:
@@ -93,6 +93,18 @@ def test_a_scattered_sum_that_is_turned_is_copied() -> None:
     assert turned - straight == BYTES
 
 
+def test_what_is_summed_over_two_axes_apart_is_there_once() -> None:
+    """As compiled for an H100: additive attention of GNMT sums the cotangent of its tanh over queries and over keys."""
+
+    def sums(x: jax.Array, w: jax.Array, fn: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        wave = fn(x) * 2.0
+        return jnp.sum(wave, 0), jnp.sum(wave, 1), w
+
+    assert counted(lambda x, w: sums(x, w, jnp.tanh), 2) == BYTES
+    assert counted(lambda x, w: sums(x, w, jnp.square), 2) == 0, "each sum squares for itself"
+    assert counted(lambda x, w: sums(x, w, jnp.tanh)[1:], 2) == 0
+
+
 def test_a_gradient_is_summed_where_the_sum_lies() -> None:
     assert counted(lambda x, w, total: total + x.T @ w, 3) == 0
 
@@ -108,7 +120,7 @@ def test_the_loss_has_cotangents_twice_on_a_gpu() -> None:
 
     def cotangent(x: jax.Array, w: jax.Array) -> jax.Array:
         loss = lambda z: -jnp.take_along_axis(jax.nn.log_softmax(z), targets[:, None], 1).sum()  # noqa: E731
-        return jax.grad(loss)(x) @ w
+        return jax.grad(loss)(x) @ w[:, :1]
 
     assert 2 * BYTES <= counted(cotangent, 2) < 2.2 * BYTES
     large = replace(presets.TPU_V5E, scratch_bytes=0)
@@ -125,6 +137,51 @@ def test_parts_of_a_product_are_there_beside_what_was_copied_for_them() -> None:
     filled = 16 * 1908
     expected = 4 * filled * (64 + 128) + 16 * 4 * 64 * 128
     assert temporary_bytes(closed, presets.H100) == split_bytes(product, 132) == expected
+
+
+@pytest.mark.parametrize(("order", "copies"), [("HWIO", 1), ("OHWI", 0)])
+def test_a_kernel_that_lies_otherwise_is_copied(order: str, copies: int) -> None:
+    """As compiled for an H100: U-Net's layers of 3 x 3 x 2048 x 2048 take 144 MiB in the forward."""
+    shape = [{"O": 32, "I": 16, "H": 3, "W": 3}[letter] for letter in order]
+    image, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 2, 2, 16), shape))
+
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+        numbers = ("NHWC", order, "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    assert temporary_bytes(flatten(forward, image, kernel), GPU) == copies * kernel.size * 4
+
+
+def test_gradients_of_kernels_are_added_at_once() -> None:
+    """As compiled for an H100: U-Net's five layers in one held all five gradients at once before."""
+    image, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 4, 4, 16), (3, 3, 16, 16)))
+
+    def backward(xs: Any, cotangent: jax.Array, w: jax.Array, sums: Any) -> Any:
+        def made(x: jax.Array, w: jax.Array) -> jax.Array:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+        gradients = [jax.vjp(lambda w, x=x: made(x, w), w)[1](cotangent)[0] for x in xs]
+        return [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+
+    several = (backward, [image] * 5, image, kernel, [kernel] * 5)
+    assert temporary_bytes(flatten(*several), GPU) == kernel.size * 4
+
+
+def test_images_of_a_tpu_lie_with_their_channels_in_lanes() -> None:
+    """As compiled for a v5e: VGG's second convolution takes 1,960 MiB in its forward, for 392 of pixels."""
+    image, kernel = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 64, 16), (3, 3, 16, 16))
+    )
+
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    lanes = image.size // 16 * 128 * 4
+    large = replace(presets.TPU_V5E, scratch_bytes=0)
+    # A copy of the image in bfloat16, the result, and that turned.
+    assert temporary_bytes(flatten(forward, image, kernel), large) == lanes // 2 + 2 * lanes
 
 
 def test_the_backward_of_a_pool_has_numbers_of_places() -> None:

@@ -82,7 +82,7 @@ def test_strides_have_no_shorter_way_and_their_gradients_multiply_no_zeros() -> 
     assert of_images.flops == forward.flops == 2 * 8 * 16 * 16 * 64 * 64 * 9
 
 
-def test_matrices_in_batches() -> None:
+def test_matrices_in_batches_are_one_product() -> None:
     assert products(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (3, 5, 7), (3, 11, 7)) == [
         Product(3, 5, 11, 7)
     ]

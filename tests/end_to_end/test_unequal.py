@@ -103,6 +103,6 @@ def test_a_plan_whose_stages_go_another_way_round(plain: tuple[int, list[float]]
         ({"speeds": [1.0]}, "1 speeds for 2 devices"),
     ],
 )
-def test_mistakes(options: dict[str, Any], told: str) -> None:
+def test_mistakes_are_told(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         jvpipe.Pipeline(loss_fn, optax.adamw(1e-2), 2, 8, **options)

@@ -15,7 +15,7 @@ from jvpipe.planners.model.shapes import Shape
 from jvpipe.session.planning import ask_shapes
 
 
-def test_plans_in_cells() -> None:
+def test_a_plan_is_written_as_in_a_cell_of_the_paper() -> None:
     costs = Costs((LayerCost("l", 1.0, 2.0, (Option(1),)),) * 3)
     cluster = Cluster("lab", Accelerator("small", 10**9, 1e9, {}), 3)
     shapes = run.shapes_on(LocalCosts((1,), (costs,)), cluster, 3, 4)

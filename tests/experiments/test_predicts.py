@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.predicts import torchgpipe
+from experiments.predicts import busy, torchgpipe
 from experiments.predicts.cases import AMOEBANET, PROFILES, TABLES, UNET, VPIPE, Case, halves
 from experiments.predicts.layers import layers_of, run_by, update_s
 from experiments.predicts.pipeline import Order, Stage, step_s
@@ -139,3 +139,18 @@ def test_sizes_may_be_set() -> None:
         if name == "tokens"
     }
     assert tokens == 24
+
+
+def test_steps_beside_busy_neighbours_are_told_with_what_others_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = iter(
+        [busy.Measured(1.0, 1.1, 0.0), busy.Measured(2.0, 1.6, 0.02), busy.Measured(1, 1, 0)]
+    )
+    monkeypatch.setattr(busy, "measured", lambda model, schedule: next(found))
+    *_, row, last = busy.rows(["bert"])
+    assert row == (
+        "| bert | 1100.0 / 1000.0 = 1.10 | 1600.0 / 2000.0 = 0.80 | 1000.0 / 1000.0 = 1.00 | 2% |"
+    )
+    assert last.startswith("\nmedian 1.000 ")
+    assert "worst 0.80 " in last

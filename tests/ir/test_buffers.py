@@ -25,11 +25,6 @@ ROWS = (
 STEP = Lowered(ROWS, BUFFERS, 1, (0,), ())
 
 
-def test_each_device_has_its_own_list() -> None:
-    assert STEP.place_rows(0) == (ROWS[0], ROWS[1], ROWS[4])
-    assert STEP.place_rows(1) == (ROWS[2], ROWS[3])
-
-
 def test_buffers_are_born_once_and_die() -> None:
     assert STEP.changes() == [((1, 2), ()), ((3,), (1,)), ((4,), (3,)), ((5,), (4,)), ((), (2, 5))]
 

@@ -60,7 +60,9 @@ def test_covering_holds_every_pair_in_full_architectures() -> None:
         ),
     ],
 )
-def test_what_is_refused(call: object, message: str) -> None:
+def test_spaces_that_leave_no_choice_and_strange_architectures_are_refused(
+    call: object, message: str
+) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=message):
         call()

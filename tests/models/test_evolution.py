@@ -77,7 +77,7 @@ def test_a_loss_that_is_no_number_is_the_worst() -> None:
     assert search.best == (good, 1e9)
 
 
-def test_what_is_refused() -> None:
+def test_populations_and_losses_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="population=0 and sample=4 must be at least 1"):
         RegularizedEvolution(SPACE, 0, population=0)
     search = RegularizedEvolution(SPACE, 0, population=2)

@@ -50,13 +50,15 @@ def test_the_same_texts_from_every_kind_of_file(tmp_path: Path) -> None:
         ("a.parquet", b"no table", "cannot read .*a.parquet'"),
     ],
 )
-def test_files_without_texts(tmp_path: Path, name: str, content: bytes, told: str) -> None:
+def test_files_without_texts_are_refused(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=told):
         texts_in(tmp_path / name)
 
 
-def test_tables_without_texts(tmp_path: Path) -> None:
+def test_tables_without_texts_are_refused(tmp_path: Path) -> None:
     for columns, told in (
         ({"body": ["b"]}, "has no text in a field 'text', its fields are body"),
         ({"text": [1]}, "has no text in a field 'text', its fields are text: there is int"),

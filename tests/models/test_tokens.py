@@ -125,13 +125,13 @@ def test_tokenizers_of_others_are_known_by_their_special_tokens(
     )
 
 
-def test_our_own_marks(tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_of_ours_has_our_own_marks(tokenizer: Tokenizer) -> None:
     assert marks_of(tokenizer) == OURS
     assert OURS.first == 4
     assert Marks(101, 102, 103, (0, 100, 101, 102, 103)).first == 0
 
 
-def test_tokenizers_that_do_not_fit(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     with pytest.raises(ValueError, match=r"has \d+ tokens, the model 50: use the size"):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvpipe.cost.costs import LayerCost, Option
-from jvpipe.papers.dawnpiper import MOST_BOUNDS, BinaryPartition, dawnpiper
+from jvpipe.papers.dawnpiper import BinaryPartition, dawnpiper
+from jvpipe.papers.effort import PAPER
 from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from tests.planners.small import chain, limited
@@ -112,7 +113,7 @@ def test_of_a_wide_range_the_narrow_bounds_are_tried() -> None:
     problem = replace(problem, costs=type(costs)(costs.layers, tuple(wide)))
     search = BinaryPartition(Segments(problem))
     tried = search.between(0, 600, 0, 1, 2)
-    assert len(tried) <= MOST_BOUNDS
+    assert len(tried) <= PAPER.bounds
     assert tried[0] == search.compute_balanced(0, 600, 1, 1)
     assert tried[-1] == search.memory_balanced(0, 600, 0, 1, 2)
     assert list(tried) == sorted(tried, reverse=True)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 from jvpipe.cost.costs import LayerCost, Option
+from jvpipe.papers.effort import PAPER
 from jvpipe.papers.knapsack import (
-    FINE_QUANTA,
     Knapsack,
     Recomputation,
     items,
@@ -97,7 +97,7 @@ def test_bytes_are_rounded_up_to_quanta() -> None:
     recomputation = Recomputation(segments)
     cost = stage_cost(problem, 0, 0, 40, recomputation.choices(0, 0, 40))
     assert cost.peak_bytes <= 17_500_000
-    quantum = Knapsack(items(segments), 10**9, 1, 17_500_000, FINE_QUANTA).quantum_bytes
+    quantum = Knapsack(items(segments), 10**9, 1, 17_500_000, PAPER.fine_quanta).quantum_bytes
     assert 1 < quantum < 2200 + 1
     assert recomputation.choices(0, 0, 40).count(0) == 17
     assert recomputation.extra_s[0, 0, 40] >= cost.recompute_s

@@ -46,7 +46,7 @@ def test_always_keeps_the_stages_inputs_alone() -> None:
     assert fates.kept == (*[frozenset({"dot_0", "dot_1"})] * 3, frozenset())
 
 
-def test_the_other_modes() -> None:
+def test_the_other_modes_differ_in_the_last_micro_batch_or_keep_all() -> None:
     graph = chain()
     except_last = checkpointed(graph, PLAN, "except_last")
     assert except_last.keep_last

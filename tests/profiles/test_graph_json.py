@@ -235,7 +235,7 @@ def test_what_was_written_is_read(
     assert {e.bytes for e in costs.edges} <= {6}
 
 
-def test_bert_in_training() -> None:
+def test_bert_in_training_is_read_whole() -> None:
     path = profile("dnn_partitioning_bert24_training.json")
     raw = json.loads(Path(path).read_text())
     found = read_graph(path)

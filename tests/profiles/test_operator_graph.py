@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from experiments.planners.expert_split import split_loads_s
 from jvpipe.cli.plan import main
 from jvpipe.profiles.graph_file import read_graph
-from jvpipe.profiles.graph_split import split_loads_s
 
 Raw = dict[str, Any]
 

@@ -270,12 +270,12 @@ def test_global_values_take_one_global_piece(name: str) -> None:
 @pytest.mark.parametrize(
     "name", grid(["lamb", "inject_hyperparams", "clip_by_global_norm"], "clip_by_global_norm")
 )
-def test_bfloat16(name: str) -> None:
+def test_bfloat16_is_updated_as_optax_does(name: str) -> None:
     assert_same_as_optax({**LOCAL, **GLOBAL}[name], jnp.bfloat16, rtol=1e-2, steps=2)
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip_by_global_norm"])
-def test_compiled_and_donated(name: str) -> None:
+def test_compiled_pieces_with_donated_inputs_update_as_optax(name: str) -> None:
     assert_same_as_optax({**LOCAL, **GLOBAL}[name], compiled=True, rtol=1e-5)
 
 
@@ -469,7 +469,7 @@ def test_weak_types_settle() -> None:
     assert [leaf.array.dtype for leaf in pieces.state] == ["float32"]
 
 
-def test_one_parameter() -> None:
+def test_one_parameter_is_updated_in_one_piece() -> None:
     pieces = cut_optimizer(GLOBAL["clip_by_global_norm"], jnp.ones(3), [5], [1], microbatches=1)
     assert [(piece.layer, piece.phase) for piece in pieces.update] == [(5, 0)]
 

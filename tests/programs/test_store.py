@@ -72,7 +72,7 @@ def test_a_program_is_compiled_once_per_device() -> None:
         np.testing.assert_array_equal(found, scale * X)
 
 
-def test_marks_and_donations() -> None:
+def test_a_marked_program_yields_four_bytes_that_are_not_donated() -> None:
     (run,) = ProgramStore().compile(
         [(Program.of(closed(2.0), [0], marked=True, key="marked"), jax.devices()[0])]
     )

@@ -195,7 +195,7 @@ def test_a_cluster_too_small_says_by_how_much() -> None:
         ),
     ],
 )
-def test_mistakes(options: dict[str, Any], told: str) -> None:
+def test_mistakes_are_told(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         planned(**options)
 

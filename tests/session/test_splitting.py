@@ -17,7 +17,7 @@ from jvpipe.cost.costs import Costs, LayerCost, Option
 from jvpipe.cost.presets import CORE
 from jvpipe.planners.joint.planner import jvpipe
 from jvpipe.planners.model.infeasible import Infeasible
-from jvpipe.planners.model.problem import Problem
+from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.programs.bit_equality import same_bits, same_update
 from jvpipe.programs.optimizer import OptimizerCut, cut_optimizer
 from jvpipe.programs.store import shared_store
@@ -25,7 +25,7 @@ from jvpipe.runtime.engine.tensors import MemoryLimitExceeded
 from jvpipe.schedules import find_schedule
 from jvpipe.session.arguments import micro_batch_shapes
 from jvpipe.session.planning import Planned
-from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, even_places
+from jvpipe.session.splitting import SPLITTING, CutCandidate, Splitter, _cuts, even_places
 from jvpipe.trace.graph import Sorted, Traced, build_graph
 from jvpipe.trace.layer_split import CutPlace, split_at, split_layers, split_points
 from jvpipe.trace.loss import trace_loss
@@ -142,6 +142,16 @@ def test_stages_are_as_even_as_any_places_make_them(seed: int) -> None:
     assert len(found) == fewest
     reached = [x for x in ways if {place for _, place in x} - {None} == set(found)]
     assert min(map(slowest_s, reached)) <= SPLITTING.near_times * least_s * (1 + 1e-9)
+
+
+def test_stages_do_not_end_inside_what_carries_state_where_devices_have_several() -> None:
+    layers = (LayerCost("block", 1.0, 2.0, (Option(0),)),) * 6
+    schedule = find_schedule("interleaved")
+    problem = Problem(Costs(layers, carried=((2, 3),)), 4, schedule, 4)
+    decision = Decision.keeping_all([0, 1, 2, 4, 6])
+    planned = Planned(decision.plan(problem, "given"), problem, decision)
+    every = [place.at_s for place in _cuts(planned, [3.0] * 6, {})]
+    assert every == [0.0, 3.0, 6.0, 12.0, 15.0, 18.0]
 
 
 @pytest.mark.parametrize("why", ["bits differ", "layers are light", "no finer plan", "not faster"])

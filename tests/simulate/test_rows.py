@@ -86,6 +86,23 @@ def test_copies_on_one_link_take_turns() -> None:
     assert free.step_s == 2.0
 
 
+def test_a_copy_waits_for_what_is_enqueued_where_it_arrives_if_buffers_do() -> None:
+    """1F0 runs from 4 to 10; the copy to it is ready at 4, and enqueued before or after it."""
+    buffers = tuple(Buffer(Value(ValueKind.TENSOR, i), i % 2, 1) for i in range(4))
+    first = Row(Kind.F, 0, 0, 0, 0, (), (0,)), Row(Kind.SEND, 0, 0, 0, 0, (0,), (1,))
+    busy = Row(Kind.F, 1, 1, 1, 0, (1,), ())
+    second = Row(Kind.F, 0, 0, 0, 1, (), (2,)), Row(Kind.SEND, 0, 0, 0, 1, (2,), (3,))
+
+    def arrives_s(rows: tuple[Row, ...], *, buffers_wait: bool) -> float:
+        step = Lowered(rows, buffers, 0, (), (0, 1, 2, 3))
+        found = simulate(step, lambda row: 6.0 if row is busy else 2.0, buffers_wait=buffers_wait)
+        return float(found.starts_s[rows.index(second[1])])
+
+    late, early = (*first, busy, *second), (*first, *second, busy)
+    assert [arrives_s(rows, buffers_wait=False) for rows in (late, early)] == [4.0, 4.0]
+    assert [arrives_s(rows, buffers_wait=True) for rows in (late, early)] == [10.0, 4.0]
+
+
 def test_swapped_values_leave_and_come_back() -> None:
     """F0 o0 F1 i0 B0, as lowered: FREE holds F1's follower back, IN waits for the row before it."""
     buffers = (

@@ -67,7 +67,13 @@ def chain(lists: TaskLists, loads: Sequence[StageLoad]) -> Lowered:
     )
 
 
-def by_rows(lists: TaskLists, loads: Sequence[StageLoad], *, shared: bool = False) -> Timeline:
+def by_rows(
+    lists: TaskLists,
+    loads: Sequence[StageLoad],
+    *,
+    shared: bool = False,
+    buffers_wait: bool = False,
+) -> Timeline:
     """The rows of the step, which take what the loads say on the links that stages have."""
     step = chain(lists, loads)
 
@@ -88,7 +94,7 @@ def by_rows(lists: TaskLists, loads: Sequence[StageLoad], *, shared: bool = Fals
             else (f"{row.place} to {to}",)
         )
 
-    return simulate(step, seconds, links)
+    return simulate(step, seconds, links, buffers_wait=buffers_wait)
 
 
 Numbers = tuple[list[tuple[int, ...]], bool, int]
@@ -184,6 +190,16 @@ def test_both_compute_again_while_they_wait_for_cotangents(numbers: Numbers) -> 
     lists, loads = case_of(numbers, recomputes=True)
     rows_s, stages_s = by_rows(lists, loads).step_s, simulate_lists(lists, loads).step_s
     assert rows_s == pytest.approx(stages_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_copies_are_enqueued_so_early_that_gpipe_does_not_wait_for_buffers(stages: int) -> None:
+    loads = [StageLoad(1.0, 2.0, send_s=0.1, return_s=0.1, kept_bytes=1)] * stages
+    free, waiting = (
+        by_rows(gpipe(stages, 8), loads, buffers_wait=buffers_wait)
+        for buffers_wait in (False, True)
+    )
+    assert waiting.step_s == pytest.approx(free.step_s, rel=1e-12)
 
 
 def test_the_last_forward_of_gpipe_waits_for_all_that_leaves_and_stages_do_not_see_it() -> None:

@@ -37,7 +37,7 @@ def last(fn: Callable, *args: Any) -> JaxprEqn:
         lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
     ],
 )
-def test_cheap(fn: Callable) -> None:
+def test_work_on_one_element_at_a_time_is_cheap(fn: Callable) -> None:
     eqn = last(fn, X)
     assert is_cheap(eqn)
     assert not is_heavy(eqn)
@@ -55,7 +55,7 @@ def test_cheap(fn: Callable) -> None:
         jax.custom_jvp(lambda x: x @ x.T),
     ],
 )
-def test_heavy(fn: Callable) -> None:
+def test_products_and_their_like_are_heavy(fn: Callable) -> None:
     if isinstance(fn, jax.custom_jvp):
         fn.defjvps(lambda t, ans, x: t @ x.T)
     eqn = last(fn, X)
@@ -90,5 +90,5 @@ def test_arrays_of_random_bits_are_not_cheap_but_no_work_either() -> None:
         (lambda x, y: jnp.sin(x), (X, X), 0),
     ],
 )
-def test_flops(fn: Callable, args: Any, count: int) -> None:
+def test_flops_are_those_counted_by_hand(fn: Callable, args: Any, count: int) -> None:
     assert sum(map(flops, flatten(fn, *args).jaxpr.eqns)) == count

@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from jvpipe.planners.joint.dual_bounds import UNLIMITED, DualBounds, Pricing
+from jvpipe.planners.joint.dual_bounds import DualBounds, Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.model.segments import Cuts, OverJ, Segments, sums
+from jvpipe.util.sizes import MOST_BYTES
 
 Prices = tuple[float, float]
 BYTES_ALONE = (0.0, 1.0)
@@ -37,7 +38,7 @@ class Reach:
         """With prices found where the stages of the least cap are, again and again."""
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
-        for _ in range(rounds if pricing.limit_bytes < UNLIMITED else 0):
+        for _ in range(rounds if pricing.limit_bytes < MOST_BYTES else 0):
             windows = reach.windows(reach.least_cap_s(CUTS.prices_tolerance))
             best = reach._best_prices([int(cuts[len(cuts) // 2]) for cuts in windows])
             prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
@@ -118,7 +119,7 @@ class Reach:
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
         """Yields what the first layers pay on a stage under each of its prices, and the most that it may pay."""
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
-        if self.pricing.limit_bytes < UNLIMITED:
+        if self.pricing.limit_bytes < MOST_BYTES:
             yield self._sums(s, BYTES_ALONE), self._room_bytes(s) + ROUNDING_BYTES
             for prices in self.prices[s]:
                 yield self._sums(s, prices), cap_s * (1 + 1e-9) + prices[1] * self._room_bytes(s)

@@ -20,9 +20,6 @@ import numpy as np
 from jvpipe.planners.joint.choice_arrays import Choices, PerChoice
 from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, most_of, sums
 
-UNLIMITED = 2.0**52
-"""Bytes that nothing takes, and that floats still count one by one."""
-
 
 class Relaxation(NamedTuple):
     """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what they are added to."""

@@ -68,10 +68,10 @@ class LimitEffort:
     """How closely it is decided whether a limit can be kept, and which one could be.
 
     Attributes:
-        few_layers: of models of so many layers the plans that hold the least begin at all cuts.
+        every_cut_layers: of models of so many layers the plans that hold the least begin at all cuts.
         plans: that are lowered to see what they hold.
         plans_of_few: the same of models of few layers.
-        near: how many times what a plan holds may be counted for one that holds less.
+        held_times: how many times what a plan holds may be counted for one that holds less.
         exact_layers: for models of more layers the limit is one that would do, near the smallest.
         rounds_with_plan: after so many rounds the best plan of such a model is taken.
         rounds_without_plan: after so many none is looked for.
@@ -81,10 +81,10 @@ class LimitEffort:
         moved_cuts: so many are looked at where there are more of these.
     """
 
-    few_layers: int = 16
+    every_cut_layers: int = 16
     plans: int = 60
     plans_of_few: int = 600
-    near: float = 1.05
+    held_times: float = 1.05
     exact_layers: int = 128
     rounds_with_plan: int = 3
     rounds_without_plan: int = 60
@@ -111,6 +111,9 @@ class OrderEffort:
         patiences: of list scheduling.
         simulated: refined orders that are simulated.
         crowded: candidates that are simulated where transfers share links, of which the clock does not know.
+        doubt: the share of what devices lend by which a plan has to be faster than 1F1B: what
+            measured seconds of programs are off by where devices share workers is more than any
+            order saves there.
     """
 
     farthest: int = 6
@@ -124,6 +127,7 @@ class OrderEffort:
     patiences: tuple[float, ...] = (0.0, 1.0)
     simulated: int = 3
     crowded: int = 24
+    doubt: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class ShapeEffort:
         worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
         microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
         few_tasks: forwards up to which a plan is simulated rather than estimated.
+        bisections: by which the seconds that no step is below are found, of those of the model.
     """
 
     sizes: int = 3
@@ -232,6 +237,7 @@ class ShapeEffort:
     worth_a_plan: float = 1.005
     microbatches: int = 4
     few_tasks: int = 32
+    bisections: int = 16
 
 
 CUTS = CutEffort()

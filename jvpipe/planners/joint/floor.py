@@ -61,7 +61,7 @@ def floor(
         keeps: whether everything is to be kept.
     """
     problem = _untimed(problem)
-    few = len(problem.costs.layers) <= LIMIT.few_layers
+    few = len(problem.costs.layers) <= LIMIT.every_cut_layers
     search = _Search(held_bytes, enough_bytes, LIMIT.plans_of_few if few else LIMIT.plans)
     search.look(_beginnings(problem, keeps=keeps))
     if few and not keeps:
@@ -148,7 +148,7 @@ def _of_every_cut(problem: Problem, lowest_bytes: Callable[[], int]) -> Iterator
     least = 0
     for plan in min_bytes_plans(pricing_of(problem, swaps=problem.host_limit_bytes is None)):
         least = least or plan.peak_bytes
-        if plan.peak_bytes > LIMIT.near * max(least, lowest_bytes()):
+        if plan.peak_bytes > LIMIT.held_times * max(least, lowest_bytes()):
             return
         yield plan.decision
 
@@ -171,7 +171,7 @@ def _neighbours(problem: Problem, plan: Floor, *, keeps: bool) -> Iterator[Decis
 
     others = [with_entry(choices, at, way) for at in range(i, j) for way in _ways(problem, at)]
     stages = counted(plan.decision)
-    limit = stages.static + LIMIT.near * (stages.peak - stages.static)
+    limit = stages.static + LIMIT.held_times * (stages.peak - stages.static)
     counts = {
         decision: counted(decision).peak
         for decision in _valid(problem, [(bounds, x) for x in others])

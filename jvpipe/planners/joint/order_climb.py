@@ -21,8 +21,9 @@ from random import Random
 from typing import NamedTuple
 
 from jvpipe.planners.joint.effort import ORDER
-from jvpipe.planners.joint.order_course import SAME, Course, CourseBlock
+from jvpipe.planners.joint.order_course import Course, CourseBlock
 from jvpipe.planners.joint.order_loads import Loads, Order
+from jvpipe.util.sizes import ROUNDING
 
 
 class Move(NamedTuple):
@@ -60,7 +61,7 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
     """
     draw = Random(seed)
     course = Course(loads, order)
-    bound_s = loads.bound_s() * (1 + SAME)  # an order that meets it is the best there is
+    bound_s = loads.bound_s() * (1 + ROUNDING)  # an order that meets it is the best there is
     best, best_s = course.copy(), course.step_s
     gainless = 0  # moves since the last gain
     rest_until = dict[int, int]()  # the turn up to which a step that has moved rests
@@ -68,7 +69,7 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
     for turn in range(tries):
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
-        short_s = best_s * (1 - SAME)
+        short_s = best_s * (1 - ROUNDING)
         # A step that rests may move all the same if that leads below the best known (aspiration).
         free = (
             move
@@ -97,7 +98,7 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
     """Picks the best move, and on other devices the best one each, if the path through it is shorter than the step."""
     by_device: dict[int, Move] = {}
     for move in moves:
-        if not by_device or move.path_s < step_s * (1 - SAME):
+        if not by_device or move.path_s < step_s * (1 - ROUNDING):
             by_device.setdefault(move.device, move)
     return list(by_device.values())
 

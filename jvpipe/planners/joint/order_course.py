@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 from jvpipe.ir.kinds import Kind
 from jvpipe.planners.joint.order_loads import Loads, Order, Step
+from jvpipe.util.sizes import ROUNDING
 
-SAME = 1e-9
-"""Times that differ by less are the same, as a share of the step."""
 NOT_YET = -1.0
 """When something arrives that was not sent yet."""
 
@@ -216,7 +215,7 @@ class Course:
         """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
         starts = self.starts
         ends = self.ends
-        near_s = SAME * self.step_s
+        near_s = ROUNDING * self.step_s
         devices = zip(self.lists, self.updates_s, strict=True)
         last_steps = [
             (ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in devices if steps

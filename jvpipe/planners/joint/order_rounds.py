@@ -8,7 +8,7 @@
 Devices are idle for unlike times. As long as one has been idle for less than the one that was idle
 the longest, it may wait without making the step longer: so its second halves need not fill every
 gap, and are there for gaps to come. This is the heuristic of Zero Bubble Pipeline Parallelism (Qi
-et al. 2024, section 3.1), of one stage per device, in the eight forms that its `Rule` spans.
+et al. 2024, section 3.1), of one stage per device, in the eight forms that its `TieBreak` spans.
 
 Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
 """

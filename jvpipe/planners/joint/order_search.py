@@ -44,9 +44,6 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B, OneFOneB
 from jvpipe.schedules.schedule import Holding, Schedule
 from jvpipe.schedules.vee import VSchedule
 
-DOUBT = 0.1
-"""The share of what devices lend by which a plan has to be faster than 1F1B: what measured seconds of programs
-are off by where devices share workers is more than any order saves there."""
 EAGER = OneFOneB(eager=True)
 PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (ZBH1(), ONE_F_ONE_B, EAGER),
@@ -171,7 +168,7 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
     best = min(answers, key=lambda one: one.worth_s)
     # 1F1B is what a doubt falls back on, as it is what is known best.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
-    doubtful = usual and best.worth_s > (1 - DOUBT * lent) * usual[0].worth_s
+    doubtful = usual and best.worth_s > (1 - ORDER.doubt * lent) * usual[0].worth_s
     return usual[0] if doubtful else best
 
 

@@ -10,12 +10,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jvpipe.cost.hardware import Cluster
+from jvpipe.planners.joint.effort import SHAPE
 from jvpipe.planners.model.local_segments import LocalSegments
 from jvpipe.planners.model.segments import Grid, between, sums
 from jvpipe.planners.model.shapes import Shapes
-
-BISECTIONS = 16
-"""T* is found to a part of 2 ** 16 of the seconds of the whole model."""
 
 
 def least_step_s(shapes: Shapes) -> float:
@@ -79,7 +77,7 @@ def _least_cap_s(
         high_s: nobody asks for more.
     """
     low_s = 0.0
-    for _ in range(BISECTIONS):
+    for _ in range(SHAPE.bisections):
         cap_s = (low_s + high_s) / 2
         # Counts rise, so the first that fits is the fewest replicas; then a shortest path over the cuts.
         fits = stages_s <= cap_s

@@ -11,13 +11,14 @@ import numpy as np
 
 from jvpipe.planners.joint.cap_search import SearchResult, search
 from jvpipe.planners.joint.cut_windows import Reach, area, bounded, spread
-from jvpipe.planners.joint.dual_bounds import UNLIMITED, Pricing
+from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import CUTS
 from jvpipe.planners.joint.segment_table import Effort, Path, Table, cells
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.forecast import least_steps_s
 from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
+from jvpipe.util.sizes import MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def effort(layers: int) -> Effort:
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Prices a problem's choices, with or without those that swap, under its limit."""
-    limit = UNLIMITED if problem.memory_limit_bytes is None else float(problem.memory_limit_bytes)
-    return Pricing.of(Segments(problem), limit, swaps)
+    limit = problem.memory_limit_bytes
+    return Pricing.of(Segments(problem), float(MOST_BYTES if limit is None else limit), swaps)
 
 
 def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:

@@ -24,12 +24,12 @@ def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Seconds per step: of one step, if the schedule is synchronous; of M micro-batches of a stream, if not.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
-    >>> from jvpipe.planners.model.stage_cost import evaluate
+    >>> from jvpipe.planners.model.stage_cost import evaluate_decision
     >>> from jvpipe.planners.model.problem import Decision
     >>> from jvpipe.schedules import find_schedule
     >>> costs = Costs((LayerCost("a", 1.0, 2.0, (Option(0),)),) * 4)
     >>> problem = Problem(costs, stages=4, schedule=find_schedule("1f1b"), microbatches=8)
-    >>> stages = evaluate(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
+    >>> stages = evaluate_decision(problem, Decision.keeping_all([0, 1, 2, 3, 4])).stages
     >>> simulated_step_s(problem, stages)  # (8 + 4 - 1) (1 + 2)
     33.0
     """

@@ -21,16 +21,14 @@ from jvpipe.planners.model.shapes import Shapes
 from jvpipe.planners.model.stage_bytes import recompute_peak_bytes
 from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 
-MOST_CUTS = 32
-"""If there are more cuts, this many are looked at."""
 PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between some cuts of the shapes of a model: `cuts` are all, `coarse` those looked at."""
+    """The segments between some cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.shapes, self.pins = shapes, shapes.pins
+    def __init__(self, shapes: Shapes, most: int = 32) -> None:
+        self.shapes, self.pins, self.most = shapes, shapes.pins, most
         costs = shapes.local.costs[-1]
         forbidden = bounds_inside(costs.together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
@@ -53,7 +51,7 @@ class LocalSegments:
     @cached_property
     def coarse(self) -> Cuts:
         """The cuts that are looked at."""
-        return np.array(self.pins.bounds) if self.pins.bounds else self.few(self.cuts, MOST_CUTS)
+        return np.array(self.pins.bounds) if self.pins.bounds else self.few(self.cuts, self.most)
 
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks few cuts: of each share of seconds and gradients the one where least crosses.

@@ -265,9 +265,7 @@ class Problem:
         (24, 11, 2.0)
         """
         limit, groups = single_groups(slowness, limits, names, numbers)
-        # Devices that are all alike need no groups, and what looks at groups is slower.
-        alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-        return replace(self, memory_limit_bytes=limit, groups=() if alike else groups)
+        return replace(self, memory_limit_bytes=limit, groups=groups)
 
 
 def single_groups(
@@ -276,7 +274,7 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Makes a group of each device, and the limit of the roomiest; the arguments are those of `Problem.told_apart`.
+    """Returns the limit of the roomiest device, and a group of each; none if all are alike.
 
     Args:
         slowness: of each device.
@@ -292,7 +290,9 @@ def single_groups(
         Group((number,), slow, less_bytes, name)
         for number, slow, less_bytes, name in zip(at, slowness, less, called, strict=True)
     )
-    return limit, groups
+    # Devices that are all alike need no groups, and what looks at groups is slower.
+    alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
+    return limit, () if alike else groups
 
 
 Entry = TypeVar("Entry")

@@ -2,7 +2,7 @@
 
 Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a device
 of the stage takes for its share of a micro-batch; what crosses cuts is that of whole micro-batches.
-A `Block` holds one number for each i of `starts` (rows) and each j of `ends` (columns); where j <= i
+A `CutBlock` holds one number for each i of `starts` (rows) and each j of `ends` (columns); where j <= i
 the numbers mean nothing. `stage_cost.py` defines what is counted, for one segment at a time; a property test holds
 these sums to it (tests/planners/model/test_segments.py).
 """

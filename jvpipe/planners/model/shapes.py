@@ -14,7 +14,7 @@ import numpy as np
 from jvpipe.cost.hardware import Cluster
 from jvpipe.cost.local_costs import LocalCosts
 from jvpipe.planners.model.pins import UNPINNED, Pins
-from jvpipe.planners.model.problem import Group, Problem
+from jvpipe.planners.model.problem import Group, Problem, single_groups
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,13 @@ class Shapes:
     def under(self, limit_bytes: int) -> "Shapes":
         """The same under another limit, of the roomiest device."""
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
+
+    def told_apart(
+        self, slowness: Sequence[tuple[float, ...]], limits: Sequence[int], names: Sequence[str]
+    ) -> "Shapes":
+        """The same on devices that may be unlike, as `Problem.told_apart`."""
+        limit, groups = single_groups(slowness, limits, names)
+        return replace(self, model=replace(self.model, memory_limit_bytes=limit), apart=groups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

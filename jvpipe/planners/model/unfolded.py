@@ -15,9 +15,6 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.stage_cost import evaluate_decision
 from jvpipe.schedules.schedule import Schedule
 
-BUDGETS = 7
-"""Budgets that are tried: the last is found to within a part of 2 ** 6 of the limit."""
-
 
 @dataclass(frozen=True)
 class UnfoldedLists:
@@ -67,11 +64,17 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
     return replace(apart, memory_limit_bytes=budget, groups=groups)
 
 
-def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Decision]:
+def on_devices(
+    decide: Callable[[Problem], Decision], budgets: int = 7
+) -> Callable[[Problem], Decision]:
     """A planner that knows devices of several stages, from one that does not.
 
     It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do is what was seen to.
     A planner that looks at no limit answers all the same.
+
+    Args:
+        decide: the planner that does not.
+        budgets: that are tried: the last of 7 is found to within a part of 2 ** 6 of the limit.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -84,7 +87,7 @@ def on_devices(decide: Callable[[Problem], Decision]) -> Callable[[Problem], Dec
         low, high = 0, limit
         # The whole limit first: where that does, nothing is searched. Then the interval of budgets is halved:
         # too small if nothing fits it, too large if the stages of a device are over its limit together.
-        for budget in [limit, *[0] * (BUDGETS - 1)]:
+        for budget in [limit, *[0] * (budgets - 1)]:
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
             try:

@@ -14,8 +14,8 @@ _KNOWN = {"shape", "dtype", "ndim", "size", "nbytes", "sharding", "is_ready", "i
 class Awaited(NDArrayOperatorsMixin):
     """A device array that depends on other processes; reading it raises an error that names the one that is lost.
 
-    A plain array would block for ever. This one is used like it, by NumPy and `jax.numpy` too; `jax.jit` takes what
-    `jnp.asarray` makes of it.
+    A plain array would block for ever. This one is used like it, by NumPy and `jax.numpy` too;
+    `jax.jit` takes what `jnp.asarray` makes of it.
 
     Args:
         array: whose values are to come.
@@ -40,7 +40,8 @@ class Awaited(NDArrayOperatorsMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever looks for a protocol (such as `__array_interface__`) must find those of this class alone.
+        # Whoever looks for a protocol (such as `__array_interface__`) must find those of this class
+        # alone.
         if name.startswith("__"):
             raise AttributeError(name)
         array = self._array if name in _KNOWN else self._come()

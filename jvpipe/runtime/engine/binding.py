@@ -39,7 +39,8 @@ class Instruction(NamedTuple):
         freed_bytes: held in `source` until the row has run.
         watched: it calls the host, so it can fail after its dispatch.
         row: what it was bound from.
-        mark: of an array that has moved to where others may overwrite it, compiles a program that only reads it.
+        mark: of an array that has moved to where others may overwrite it, compiles a program that
+            only reads it.
     """
 
     run: Callable[..., Any]
@@ -140,7 +141,8 @@ def bind(
         executable_of: returns the executable of a row that runs a program.
         calls_host: tells whether such a row calls the host: those can fail and are watched.
         mark_of: returns what compiles the program that says when a moved buffer has arrived.
-        crossing_of: returns what runs this process's half of a copy between processes; None for other rows.
+        crossing_of: returns what runs this process's half of a copy between processes; None for
+            other rows.
         spec_of: tells how a leaf of the batch lies over a group of devices.
     """
     buffers = lowered.buffers
@@ -161,7 +163,8 @@ def bind(
         run = executable_of(row) if copy is None else copy
         # What a FEED writes is a leaf of the batch: it names what the row reads on the host.
         leaf = buffers[row.writes[0]].value if row.kind is Kind.FEED else None
-        # Whoever measures has to see such an array before it is overwritten; a copy to the host is not.
+        # Whoever measures has to see such an array before it is overwritten; a copy to the host is
+        # not.
         moves = row.kind in (Kind.MOVE, Kind.IN) and row.writes
         instruction = Instruction(
             run=run,
@@ -242,7 +245,10 @@ def _copy(
 
 
 def _fed(feed: Callable[[Any], Any], leaf: Value) -> Callable[[Any], Any]:
-    """Returns what feeds a leaf of the batch; a replica gets, and of a lazy leaf reads, only its own examples."""
+    """Returns what feeds a leaf of the batch.
+
+    A replica gets, and of a lazy leaf reads, only its own examples.
+    """
     if leaf.examples is None:
         return lambda x: feed(_read(x))
     start, stop = leaf.examples
@@ -267,7 +273,10 @@ def _wait(source: jax.Array, copy: jax.Array | None) -> tuple[()]:
 
 
 def _received(witness: jax.Array, *offered: jax.Array) -> tuple[()]:
-    """Raises if the report of the arrival has failed; the order of dispatch has waited for it before."""
+    """Raises if the report of the arrival has failed.
+
+    The order of dispatch has waited for it before.
+    """
     witness.block_until_ready()
     return ()
 

@@ -1,14 +1,15 @@
 """What processes tell one another: numbered words in a store that the first process keeps for all.
 
-Every process says its first, second, ... word under a key of its own, and reads those of all others with the same
-number. So no word is missed or read twice, as long as all processes make the same calls in the same order; each word
-carries the name of its call, so that a different call is noticed instead of misread.
+Every process says its first, second, ... word under a key of its own, and reads those of all others
+with the same number. So no word is missed or read twice, as long as all processes make the same
+calls in the same order; each word carries the name of its call, so that a different call is noticed
+instead of misread.
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
     process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both raise what process 1 has failed with
 
-A process deletes a word of its own when it says the next but one: by then it has heard the next word of all others,
-which they say only after they have read that one.
+A process deletes a word of its own when it says the next but one: by then it has heard the next
+word of all others, which they say only after they have read that one.
 """
 
 import base64
@@ -24,12 +25,10 @@ from jvpipe.runtime.engine.failures import HostLost
 from jvpipe.runtime.engine.pulse import Pulses
 from jvpipe.runtime.engine.transport import Transport
 
-TIMEOUT_S = 300.0
-"""How long one process waits for what another has to say."""
-SILENT_S = 60.0
-"""How long a process may be silent before it is lost: less than JAX waits before it ends all."""
 LOOK_S = 0.5
 """How often a process that waits checks whether the others are still there."""
+CLOSING_S = 1.0
+"""How long it may take to see that a process is gone, once something of it has failed."""
 FAILED = "failure"
 """The name under which a process says that it has failed, instead of what it was asked for."""
 
@@ -43,23 +42,26 @@ class Channel:
         count: of all processes.
         store: holds what they tell one another.
         timeout_s: how long one waits for what another has to say.
-        address: of this host for the others; by default that over which it reaches the first process.
+        address: of this host for the others; by default that over which it reaches the first
+            process.
         names: of the hosts, by process, once they are connected.
-        transport: carries arrays between the processes, once they are connected; it also knows who has left.
+        transport: carries arrays between the processes, once they are connected; it also knows who
+            has left.
         pulses: tell who is alive, once they are connected.
-        silent_s: a process whose pulse is not heard for so long is lost.
+        silent_s: a process whose pulse is not heard for so long is lost; less than JAX waits
+            before it ends all.
         channel: words on one channel do not wait for those on another.
     """
 
     process: int
     count: int
     store: Any
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = 300.0
     address: str | None = None
     names: Sequence[str] = ()
     transport: Transport | None = None
     pulses: Pulses | None = None
-    silent_s: float = SILENT_S
+    silent_s: float = 60.0
     channel: str = ""
     _said: int = field(default=0, repr=False)  # the number of the last word
     _key: str = field(default="", repr=False)  # of the last word
@@ -75,7 +77,8 @@ class Channel:
 
         Raises:
             HostLost: some process is gone, or said nothing for `timeout_s`.
-            Disagreement: another process has failed, or has something else to tell: it was called differently.
+            Disagreement: another process has failed, or has something else to tell: it was called
+                differently.
         """
         words = self._tell(name, value)
         for other, (at, line) in enumerate(words):
@@ -85,7 +88,10 @@ class Channel:
         return [line for _, line in words]
 
     def _tell(self, name: str, value: bytes) -> list[tuple[str, bytes]]:
-        """Tells all processes a value under a name; returns the name and the value of each, by process."""
+        """Tells all processes a value under a name.
+
+        Returns the name and the value of each, by process.
+        """
         if self.count == 1:
             return [(name, value)]
         before = self._key
@@ -100,7 +106,7 @@ class Channel:
         except Exception as error:
             # The store lies with the first process: if it fails, that one is probably gone.
             reason = str(error).splitlines()[0]
-            gone = self.gone(wait_s=LOOK_S) or f"{self.named(0)} does not answer"
+            gone = self.gone(wait_s=CLOSING_S) or f"{self.named(0)} does not answer"
             raise HostLost(
                 f"{gone}, go on from the last checkpoint: no {name} came: {reason}"
             ) from error
@@ -110,7 +116,10 @@ class Channel:
         return words
 
     def _heard(self, key: str, process: int, name: str) -> tuple[str, bytes]:
-        """Returns the name and the value that a process says, once it does; it must know of as many processes."""
+        """Returns the name and the value that a process says, once it does.
+
+        It must know of as many processes.
+        """
         count, at, value = self._answer(f"{key}{process}", process, name).split("\t")
         if int(count) != self.count:
             raise Disagreement(
@@ -165,7 +174,10 @@ class Channel:
                 )
 
     def fail(self, failure: Exception) -> None:
-        """Tells the others that this process has failed, wherever they next wait for it; waits for nobody."""
+        """Tells the others that this process has failed, wherever they next wait for it.
+
+        Waits for nobody.
+        """
         if self.count > 1:
             self._say(FAILED, told_failure(failure))
 
@@ -216,7 +228,8 @@ class Channel:
         if not lost:
             return self.silent(self.silent_s)
         gone = f"{' and '.join(map(self.named, lost))} {'is' if len(lost) == 1 else 'are'} gone"
-        # A process that is stopped is the cause: those that waited for it may have left before anybody missed it.
+        # A process that is stopped is the cause: those that waited for it may have left before
+        # anybody missed it.
         silent = self.silent(self.silent_s / 2, lost)
         return " and ".join(filter(None, [gone, silent]))
 

@@ -5,7 +5,8 @@
       programs        a program per distinct row, each compiled once per device
       bind            instructions that look nothing up
 
-Each arrow runs when its result is first asked for, so a plan that is only compared with others compiles nothing.
+Each arrow runs when its result is first asked for, so a plan that is only compared with others
+compiles nothing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -56,7 +57,9 @@ LayerLayouts = Sequence[Sequence[LayerPrograms]]
 
 @dataclass(eq=False)
 class CompiledPlan:
-    """Holds everything that a step of one batch shape needs; nothing is compiled before it is asked for.
+    """Holds everything that a step of one batch shape needs.
+
+    Nothing is compiled before it is asked for.
 
     Args:
         traced: the model.
@@ -66,9 +69,11 @@ class CompiledPlan:
         microbatches: of a step.
         devices: by the places that the plan names.
         store: compiles programs, and keeps them.
-        previous: the plan that a stream comes from, and the micro-batch of its lowering at which this one follows.
+        previous: the plan that a stream comes from, and the micro-batch of its lowering at which
+            this one follows.
         hosts: the processes that run the plan together, if there are several.
-        stand_in: a device of this process that stands for all devices, to ask what those of others would hold.
+        stand_in: a device of this process that stands for all devices, to ask what those of others
+            would hold.
         grouped: consecutive layers of a stage run as one program.
     """
 
@@ -104,7 +109,8 @@ class CompiledPlan:
         self.replicas: Replicas | None = None
         if self.plan.replicated:
             check_replicas(self.plan, self.schedule, graph, self.microbatches)
-        # Under an asynchronous schedule replicas take turns in whole micro-batches: nothing is sliced.
+        # Under an asynchronous schedule replicas take turns in whole micro-batches: nothing is
+        # sliced.
         if self.plan.replicated and self.schedule.synchronous:
             whole = list(zip(shares, self.programs, strict=True))
             self.replicas = Replicas(self.traced, self.plan, self.store, whole)
@@ -169,17 +175,22 @@ class CompiledPlan:
     def layouts(self, first: int = 0) -> list[MicrobatchLayout]:
         """Returns the layout of each micro-batch of a step.
 
-        Under `checkpoint="except_last"` the last micro-batch keeps everything, so it has a layout of its own.
+        Under `checkpoint="except_last"` the last micro-batch keeps everything, so it has a layout
+        of its own.
 
         Args:
-            first: the number of the first layout's programs among those that the rows are bound with.
+            first: the number of the first layout's programs among those that the rows are bound
+                with.
         """
         plans = [self.plan, self.plan.without_fates()][: len(self.programs)]
         usual, *last = [self._layout(i, first + i, plan) for i, plan in enumerate(plans)]
         return [*[usual] * (self.microbatches - len(last)), *last]
 
     def _layout(self, index: int, number: int, plan: Plan) -> MicrobatchLayout:
-        """Returns the layout that this plan's `index`-th programs are for; rows name it by its number."""
+        """Returns the layout that this plan's `index`-th programs are for.
+
+        Rows name it by its number.
+        """
         halves = self._halves[index]
         signatures = [programs.signature for programs in self.programs[index]]
         slices = self.replicas.layouts(index, halves) if self.replicas else {}
@@ -282,8 +293,8 @@ class CompiledPlan:
         """
         if self.previous is None or steps < len(self.stream.steps):
             return self, steps
-        # Once the old plans' micro-batches have passed, both streams repeat the same step, each after a count of
-        # its own: the state fits either.
+        # Once the old plans' micro-batches have passed, both streams repeat the same step, each
+        # after a count of its own: the state fits either.
         alone = replace(self, previous=None)
         assert alone.stream.steps[-1].after == self.stream.steps[-1].after
         return alone, len(alone.stream.steps)
@@ -298,7 +309,8 @@ class CompiledPlan:
         """All that training runs: the step, or those of a stream and what ends it after each of them."""
         if self.schedule.synchronous:
             return [self.step]
-        # A stream may be drained after any step, and the drain may hold more than the step that it replaces.
+        # A stream may be drained after any step, and the drain may hold more than the step that it
+        # replaces.
         numbers = range(self.stream.switch_step, len(self.stream.steps))
         steps = [self.stream_step(n)[1] for n in numbers]
         drains = [self.drain(n + 1)[1] for n in numbers]
@@ -327,8 +339,8 @@ class CompiledPlan:
     def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
         """Compiles what rows run, and binds them to it.
 
-        Over several processes all of them lower the same rows; each binds those of its own places, and its half of
-        each copy between processes.
+        Over several processes all of them lower the same rows; each binds those of its own places,
+        and its half of each copy between processes.
 
         Args:
             lowered: the rows.
@@ -365,7 +377,10 @@ class CompiledPlan:
         )
 
     def _crossing(self, whole: Lowered, rows: RowPrograms, row: Row) -> Callable[..., Any] | None:
-        """Returns what runs this process's half of a copy between processes; None for other rows."""
+        """Returns what runs this process's half of a copy between processes.
+
+        Returns None for other rows.
+        """
         assert self.hosts is not None
         if isinstance(row.run, OfferRun):
             return self.hosts.offering(row.run)

@@ -1,7 +1,7 @@
 """The controller: one thread that dispatches the rows of a lowered step in their order.
 
-Dispatch is asynchronous: a program starts when its device is free and its inputs are there. The controller only
-names arrays, so its own time per row is what limits small models.
+Dispatch is asynchronous: a program starts when its device is free and its inputs are there. The
+controller only names arrays, so its own time per row is what limits small models.
 """
 
 from collections import deque
@@ -16,14 +16,13 @@ from jvpipe.ir.buffers import Lowered
 from jvpipe.ir.kinds import Kind
 from jvpipe.ir.rows import Row
 from jvpipe.runtime.engine.binding import Bound, Instruction
+from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.dispatch import dispatch_ready
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import Hosts
 from jvpipe.runtime.engine.monitor import WATCHED, Monitor
 from jvpipe.runtime.engine.tensors import Ledger
 
-_CLOSING_S = 0.5
-"""How long it may take to see that a process is gone, once something of it has failed."""
 Feeds = Mapping[tuple[str, int], Sequence[Any]]
 """Leaves of the batch and seeds on the host: `feeds[kind, index][m]` is what micro-batch m reads."""
 Arriving = dict[int, tuple[int, Row, Callable[[], Any]]]
@@ -84,10 +83,11 @@ class Controller:
     Args:
         ledger: counts the bytes that rows make and free.
         microbatches: of a step.
-        host_limited: the host has a limit, so that no late copy may make it hold more than the lists say.
+        host_limited: the host has a limit, so that no late copy may make it hold more than the
+            lists say.
         monitor: measures the rows, if somebody asks for that.
-        marks: of rows that can fail and are not known to have succeeded, in the order of dispatch. The first that
-            failed is the cause of whatever failed after it.
+        marks: of rows that can fail and are not known to have succeeded, in the order of dispatch.
+            The first that failed is the cause of whatever failed after it.
         first_step: the number that messages give the first step of a run.
         hosts: the processes that run the steps together, if there are several.
         profiled: names rows for a profiler.
@@ -127,9 +127,10 @@ class Controller:
         return tuple(table[b] for b in lowered.final), [table[b] for b in lowered.metrics]
 
     def _dispatch(self, bound: Bound, table: list[Any], feeds: Feeds, at: Moment) -> None:
-        """Dispatches every row; fills the table with what the rows make, and empties it of what they free.
+        """Dispatches every row.
 
-        The loop is what limits models of small layers: it neither calls nor looks up more than a row needs.
+        Fills the table with what the rows make, and empties it of what they free. The loop is what
+        limits models of small layers: it neither calls nor looks up more than a row needs.
         """
         monitor, live, peak = self.monitor, self.ledger.live, self.ledger.peak
         persistent = bound.lowered.persistent
@@ -143,7 +144,8 @@ class Controller:
             for index in ready if monitor is None else monitor.noting(ready):
                 instruction = instructions[index]
                 writes, frees, target = instruction.writes, instruction.frees, instruction.target
-                # The ledger counts in the order of dispatch: first what the row makes, last what it frees.
+                # The ledger counts in the order of dispatch: first what the row makes, last what it
+                # frees.
                 live[target] += instruction.born_bytes
                 if live[target] + instruction.temporary_bytes > peak[target]:
                     peak[target] = live[target] + instruction.temporary_bytes
@@ -230,7 +232,8 @@ class Controller:
             self.marks.popleft()
             return
         failure = self.failure(error)
-        # The mark stays, so that whoever uses the state meets the failure again. An evaluation changes no state.
+        # The mark stays, so that whoever uses the state meets the failure again. An evaluation
+        # changes no state.
         if mark.row.kind is Kind.E:
             self.marks.clear()
         raise failure from error
@@ -247,7 +250,9 @@ class Controller:
     def failure(
         self, error: Exception, row: Row | None = None, at: Moment | None = None
     ) -> StageError:
-        """Returns what to raise for an error; it names the row that failed first, as far as that is known.
+        """Returns what to raise for an error.
+
+        It names the row that failed first, as far as that is known.
 
         Args:
             error: that came up.
@@ -263,7 +268,7 @@ class Controller:
                 error, row, at = cause, mark.row, mark.at
                 break
         where = self._where(row, at)
-        gone = self.hosts.gone(wait_s=_CLOSING_S) if self.hosts is not None else ""
+        gone = self.hosts.gone(wait_s=CLOSING_S) if self.hosts is not None else ""
         if not gone:
             return StageError(f"{where} failed: {_message(error)}")
         if not (row and at):
@@ -323,7 +328,10 @@ def describe(row: Row, at: Moment, microbatches: int, first_step: int = 0) -> st
 
 
 def _message(error: Exception) -> str:
-    """Returns the first line of an error and the last; between them an error of the host has its traceback."""
+    """Returns the first line of an error and the last.
+
+    Between them an error of the host has its traceback.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ends = dict.fromkeys([*lines[:1], *lines[-1:]])
     return f"{type(error).__name__}: " + " ... ".join(ends)

@@ -1,16 +1,17 @@
 """The order of dispatch: that of the lists, except that a late copy holds up its own device alone.
 
-A FREE waits until its copy has reached the host. Meanwhile its device is blocked: its rows queue up behind the FREE. So
-do a row that would send to the blocked device, whose memory must be what the buffer table says, and a row whose inputs
-have not been made yet. All other devices go on. Two rules reach across devices: nothing that a moved layer leaves
-behind is dropped before all of it has arrived elsewhere; and where the host has a limit, nothing goes there before what
-was to leave it has left. A RECEIPT waits in the same way for what another process reports.
+A FREE waits until its copy has reached the host. Meanwhile its device is blocked: its rows queue up
+behind the FREE. So do a row that would send to the blocked device, whose memory must be what the
+buffer table says, and a row whose inputs have not been made yet. All other devices go on. Two rules
+reach across devices: nothing that a moved layer leaves behind is dropped before all of it has
+arrived elsewhere; and where the host has a limit, nothing goes there before what was to leave it
+has left. A RECEIPT waits in the same way for what another process reports.
 
     lists       F0 OUT0 FREE0 F1  F0' SEND0 F2 ...      the copy of OUT0 is late:
     dispatched  F0 OUT0       F1            F2 ...      FREE0, F0' and SEND0 are blocked until it is there
 
-It ends: the list is an order in which every row finds its inputs, and of all blocked rows the first in the list waits
-for nothing but a copy that is under way.
+It ends: the list is an order in which every row finds its inputs, and of all blocked rows the first
+in the list waits for nothing but a copy that is under way.
 """
 
 import time
@@ -53,7 +54,8 @@ def dispatch_ready(
         elif (queues or row.kind in _WAITING) and not blocked.is_ready(index):
             queues[row.place] = deque([index])
         else:
-            # With nothing blocked the order is that of the lists, in which inputs come first: no look is needed.
+            # With nothing blocked the order is that of the lists, in which inputs come first: no
+            # look is needed.
             yield index
     while queues:
         before = sum(map(len, queues.values()))
@@ -66,8 +68,8 @@ def dispatch_ready(
 class _Blocked:
     """The rows that devices have put off.
 
-    `queues` has them by device, in the order of the lists; a device is in it while it is blocked, which most of the
-    time none is. The other fields are those of `dispatch_ready`.
+    `queues` has them by device, in the order of the lists; a device is in it while it is blocked,
+    which most of the time none is. The other fields are those of `dispatch_ready`.
     """
 
     rows: Sequence[Row]
@@ -77,11 +79,15 @@ class _Blocked:
     queues: dict[int, deque[int]] = field(default_factory=dict)
 
     def retry(self) -> Iterator[int]:
-        """Yields the rows that may be dispatched by now; the device whose first row is the oldest comes first."""
+        """Yields the rows that may be dispatched by now.
+
+        The device whose first row is the oldest comes first.
+        """
         for device in sorted(self.queues, key=lambda d: self.queues[d][0]):
             queue = self.queues[device]
             while queue and self.is_ready(queue[0]):
-                # The row stays in its queue while it is dispatched: until then it may hold others up.
+                # The row stays in its queue while it is dispatched: until then it may hold others
+                # up.
                 yield queue[0]
                 queue.popleft()
             if not queue:
@@ -109,7 +115,8 @@ class _Blocked:
 
     def _has_inputs(self, row: Row) -> bool:
         if row.kind is Kind.FREE:
-            # The copy was made before: if it is no longer in the table, another device has used it already.
+            # The copy was made before: if it is no longer in the table, another device has used it
+            # already.
             copy = self.table[row.reads[1]]
             return copy is None or _jax.is_ready(copy)
         if row.kind is Kind.RECEIPT:

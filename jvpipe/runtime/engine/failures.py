@@ -8,7 +8,8 @@ class StageError(RuntimeError):
     """A program or a copy failed: the message says in which stage, task and layer.
 
     Attributes:
-        state: if a migration or a change of models failed between two steps, a whole state to go on from, or to save.
+        state: if a migration or a change of models failed between two steps, a whole state to go on
+            from, or to save.
         table: the arrays that there were when the run failed, by their numbers in the buffer table.
     """
 

@@ -24,8 +24,9 @@ def check_not_forked() -> None:
 def _owner() -> int:
     """Returns the process in which this was first asked; 0 if the devices there belonged to yet another one.
 
-    A forked process inherits the answer. If JAX was used before and nobody asked, the fork has devices but no threads
-    except Python's; on systems that do not list threads, that goes unnoticed.
+    A forked process inherits the answer. If JAX was used before and nobody asked, the fork has
+    devices but no threads except Python's; on systems that do not list threads, that goes
+    unnoticed.
     """
     # JAX's own threads do not survive a fork: then there are only those that Python knows.
     with suppress(OSError):

@@ -32,7 +32,8 @@ def link_between(hosts: Hosts) -> Link:
 def _seconds(hosts: Hosts, size: int) -> float:
     """Returns the median seconds of a copy from the first process to the second, as the first one measures them.
 
-    In other processes the number means nothing. A copy goes there and back, since only one clock is read.
+    In other processes the number means nothing. A copy goes there and back, since only one clock is
+    read.
 
     Args:
         hosts: the processes.

@@ -33,8 +33,6 @@ from jvpipe.trace.digests import digest
 T = TypeVar("T")
 _BRIEFLY_S, _BETWEEN_S = 1e-5, 1e-3
 """How long a process that waits for an array sleeps before it checks again, at first and at most."""
-_ASKED = 4096
-"""So many copies from other processes are remembered, to say which one is waited for."""
 
 
 class _Asked(NamedTuple):
@@ -55,7 +53,9 @@ class Carried(NamedTuple):
 
 @dataclass
 class Hosts(Channel):
-    """The process that this is among all that run a pipeline; all ask the same things in the same order.
+    """The process that this is among all that run a pipeline.
+
+    All ask the same things in the same order.
 
     Args:
         link: the link between two processes, once it is measured.
@@ -64,11 +64,14 @@ class Hosts(Channel):
 
     link: Link | None = None
     farewell: Callable[[], None] = lambda: None
-    _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=_ASKED), repr=False)
+    # The last copies from other processes, to say which one is waited for.
+    _asked: deque[_Asked] = field(default_factory=lambda: deque(maxlen=4096), repr=False)
     _asides: dict[str, "Hosts"] = field(default_factory=dict, repr=False)
 
     def aside(self, name: str) -> "Hosts":
-        """Returns the same processes on a channel of their own, for another thread; every call gives the same one.
+        """Returns the same processes on a channel of their own, for another thread.
+
+        Every call gives the same one.
 
         Args:
             name: of the channel.
@@ -85,9 +88,11 @@ class Hosts(Channel):
             array: that comes from other processes, or depends on what does.
 
         Raises:
-            HostLost: names the process that is silent: it is stopped, or its host cannot be reached.
+            HostLost: names the process that is silent: it is stopped, or its host cannot be
+                reached.
         """
-        # It looks instead of blocking, since JAX itself would wait for a stopped process without an end.
+        # It looks instead of blocking, since JAX itself would wait for a stopped process without an
+        # end.
         pause_s = _BRIEFLY_S
         while not _jax.is_ready(array):
             if silent := self.silent(self.silent_s):
@@ -112,7 +117,8 @@ class Hosts(Channel):
     def agree(self, name: str, parts: Sequence[tuple[str, str]]) -> None:
         """Checks that all processes have the same.
 
-        Only digests are exchanged, unless a part differs: then all tell that part, to name the line that does.
+        Only digests are exchanged, unless a part differs: then all tell that part, to name the line
+        that does.
 
         Args:
             name: of what is compared.
@@ -153,7 +159,8 @@ class Hosts(Channel):
             act: does it in this process.
 
         Raises:
-            MemoryLimitExceeded: a process cannot keep its limit; the largest that would do is told to all.
+            MemoryLimitExceeded: a process cannot keep its limit; the largest that would do is told
+                to all.
             Disagreement: what else another process failed with.
         """
         value: T | None = None
@@ -161,7 +168,8 @@ class Hosts(Channel):
         try:
             value = act()
         except (HostLost, Disagreement):
-            # Nobody should wait for a process that is lost, and all processes raise by themselves what differs.
+            # Nobody should wait for a process that is lost, and all processes raise by themselves
+            # what differs.
             raise
         except Exception as error:
             failure = error
@@ -286,7 +294,10 @@ class Hosts(Channel):
             self.transport = transfer_servers(address, partial(self._publish, self.pulses))
 
     def _publish(self, pulses: Pulses, server: str) -> dict[int, str]:
-        """Tells the others a server's address, this host's name and its pulse; returns their servers' addresses."""
+        """Tells the others a server's address, this host's name and its pulse.
+
+        Returns their servers' addresses.
+        """
         mine = json.dumps([server, socket.gethostname(), pulses.own])
         words = [json.loads(word) for word in self.exchange("address", mine.encode())]
         self.names = [name for _, name, _ in words]
@@ -310,7 +321,8 @@ def together(hosts: Hosts | None, name: str, act: Callable[[], T]) -> T:
 def telling() -> Iterator[None]:
     """Tells the other processes what fails in the block, or in the function that this decorates.
 
-    They hear it where they next wait for this process, and raise it too, instead of waiting for ever.
+    They hear it where they next wait for this process, and raise it too, instead of waiting for
+    ever.
 
     Raises:
         ValueError: this process was forked from one that has used JAX.
@@ -342,6 +354,9 @@ ALONE = Hosts(0, 1, None)
 
 @cache
 def present_hosts() -> Hosts | None:
-    """Returns the processes that `jax.distributed.initialize` has brought together; None if there is only one."""
+    """Returns the processes that `jax.distributed.initialize` has brought together.
+
+    Returns None if there is only one.
+    """
     process, count = _jax.process_of()
     return Hosts(process, count, _jax.coordination()) if count > 1 else None

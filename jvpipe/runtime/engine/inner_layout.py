@@ -1,8 +1,9 @@
 """The layout of edges and residuals over the devices of a group: as the compiler finds best.
 
-Layers are compiled in order, each with its inputs laid as they were chosen before. How the compiler then lays what the
-layer makes is how its readers get it, so that a hidden layer that is cut along an axis is not joined for the next
-product. After one pass over the layers everything has a layout, for no layer reads what a later one makes.
+Layers are compiled in order, each with its inputs laid as they were chosen before. How the compiler
+then lays what the layer makes is how its readers get it, so that a hidden layer that is cut along
+an axis is not joined for the next product. After one pass over the layers everything has a layout,
+for no layer reads what a later one makes.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,10 @@ def laid_graph(store: ProgramStore, traced: Traced, group: Device) -> LayerGraph
 
 
 def _edge(graph: LayerGraph, ref: Ref) -> Array | None:
-    """Returns what a layer writes for another one; None for a value that is not a tensor between layers."""
+    """Returns what a layer writes for another one.
+
+    Returns None for a value that is not a tensor between layers.
+    """
     return graph.tensors[ref.index].array if ref.kind is ValueKind.TENSOR else None
 
 
@@ -91,7 +95,9 @@ def _laid(
     sharding: Sharding,
     fixed: Sequence[Spec] = (),
 ) -> list[Array | None]:
-    """Returns the results of a program whose layout is open, as the compiler lays them; None for the others.
+    """Returns the results of a program whose layout is open, as the compiler lays them.
+
+    Returns None for the others.
 
     Args:
         store: where it is compiled.

@@ -1,7 +1,8 @@
 """Losses that are not finite: noticed as early as possible without holding the pipeline up.
 
-An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then training goes on, with
-one warning until the loss is finite again. From parameters that are NaN it cannot go on.
+An optimizer may keep them from the parameters (`optax.apply_if_finite`, `optax.zero_nans`). Then
+training goes on, with one warning until the loss is finite again. From parameters that are NaN it
+cannot go on.
 """
 
 import logging

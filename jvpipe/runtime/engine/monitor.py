@@ -1,15 +1,16 @@
 """Seconds of each task, seen without holding the pipeline up.
 
-Every program yields a marker, four bytes that nothing takes; a copy to the host or back is its own marker. A thread per
-device waits on the markers in their order, another on the copies, and notes when each has come. JAX tells nothing of
-starts: a task started when its device was free, its inputs had come and it had been dispatched.
+Every program yields a marker, four bytes that nothing takes; a copy to the host or back is its own
+marker. A thread per device waits on the markers in their order, another on the copies, and notes
+when each has come. JAX tells nothing of starts: a task started when its device was free, its inputs
+had come and it had been dispatched.
 
     device 0   [  F0  ][  F1  ]      [ B0 ]         free, inputs, dispatched: the last of the three is the start
     link 0             [ OUT 0 ]  [IN 0]            where only IN 0 kept B0 waiting, that time is exposed
 
-An array that moves to another device may be overwritten there, so no thread may wait on it. The controller looks at it
-whenever it dispatches something; if the array is about to be overwritten and has not come, a program that only reads it
-yields a marker, which a third thread waits on.
+An array that moves to another device may be overwritten there, so no thread may wait on it. The
+controller looks at it whenever it dispatches something; if the array is about to be overwritten and
+has not come, a program that only reads it yields a marker, which a third thread waits on.
 """
 
 import statistics
@@ -35,7 +36,7 @@ _HALVES = {Kind.I, Kind.W}
 _BEGIN, _END = ({kind for kind, info in KINDS.items() if info.in_flight == n} for n in (1, -1))
 WATCHED = frozenset(kind for kind, info in KINDS.items() if info.watched)
 """Kinds of copies that are watched."""
-_TICK_S = 1e-9
+TICK_S = 1e-9
 """The least seconds of what ran: the watcher may wake too late to see any."""
 
 
@@ -62,8 +63,8 @@ class Measured:
     def layer_s(self, layers: int) -> list[float]:
         """Returns the seconds of each layer for a micro-batch: forward, backward, and what runs again.
 
-        They are medians over micro-batches. The slowest replica counts, because the others wait for it. If a backward
-        is split only now and then, only the whole ones count.
+        They are medians over micro-batches. The slowest replica counts, because the others wait for
+        it. If a backward is split only now and then, only the whole ones count.
 
         Args:
             layers: how many there are.
@@ -78,7 +79,7 @@ class Measured:
         """
         all_s: dict[tuple[object, Kind, str], list[float]] = defaultdict(list)
         for span in self.spans:
-            took_s = max(span.end_s - span.start_s, _TICK_S)
+            took_s = max(span.end_s - span.start_s, TICK_S)
             all_s[span.args["layer"], span.kind, span.device].append(took_s)
         median_s: dict[tuple[object, Kind], float] = {}
         for (layer, kind, _), of_place_s in all_s.items():
@@ -91,7 +92,8 @@ class Measured:
         kinds = {kind for of_layer, kind in median_s if of_layer == layer}
         if not (_BEGIN & kinds and _END & kinds):
             return 0.0
-        # The halves of the few micro-batches whose backward was split add nothing to the whole of the others.
+        # The halves of the few micro-batches whose backward was split add nothing to the whole of
+        # the others.
         counted = _PASSES - _HALVES if Kind.B in kinds else _PASSES
         return sum(median_s.get((layer, kind), 0.0) for kind in counted)
 
@@ -152,13 +154,14 @@ Item = tuple[Record, int, jax.Array | None]
 class Monitor:
     """Watches the steps of a run, and keeps the records of the last ones.
 
-    It has three queues per device, each with a thread: of the device's programs, of its link to the host, and of the
-    links from other devices. What passes through one queue ends in order.
+    It has three queues per device, each with a thread: of the device's programs, of its link to the
+    host, and of the links from other devices. What passes through one queue ends in order.
 
     Args:
         devices: by place.
         kept: so many steps can be asked for, two at least.
-        layer_s: seconds of each layer, as far as they are known, by which those of a group are shared out.
+        layer_s: seconds of each layer, as far as they are known, by which those of a group are
+            shared out.
     """
 
     def __init__(
@@ -212,7 +215,8 @@ class Monitor:
         Args:
             index: its number in the step.
             row: the row.
-            mark: an array that comes when it has run; None if `watch` or `arrived` will report that.
+            mark: an array that comes when it has run; None if `watch` or `arrived` will report
+                that.
         """
         assert self._now is not None, "begun"
         self._now.dispatched[index] = time.perf_counter()
@@ -240,7 +244,8 @@ class Monitor:
         record = self._now
         if record and not record.closed:
             record.closed = True
-            # An item without a mark follows all others of the record: it tells when they have passed.
+            # An item without a mark follows all others of the record: it tells when they have
+            # passed.
             for queue in self._queues:
                 queue.put((record, -1, None))
         return record

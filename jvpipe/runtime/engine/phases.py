@@ -10,7 +10,9 @@ _log = logging.getLogger("jvpipe")
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Logs at level DEBUG that a phase begins, and at level INFO how long it took; both records have its `phase`.
+    """Logs at level DEBUG that a phase begins, and at level INFO how long it took.
+
+    Both records have its `phase`.
 
     Args:
         name: what is done, such as "tracing the loss".

@@ -12,8 +12,8 @@ from jvpipe.runtime.engine.monitor import Monitor, Record
 def picture(monitor: Monitor, record: Record, labels: Sequence[str] = ()) -> Picture:
     """Returns a closed record as a picture, with the moves before it; waits for its end.
 
-    Bytes are those that the ledger counts, in the order of dispatch: what a row makes is there from its start on, and
-    what it frees goes with its end.
+    Bytes are those that the ledger counts, in the order of dispatch: what a row makes is there from
+    its start on, and what it frees goes with its end.
 
     Args:
         monitor: has watched the record.
@@ -40,7 +40,8 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
     reached_s = [min(starts_s, default=0.0)] * len(held_bytes)
 
     def level(memory: int, at_s: float, more_bytes: int = 0) -> Level:
-        # Bytes are counted in the order of dispatch, which is not that of time: a level is never drawn before another.
+        # Bytes are counted in the order of dispatch, which is not that of time: a level is never
+        # drawn before another.
         reached_s[memory] = max(reached_s[memory], at_s)
         return Level(names[memory], reached_s[memory], held_bytes[memory] + more_bytes)
 
@@ -63,8 +64,8 @@ def _levels(monitor: Monitor, record: Record) -> Iterator[Level]:
 def _hops(monitor: Monitor, record: Record) -> Iterator[Hop]:
     """Yields both ends of each copy between devices.
 
-    It leaves just before the end of the row that made what it carries, and arrives at the start of the first row that
-    reads it: an arrow of the picture begins and ends inside a span.
+    It leaves just before the end of the row that made what it carries, and arrives at the start of
+    the first row that reads it: an arrow of the picture begins and ends inside a span.
     """
     origin: dict[int, tuple[str, float]] = {}  # by buffer: the place that made it, and when
     coming: dict[int, str] = {}  # by buffer that no row has read yet: the key of its copy

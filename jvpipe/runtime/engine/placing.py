@@ -1,7 +1,8 @@
 """The places of a run's arrays between steps: how each gets there, and what that takes.
 
-Arrays come in the order of the buffer table. Each is put or made by its leaf; what the optimizer remembers has no leaf
-at first, and is made of the parameters, by the pieces that the optimizer was cut into, where these lie.
+Arrays come in the order of the buffer table. Each is put or made by its leaf; what the optimizer
+remembers has no leaf at first, and is made of the parameters, by the pieces that the optimizer was
+cut into, where these lie.
 """
 
 from collections import Counter
@@ -94,7 +95,8 @@ class Placing:
             if leaf and self._is_own(buffer):
                 needs = leaf.needs(self.devices[d], self._spec(buffer.value))
             peak[d] = max(peak[d], live[d] + needs)
-        # Last comes what the optimizer's pieces make: one layer's at a time, before it goes to the host.
+        # Last comes what the optimizer's pieces make: one layer's at a time, before it goes to the
+        # host.
         for d, passing in enumerate(self._passing_bytes):
             peak[d] = max(peak[d], live[d] + passing)
         peak[HOST] = live[HOST]
@@ -111,7 +113,9 @@ class Placing:
     def place(
         self, ledger: Ledger, leaves: Mapping[Name, Leaf], store: ProgramStore
     ) -> tuple[jax.Array, ...]:
-        """Makes every persistent array of this process; optimizer state without leaves is initialised.
+        """Makes every persistent array of this process.
+
+        Optimizer state without leaves is initialised.
 
         Args:
             ledger: counts them.
@@ -134,7 +138,8 @@ class Placing:
                     array = leaves[name].make(device, spec)
                     table[key] = self._resting(array, buffer)
                 first.setdefault(name, key)
-        # What is left is the optimizer's state: constants, parameters and model state always have leaves.
+        # What is left is the optimizer's state: constants, parameters and model state always have
+        # leaves.
         lacking = [buffer for buffer in here if key_of(buffer) not in table]
         for buffer in lacking:
             ledger.hold(buffer.memory, buffer.bytes)
@@ -157,7 +162,10 @@ class Placing:
         return largest
 
     def _resting(self, array: jax.Array, buffer: Buffer) -> jax.Array:
-        """Returns an array that was made on a device where it lies between steps; waits if that is the host."""
+        """Returns an array that was made on a device where it lies between steps.
+
+        Waits if that is the host.
+        """
         if not buffer.copy.on_host:
             return array
         away = _jax.swapper(self.devices[buffer.place], "pinned_host")(array).block_until_ready()
@@ -243,7 +251,8 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make what the table lacks, in order, and the keys of what they are to make.
 
-        From the last piece back to the first: whatever a needed piece reads, an earlier one has to make.
+        From the last piece back to the first: whatever a needed piece reads, an earlier one has to
+        make.
         """
         owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
         lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}
@@ -281,7 +290,8 @@ class Placing:
 def _key_of_slot(graph: LayerGraph, slot: Slot, layer: int, place: int) -> Key:
     """Returns the key of what an initialising piece reads or writes.
 
-    Small values lie nowhere in particular: their slot is their key, and they are fetched from wherever they were made.
+    Small values lie nowhere in particular: their slot is their key, and they are fetched from
+    wherever they were made.
 
     Args:
         graph: the model's.

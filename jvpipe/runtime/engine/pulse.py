@@ -25,8 +25,9 @@ class Pulse(NamedTuple):
 class Pulses:
     """The pulses of several processes, as datagrams that each sends to all others.
 
-    They tell a process that is stopped or cut off from one that only waits: this one still has a pulse. A process that
-    was never heard is not missed, because a network may let no datagrams through.
+    They tell a process that is stopped or cut off from one that only waits: this one still has a
+    pulse. A process that was never heard is not missed, because a network may let no datagrams
+    through.
 
     Args:
         address: of this host on the network of the processes.

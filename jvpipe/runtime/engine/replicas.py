@@ -4,8 +4,9 @@
     stage 1, one device              CONCAT  F  B  SLICE      whole again, and cut again on the way back
     stage 0                                         B(0:2)  B(2:4)  REDUCE  U
 
-The programs on a slice must take and leave what those on the whole micro-batch do, in other sizes: then all that is
-decided about a layer, such as the fates of its residuals, holds for each of its replicas.
+The programs on a slice must take and leave what those on the whole micro-batch do, in other sizes:
+then all that is decided about a layer, such as the fates of its residuals, holds for each of its
+replicas.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +103,8 @@ class Replicas:
             layer: by its number.
 
         Raises:
-            ValueError: they leave other values for the backward than those of the whole micro-batch.
+            ValueError: they leave other values for the backward than those of the whole
+                micro-batch.
         """
         key = layout, examples, layer
         if key not in self._programs:
@@ -125,7 +127,8 @@ class Replicas:
 
         Args:
             layout: by its number.
-            split: of the layers whose backwards run in halves, what these take and give on a whole micro-batch.
+            split: of the layers whose backwards run in halves, what these take and give on a whole
+                micro-batch.
         """
         layers: dict[Examples, list[int]] = {}
         for stage in self.plan.stages:
@@ -172,7 +175,8 @@ class Replicas:
             case Kind.REDUCE if isinstance(row.run, JoinRun) and row.run.weights:
                 return weighted_program(shapes[0], row.run.weights)
             case Kind.REDUCE:
-                # Each result is read from all replicas, one after another: one shape stands for all of them.
+                # Each result is read from all replicas, one after another: one shape stands for all
+                # of them.
                 replicas = len(row.reads) // len(row.writes)
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(shapes[::replicas], replicas, in_place=in_place)
@@ -207,7 +211,10 @@ class Replicas:
         return jax.ShapeDtypeStruct(tuple(sizes), whole.dtype)
 
     def loss_parts(self) -> list[Parts | None]:
-        """Returns the parts in which each loss and leaf of aux of a micro-batch is made; None for a whole one."""
+        """Returns the parts in which each loss and leaf of aux of a micro-batch is made.
+
+        Returns None for a whole one.
+        """
         graph = self.traced.graph
         of_loss = self._made_in(graph.loss_layer, self.batching.loss)
         parts = [of_loss] * (1 + graph.weighted)
@@ -300,8 +307,8 @@ def check_replicas(plan: Plan, schedule: Schedule, graph: LayerGraph, microbatch
         microbatches: of a step.
 
     Raises:
-        ValueError: a schedule without a flush meets model state that goes from micro-batch to micro-batch, or a
-            replica has no example.
+        ValueError: a schedule without a flush meets model state that goes from micro-batch to
+            micro-batch, or a replica has no example.
     """
     check_replicable(schedule, has_order=bool(plan.tasks))
     if not schedule.synchronous:

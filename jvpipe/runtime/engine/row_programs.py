@@ -1,7 +1,8 @@
 """The program that each row of a lowered step runs, and how its arrays lie over the devices of its place.
 
-A row names only its kind, its layer and its buffers. What it runs follows from these and from the layout that its
-micro-batch runs under, so a program can be found, and compiled, before any array exists.
+A row names only its kind, its layer and its buffers. What it runs follows from these and from the
+layout that its micro-batch runs under, so a program can be found, and compiled, before any array
+exists.
 """
 
 from collections.abc import Sequence
@@ -73,7 +74,8 @@ class RowPrograms:
         """Returns the program of a row, compiled for arrays that lie over the devices of a place as theirs do."""
         specs: dict[int, Spec] = {}  # by buffer
         for part in row.parts:
-            # An evaluation leaves nothing for a backward, so only other rows need the layer's own residuals.
+            # An evaluation leaves nothing for a backward, so only other rows need the layer's own
+            # residuals.
             is_training = isinstance(part.run, LayerRun) and part.kind is not Kind.E
             programs = self._layer(part) if is_training else None
             for b in (*part.reads, *part.writes):
@@ -123,7 +125,8 @@ class RowPrograms:
             case Kind.LOSS:
                 return self._loss_program(read)
             case Kind.REDUCE if self.replicas is None:
-                # Replicas that take turns: each value is read twice, from one of them and from the next.
+                # Replicas that take turns: each value is read twice, from one of them and from the
+                # next.
                 in_place = isinstance(row.run, AddRun)
                 return reduce_program(self._shapes(read[::2]), 2, in_place=in_place)
             case Kind.SLICE | Kind.CONCAT | Kind.REDUCE:
@@ -165,7 +168,10 @@ class RowPrograms:
         return self.replicas.sliced(row.run.examples)
 
     def backward_program(self, programs: LayerPrograms) -> Program:
-        """Returns a layer's backward; it adds to sums unless every micro-batch is an update of its own."""
+        """Returns a layer's backward.
+
+        It adds to sums unless every micro-batch is an update of its own.
+        """
         return backward_program(programs) if self.has_sums else single_backward_program(programs)
 
     def _settle_program(self, row: Row, written: Sequence[Value]) -> Program:
@@ -216,7 +222,10 @@ class RowPrograms:
         return value_shape(self.traced, self.optimizer, value)
 
     def shape(self, value: Value) -> jax.ShapeDtypeStruct:
-        """Returns the shape and type of a value; it asserts that these are known before it is made."""
+        """Returns the shape and type of a value.
+
+        It asserts that these are known before it is made.
+        """
         array = self.known_shape(value)
         assert array is not None, f"the shape of {value} is unknown"
         return array

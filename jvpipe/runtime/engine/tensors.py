@@ -25,8 +25,9 @@ class MemoryLimitExceeded(Exception):  # noqa: N818 - the name is part of the co
 class Ledger:
     """Counts the bytes held per device, now and at most, since the pipeline was initialised.
 
-    The controller counts each row as it dispatches it, so what the ledger says follows from the order of dispatch, not
-    from when programs run. It agrees with the buffer table that planners and the simulator read.
+    The controller counts each row as it dispatches it, so what the ledger says follows from the
+    order of dispatch, not from when programs run. It agrees with the buffer table that planners and
+    the simulator read.
 
     Attributes:
         devices: by place.
@@ -153,7 +154,8 @@ class Limits:
         if max(over) <= 0:
             return
         d = over.index(max(over))
-        # One limit for all devices has to suffice for the fullest, which need not be the one furthest over its own.
+        # One limit for all devices has to suffice for the fullest, which need not be the one
+        # furthest over its own.
         fullest = max(peak.bytes for peak in peaks)
         raise _exceeded(str(devices[d]), peaks[d], limits[d], idle, fullest)
 
@@ -167,7 +169,10 @@ class Limits:
 
 
 def _exceeded(place: str, peak: Peak, limit: int, idle: str, fullest: int) -> MemoryLimitExceeded:
-    """Returns the error; a limit that is one for all devices must be at least what the `fullest` holds."""
+    """Returns the error.
+
+    A limit that is one for all devices must be at least what the `fullest` holds.
+    """
     holders = ", ".join(f"{owner} {size:,}" for owner, size in peak.holders[:4])
     task = f"at task {peak.row}" if peak.row else idle
     return MemoryLimitExceeded(

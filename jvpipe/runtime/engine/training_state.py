@@ -23,7 +23,10 @@ from jvpipe.util.given import is_whole
 from jvpipe.util.sizes import format_bytes
 
 Name = tuple[str, int]
-"""The name of an array that no cut changes: its kind and the index of its leaf. Copies share a name."""
+"""The name of an array that no cut changes: its kind and the index of its leaf.
+
+Copies share a name.
+"""
 FEW = 64
 """The most integers that are worth no program of their own."""
 
@@ -38,8 +41,8 @@ class State:
     """The arrays of a run between two steps, and how far it is.
 
     Attributes:
-        arrays: in the order of the buffer table's persistent buffers; None for what another process holds. In a stream
-            there are also those of the micro-batches in flight.
+        arrays: in the order of the buffer table's persistent buffers; None for what another process
+            holds. In a stream there are also those of the micro-batches in flight.
         words: of the run's key.
         step: the steps so far.
         stream_steps: the steps of an asynchronous stream so far; 0 when nothing is in flight.
@@ -75,7 +78,8 @@ class State:
             count: of the arrays that the plan in use has.
 
         Raises:
-            ValueError: a later step has taken the arrays, or they are another pipeline's, or copies.
+            ValueError: a later step has taken the arrays, or they are another pipeline's, or
+                copies.
         """
         if not is_whole(self.step) or self.step < 0:
             step = f"the state is of step {brief(self.step)}"
@@ -129,7 +133,10 @@ class Leaf:
 
 
 def given_leaves(values: Sequence[Any]) -> list[Leaf]:
-    """Returns leaves that copy arrays; the caller's own are never taken, and lazy ones are read one by one."""
+    """Returns leaves that copy arrays.
+
+    The caller's own are never taken, and lazy ones are read one by one.
+    """
 
     def put(value: Any, device: Device, spec: Spec) -> jax.Array:
         sharding = _jax.sharding_on(device, spec)
@@ -145,9 +152,10 @@ def given_leaves(values: Sequence[Any]) -> list[Leaf]:
 def made_leaves(store: ProgramStore, fn: Callable[..., Any], rng: jax.Array) -> list[Leaf]:
     """Returns each leaf of `fn(rng)` as something to be made on its own device.
 
-    The function is traced as a whole and cut into a program per leaf, by dropping the equations that the leaf does not
-    need. So no device ever holds more than it owns, and leaves that are alike share a program. Keys, and other few
-    integers, are computed here and now: programs that each derived their own from `rng` would seldom be alike.
+    The function is traced as a whole and cut into a program per leaf, by dropping the equations
+    that the leaf does not need. So no device ever holds more than it owns, and leaves that are
+    alike share a program. Keys, and other few integers, are computed here and now: programs that
+    each derived their own from `rng` would seldom be alike.
 
     Args:
         store: compiles the programs.

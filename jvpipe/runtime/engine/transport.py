@@ -3,7 +3,8 @@
     source    offer(1, 17, array)      lets the array be pulled under a number, and returns at once
     target    ask(0, 17, like)         pulls what is offered under it; both may come first
 
-A number is that of the row that copies, together with the run of rows that it belongs to: all processes count alike.
+A number is that of the row that copies, together with the run of rows that it belongs to: all
+processes count alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,10 @@ _NEVER = (1 << 62) - 1
 
 @runtime_checkable
 class Transport(Protocol):
-    """Offers arrays to other processes and asks for theirs; both return at once, with futures like any array."""
+    """Offers arrays to other processes and asks for theirs.
+
+    Both return at once, with futures like any array.
+    """
 
     def begin(self) -> None:
         """Begins another run of rows: numbers of rows mean other copies from here on."""
@@ -45,7 +49,8 @@ class Transport(Protocol):
         Args:
             process: that offers it.
             number: of the row that copies it.
-            like: its shape and type, and where it is to lie: over a group of devices as it does at its source.
+            like: its shape and type, and where it is to lie: over a group of devices as it does at
+                its source.
         """
         ...
 
@@ -57,8 +62,8 @@ class Transport(Protocol):
 class TransferServers:
     """Copies through the transfer servers of all processes, which match offers and asks by number.
 
-    To notice when a process is gone, it asks every other one for something that is never offered: that ask fails when
-    the connection ends.
+    To notice when a process is gone, it asks every other one for something that is never offered:
+    that ask fails when the connection ends.
 
     Args:
         server: this process's.
@@ -96,7 +101,8 @@ class TransferServers:
         Args:
             process: that offers it.
             number: of the row that copies it.
-            like: its shape and type, and where it is to lie: over a group of devices as it does at its source.
+            like: its shape and type, and where it is to lie: over a group of devices as it does at
+                its source.
         """
         if not like.size:
             return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)

@@ -20,7 +20,8 @@ def shape(array: Array) -> jax.ShapeDtypeStruct:
 def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
     """Returns the array of the graph that a value is like.
 
-    What is computed of a parameter has its shape: a gradient, a predicted weight. So has a cotangent that of its edge.
+    What is computed of a parameter has its shape: a gradient, a predicted weight. So has a
+    cotangent that of its edge.
 
     Args:
         graph: the model's.
@@ -68,7 +69,9 @@ def graph_array(graph: LayerGraph, kind: ValueKind, index: int) -> Array | None:
 
 
 def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Array | None:
-    """Returns the array of the graph or of the optimizer that a value is like; None for what only a program knows.
+    """Returns the array of the graph or of the optimizer that a value is like.
+
+    Returns None for what only a program knows.
 
     Args:
         graph: the model's.
@@ -81,9 +84,10 @@ def value_array(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Arr
 
 
 def value_spec(graph: LayerGraph, optimizer: OptimizerCut, value: Value) -> Spec:
-    """Returns how a value lies over the devices of its place; an array without a layout is whole on each.
+    """Returns how a value lies over the devices of its place.
 
-    The layout of residuals is not among these: only the programs that leave them know it.
+    An array without a layout is whole on each. The layout of residuals is not among these: only the
+    programs that leave them know it.
 
     Args:
         graph: the model's.

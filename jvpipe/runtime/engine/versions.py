@@ -1,8 +1,8 @@
 """The ledger of versions: which weights every forward and backward of every layer read, and what each update made.
 
-A run that follows it, on one device and in any order that it allows, is bitwise identical: `jvpipe.replay`. A steady
-stream repeats one step, so the ledger keeps that step's uses once, and for each repetition only the numbers of the
-micro-batch and the version from which they count.
+A run that follows it, on one device and in any order that it allows, is bitwise identical:
+`jvpipe.replay`. A steady stream repeats one step, so the ledger keeps that step's uses once, and
+for each repetition only the numbers of the micro-batch and the version from which they count.
 """
 
 from bisect import bisect_left
@@ -43,8 +43,8 @@ class VersionLedger:
     """The reads and updates of a run, in the order in which they were dispatched.
 
     Attributes:
-        complete: it goes back to the start of the run. The record of a run that was resumed in flight has only the
-            micro-batches that were in flight, and later ones.
+        complete: it goes back to the start of the run. The record of a run that was resumed in
+            flight has only the micro-batches that were in flight, and later ones.
     """
 
     _runs: list[_Run | None] = field(default_factory=list)  # None stands for a drain
@@ -81,7 +81,10 @@ class VersionLedger:
         yield from ((uses_of[m], m in drained) for m in sorted(uses_of))
 
     def __getitem__(self, at: tuple[int, int]) -> Reads:
-        """Returns the reads of a layer and a micro-batch; raises KeyError if it has not passed there."""
+        """Returns the reads of a layer and a micro-batch.
+
+        Raises KeyError if it has not passed there.
+        """
         table = self.table()
         if at not in table:
             raise KeyError(f"micro-batch {at[1]} has not passed layer {at[0]}")

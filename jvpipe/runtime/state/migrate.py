@@ -1,19 +1,21 @@
 """Moving layers between devices while training runs.
 
-A micro-batch runs whole under one plan: its forwards, its backwards, in a stream its updates. From a given micro-batch
-on that is the new plan. So residuals never move, and no micro-batch computes anything else than without the move.
+A micro-batch runs whole under one plan: its forwards, its backwards, in a stream its updates. From
+a given micro-batch on that is the new plan. So residuals never move, and no micro-batch computes
+anything else than without the move.
 
     layer 3 goes from device 0 to device 1 at micro-batch 2:
     device 0   F0 F1 B0    B1 SUM                   its tasks of the old plan, then what it has summed leaves
     link             WEIGHTS      SUM               weights and optimizer state go ahead, beside the work
     device 1                          F2 B2 ...     its tasks of the new plan
 
-What was left behind is freed once all copies have come. If anything fails before, the old state is whole. If a move
-between two steps fails later, when some values are only on the host, it brings them back. Inside a step what comes
-later is the update, which consumes the state as it does in every step.
+What was left behind is freed once all copies have come. If anything fails before, the old state is
+whole. If a move between two steps fails later, when some values are only on the host, it brings
+them back. Inside a step what comes later is the update, which consumes the state as it does in
+every step.
 
-Over several processes nothing is freed between two steps before every process says that all copies have come: what
-fails in one of them leaves all with the old state.
+Over several processes nothing is freed between two steps before every process says that all copies
+have come: what fails in one of them leaves all with the old state.
 """
 
 from collections.abc import Sequence
@@ -57,8 +59,8 @@ class PlanChange:
         new: the plan since.
         layers: that moved: (layer, device before, device after).
         moved_bytes: carried by the copies.
-        how: "inside" a step, "between" two steps, or "by host": between two steps, through the host's memory, since a
-            device cannot hold what leaves and what arrives at once.
+        how: "inside" a step, "between" two steps, or "by host": between two steps, through the
+            host's memory, since a device cannot hold what leaves and what arrives at once.
     """
 
     step: int
@@ -88,7 +90,8 @@ class Migration:
         old: the plan in use.
         new: the plan to come.
         bound: a whole step if the change is made inside one, else only the moves.
-        stream_steps: in a stream, how far the old plan's has come, or a number of steps after which it is the same.
+        stream_steps: in a stream, how far the old plan's has come, or a number of steps after which
+            it is the same.
         steps: where that is in the stream of the new plan.
         leaving: over several processes, the rows that end what the moves have left behind.
     """
@@ -105,8 +108,9 @@ class Migration:
 class _Way(NamedTuple):
     """A way to make a change of plan.
 
-    `after` runs what follows; `lowered` is what all processes run together, and `bound` what this one does; `peaks` are
-    the most bytes meanwhile. The other fields are those of `PlanChange` and `Migration`.
+    `after` runs what follows; `lowered` is what all processes run together, and `bound` what this
+    one does; `peaks` are the most bytes meanwhile. The other fields are those of `PlanChange` and
+    `Migration`.
     """
 
     after: CompiledPlan
@@ -129,8 +133,8 @@ def prepare_migration(
 ) -> Migration:
     """Lowers and compiles a change of plan at a step and a micro-batch, the first way for which there is room.
 
-    Inside a step nothing stops, but both plans are in memory; between two steps the pipeline is drained first; by host
-    a device never holds what leaves and what arrives at once.
+    Inside a step nothing stops, but both plans are in memory; between two steps the pipeline is
+    drained first; by host a device never holds what leaves and what arrives at once.
 
     Args:
         old: the plan in use.
@@ -142,7 +146,8 @@ def prepare_migration(
         hosts: the processes that all take the same way, if they are to agree on it here.
 
     Raises:
-        MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within it.
+        MemoryLimitExceeded: the new plan does not keep the limit, or nothing can be moved within
+            it.
     """
     together(hosts, "limits", lambda: limits.check(new.peaks, new.devices))
     step, microbatch = at
@@ -171,7 +176,8 @@ def _ways(old: CompiledPlan, new: CompiledPlan, *, starts_inside: bool) -> list[
     # Whole micro-batches and slices of them cannot be mixed in one step.
     if starts_inside and not (old.plan.replicated or new.plan.replicated):
         ways.insert(0, "inside")
-    # By host, arrays are freed before all has come: what failed in one process could not be undone in the others.
+    # By host, arrays are freed before all has come: what failed in one process could not be undone
+    # in the others.
     if not new.hosts:
         ways.append("by host")
     return ways
@@ -215,7 +221,8 @@ def moved_between_steps(
         controller: runs it.
 
     Raises:
-        StageError: a copy failed; its `state` is whole under the old plan, unless it is a `HostLost`.
+        StageError: a copy failed; its `state` is whole under the old plan, unless it is a
+            `HostLost`.
     """
     at, hosts = Moment(state.step), migration.new.hosts
     if hosts is None or migration.leaving is None:
@@ -254,13 +261,15 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
     if not any(x is not None and x.is_deleted() for x in state.arrays):
         return state
     buffers, placing = migration.bound.lowered.buffers, migration.old.placing
-    # Some copy of each array is alive, at the old place or at the new one, on a device or on the host.
+    # Some copy of each array is alive, at the old place or at the new one, on a device or on the
+    # host.
     alive: dict[Name, Any] = {}
     for buffer, x in zip(buffers, table, strict=True):
         if x is not None and not x.is_deleted():
             alive.setdefault(name_of(buffer), x)
     values = {name: to_host(x) for name, x in alive.items()}
-    # The table begins with the state; what follows was made by the move, and takes the room of what comes back.
+    # The table begins with the state; what follows was made by the move, and takes the room of what
+    # comes back.
     for x in table[len(state.arrays) :]:
         if x is not None:
             x.delete()
@@ -274,7 +283,8 @@ def state_after_failed_move(migration: Migration, state: State, table: Sequence[
 def moved_layers(old: Plan, new: Plan) -> tuple[tuple[int, int, int], ...]:
     """Returns the layers that change devices: (layer, before, after).
 
-    For replicas, the event names the first device that a layer leaves and the first to which it comes.
+    For replicas, the event names the first device that a layer leaves and the first to which it
+    comes.
 
     >>> moved_layers(Plan.from_cuts([2, 1]), Plan.from_cuts([1, 2]))
     ((1, 0, 1),)
@@ -304,7 +314,8 @@ def _step(old: CompiledPlan, new: CompiledPlan, microbatch: int) -> tuple[Lowere
 def _plain(compiled: CompiledPlan) -> TaskLists:
     """Returns the tasks of each stage in a step inside which layers move, with whole backwards.
 
-    Lists of several stages per device, or of halves, give way to 1F1B's for this step: the order changes no value.
+    Lists of several stages per device, or of halves, give way to 1F1B's for this step: the order
+    changes no value.
     """
     stages = len(compiled.plan.stages)
     are_whole = all(task.kind in (Kind.F, Kind.B) for tasks in compiled.lists for task in tasks)

@@ -1,10 +1,11 @@
 """A model that changes while it is trained: what both models have stays, what leaves is parked, the rest is made.
 
-Where each array comes from is decided before anything happens (`origins.py`). On the way either both models lie beside
-each other, or what leaves goes to the host first; until all has come, the old model can be restored.
+Where each array comes from is decided before anything happens (`origins.py`). On the way either
+both models lie beside each other, or what leaves goes to the host first; until all has come, the
+old model can be restored.
 
-Each of several processes parks what leaves its own devices. What another process needs goes there from device to
-device, and nothing leaves before all of it has come everywhere.
+Each of several processes parks what leaves its own devices. What another process needs goes there
+from device to device, and nothing leaves before all of it has come everywhere.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 from jvpipe import _jax
 from jvpipe.ir.buffers import HOST, Peak, Spot
 from jvpipe.ir.values import Owner
+from jvpipe.runtime.engine.channel import CLOSING_S
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.failures import HostLost, StageError
 from jvpipe.runtime.engine.hosts import Carried
@@ -32,9 +34,6 @@ from jvpipe.runtime.engine.tensors import (
 from jvpipe.runtime.engine.transport import to_host
 from jvpipe.runtime.state.origins import Arrival, Origins, Parked
 
-_CLOSING_S = 1.0
-"""How long it may take until the connection to a process that is gone has ended."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelChange:
@@ -47,8 +46,8 @@ class ModelChange:
         new: made.
         parked: of the model before, which this one lacks.
         moved_bytes: of arrays that changed devices.
-        how: "beside" each other, or "by host": what leaves or moves goes to the host before anything arrives, since a
-            device cannot hold both at once.
+        how: "beside" each other, or "by host": what leaves or moves goes to the host before
+            anything arrives, since a device cannot hold both at once.
     """
 
     step: int
@@ -82,8 +81,10 @@ def plan_model_switch(
         limits: kept at every instant.
 
     Raises:
-        ValueError: an array has the path of one of the old model and another shape or type, or lacks its values.
-        MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within it.
+        ValueError: an array has the path of one of the old model and another shape or type, or
+            lacks its values.
+        MemoryLimitExceeded: the new model does not keep the limit, or nothing can be moved within
+            it.
     """
     origins = Origins(old, new, values, parked)
     switch = ModelSwitch(origins, by_host=False)
@@ -96,7 +97,8 @@ def plan_model_switch(
     hosts.together("new model", origins.check)
     hosts.together("limits", check_after)
     if new.hosts is not None:
-        # By host, arrays are freed before all has come: what failed in one process could not be undone in the others.
+        # By host, arrays are freed before all has come: what failed in one process could not be
+        # undone in the others.
         hosts.together("limits", lambda: limits.check(switch.peaks, new.devices, way))
         return switch
     try:
@@ -112,7 +114,8 @@ class ModelSwitch:
     """Turns one compiled plan's arrays into another's.
 
     Args:
-        origins: where each array comes from; what is `parked` changes once the new model has taken over.
+        origins: where each array comes from; what is `parked` changes once the new model has taken
+            over.
         by_host: what leaves has to go before anything arrives.
     """
 
@@ -129,7 +132,8 @@ class ModelSwitch:
 
     def change(self, step: int) -> ModelChange:
         """Returns the entry of the history for this switch, made before a step."""
-        # A parameter may be read at several places: each path is told once, in the order of the model.
+        # A parameter may be read at several places: each path is told once, in the order of the
+        # model.
         paths: dict[str, dict[str, None]] = {"kept": {}, "return": {}, "make": {}}
         for arrival in self.origins.arrivals:
             kind, array = arrival.identity
@@ -209,7 +213,7 @@ class ModelSwitch:
             raise
         except BaseException as error:
             is_alone = origins.hosts.count == 1
-            if gone := "" if is_alone else origins.hosts.gone(wait_s=_CLOSING_S):
+            if gone := "" if is_alone else origins.hosts.gone(wait_s=CLOSING_S):
                 raise HostLost(
                     f"{gone}, go on from the last checkpoint: the model was being changed"
                 ) from error
@@ -279,7 +283,8 @@ class ModelSwitch:
         Args:
             before: the old model's values, by buffer.
             placed: gets the arrays, by their spots.
-            sent: gets those that are put on a device only to go to another process, and their places.
+            sent: gets those that are put on a device only to go to another process, and their
+                places.
             ledger: counts them.
 
         Returns:

@@ -1,7 +1,8 @@
 """The origins of a new model's arrays, where one model takes another one's place while it is trained.
 
-An array is the same in both models if its kind, path, shape and type are. The optimizer's state of a parameter goes
-where the parameter goes; state that belongs to no parameter (a step count) always stays.
+An array is the same in both models if its kind, path, shape and type are. The optimizer's state of
+a parameter goes where the parameter goes; state that belongs to no parameter (a step count) always
+stays.
 
     old model    A  B  C         A stays where it is; B is copied, since its device changes
                  |  |  |         C is parked on the host, with its optimizer's state
@@ -64,7 +65,8 @@ class Origins:
         """Checks that the arrays of both models fit together.
 
         Raises:
-            ValueError: an array has another shape or type than before, or one that is new has no value.
+            ValueError: an array has another shape or type than before, or one that is new has no
+                value.
         """
         # By path: an array of the same path must be the same, or it would silently begin again.
         before = {(kind, array.name): array for kind, array in self.before}
@@ -115,7 +117,8 @@ class Origins:
         def source(identity: Identity, buffer: Buffer) -> Source:
             if identity[0] == "constant":
                 return Source("make")
-            # What the optimizer remembers of a parameter is of use only beside the values of that parameter.
+            # What the optimizer remembers of a parameter is of use only beside the values of that
+            # parameter.
             is_state = buffer.owner is Owner.OPTIMIZER
             owner = owners.get(buffer.value.index) if is_state else None
             # At its place and in its memory an array stays, even if it has copies elsewhere.

@@ -1,9 +1,9 @@
 """A run again on one device, one micro-batch after the other, by nothing but what the ledger of versions says.
 
-It calls the layers' own programs, since only these compute bitwise identical results, and shares nothing with the
-controller: no lists, no lowering, no buffers. A forward reads the version that the ledger names, so does a backward,
-and an update makes the next version. Each micro-batch is run whole before the next one begins: all versions that it may
-read are kept.
+It calls the layers' own programs, since only these compute bitwise identical results, and shares
+nothing with the controller: no lists, no lowering, no buffers. A forward reads the version that the
+ledger names, so does a backward, and an update makes the next version. Each micro-batch is run
+whole before the next one begins: all versions that it may read are kept.
 """
 
 import operator
@@ -57,11 +57,13 @@ class Replay:
         self._optimizer = dict(state)
         self._model_state = list(model_state)
         self._constants = constants
-        # By parameter and version, what is remembered of updates: PipeMare's mean, or XPipe's last update.
+        # By parameter and version, what is remembered of updates: PipeMare's mean, or XPipe's last
+        # update.
         self._memory: dict[tuple[int, int], Any] = {}
         self._count: dict[int, Any] = {}  # by layer, the updates that its mean has seen
         self._weights: list[Any] = []  # of the micro-batches since the last update
-        # Gradients of the update to come, by parameter and reader; where devices take turns, those of each.
+        # Gradients of the update to come, by parameter and reader; where devices take turns, those
+        # of each.
         self._sums: dict[tuple[int, int], list[Any]] = {}
         self._done: dict[int, int] = {}  # by layer, the backwards since the last update
 
@@ -77,7 +79,8 @@ class Replay:
         """Runs forward, backward and updates of one micro-batch; returns its loss.
 
         Args:
-            compiled: has the backwards and the optimizer; those of a stream's synchronous beginning are others.
+            compiled: has the backwards and the optimizer; those of a stream's synchronous beginning
+                are others.
             uses: which versions were read and made.
             batch: the leaves of the micro-batch.
             seed: the words of its key.
@@ -147,7 +150,8 @@ class Replay:
         plain = self._versions[p, use.version]
         if not use.shift:
             return plain
-        # A forward's weights are predicted some updates ahead, a backward's are corrected some updates back.
+        # A forward's weights are predicted some updates ahead, a backward's are corrected some
+        # updates back.
         updates = -use.shift if KINDS[kind].back else use.shift
         shape = jax.ShapeDtypeStruct(plain.shape, plain.dtype)
         remembered = self._memory[p, use.version]
@@ -155,7 +159,10 @@ class Replay:
         return shifted
 
     def _run_again(self, layer: Layer) -> list[Any]:
-        """Runs a layer's forward again, with the backward's weights; returns what it wrote, and new residuals."""
+        """Runs a layer's forward again, with the backward's weights.
+
+        Returns what it wrote, and new residuals.
+        """
         if layer.id not in self._again:
             reads = [self._back(layer, ref) for ref in layer.reads]
             out = self._run(forward_program(self._programs(layer), recompute=True), reads)
@@ -182,7 +189,8 @@ class Replay:
         signature = self._programs(layer).signature
         if signature.is_idle:
             return
-        # What runs again comes first, in the order of a run: it renews residuals that the sources below name.
+        # What runs again comes first, in the order of a run: it renews residuals that the sources
+        # below name.
         for kind, i in signature.sources:
             if kind == "input":
                 self._back(layer, layer.reads[i])
@@ -217,7 +225,10 @@ class Replay:
         return inputs[i]
 
     def _turn(self, layer: Layer) -> tuple[int, int]:
-        """Counts a backward of a layer; returns which of its stage's devices ran it, and how many take turns."""
+        """Counts a backward of a layer.
+
+        Returns which of its stage's devices ran it, and how many take turns.
+        """
         turns = len(self._compiled.plan.stages[self._stage[layer.id]].devices)
         done = self._done.get(layer.id, 0)
         self._done[layer.id] = done + 1

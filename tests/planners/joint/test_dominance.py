@@ -43,5 +43,5 @@ def test_the_front_is_what_no_other_state_dominates() -> None:
     assert len({tuple(states[:, at]) for at in kept}) == len(kept)
 
 
-def test_sums_to_come() -> None:
+def test_what_is_to_come_is_summed_from_the_end() -> None:
     assert to_come(np.array([1.0, 2.0, 4.0])).tolist() == [7, 6, 4, 0]

@@ -1,7 +1,7 @@
 """Arrays by kind and path as a safetensors file, whose names are KIND/PATH.
 
-The format holds neither typed keys, which are written as their words, nor some types of numbers, which are written as
-bytes: what they were is kept beside the arrays.
+The format holds neither typed keys, which are written as their words, nor some types of numbers,
+which are written as bytes: what they were is kept beside the arrays.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -132,7 +132,10 @@ def names_in(file: Path) -> list[str]:
 
 
 def read(file: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Reads the arrays of these names, and nothing else; raises ValueError if they are not there."""
+    """Reads the arrays of these names, and nothing else.
+
+    Raises ValueError if they are not there.
+    """
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in names}
 

@@ -1,11 +1,13 @@
 """Checkpoints written beside the training: one at a time, in a thread of its own.
 
-What is written was copied to the host before, so no step waits for the disk, and none changes what is written.
+What is written was copied to the host before, so no step waits for the disk, and none changes what
+is written.
 
-Orbax's CheckpointManager has a thread and a retention too, but a format of its own: without a digest of every file,
-without parts per process (its arrays are global ones that all processes hold together; ours lie with one process each,
-whatever the cut) and without states in flight. It also names and deletes the folders by rules of its own. With a
-handler that writes generations, all that would remain of it is the thread, which is this file.
+Orbax's CheckpointManager has a thread and a retention too, but a format of its own: without a
+digest of every file, without parts per process (its arrays are global ones that all processes hold
+together; ours lie with one process each, whatever the cut) and without states in flight. It also
+names and deletes the folders by rules of its own. With a handler that writes generations, all that
+would remain of it is the thread, which is this file.
 """
 
 import threading
@@ -15,7 +17,8 @@ from collections.abc import Callable
 class Writer:
     """Runs one write at a time; what a write fails with is raised by the next call.
 
-    A context manager: at its end it waits for the write under way, and raises its failure unless the block has failed.
+    A context manager: at its end it waits for the write under way, and raises its failure unless
+    the block has failed.
 
     >>> with Writer() as writer:
     ...     writer.begin(lambda: print("written"))

@@ -1,7 +1,7 @@
 """Checkpoints: arrays by parameter path, so that a run saved under one cut can be restored under any other.
 
-A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are KIND/PATH. Several
-processes write a part each instead, and `meta.json` says which part has what.
+A checkpoint is a generation of its folder: `meta.json`, and `arrays.safetensors`, whose names are
+KIND/PATH. Several processes write a part each instead, and `meta.json` says which part has what.
 """
 
 import json
@@ -22,7 +22,9 @@ ARRAYS, META = "arrays.safetensors", "meta.json"
 
 
 def save_checkpoint(path: str | Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-    """Writes a checkpoint; whenever the process dies, the folder holds either the one before or this one, whole.
+    """Writes a checkpoint.
+
+    Whenever the process dies, the folder holds either the one before or this one, whole.
 
     Args:
         path: a folder, which may hold an older checkpoint that this one replaces.
@@ -80,7 +82,9 @@ class Saved:
         generations.check_generation(self.generation, files[process::count])
 
     def read(self, names: Collection[tuple[str, str]] | None = None) -> Arrays:
-        """Reads arrays, and no more of any file than these; all others are in the result too, as None.
+        """Reads arrays, and no more of any file than these.
+
+        All others are in the result too, as None.
 
         Args:
             names: kind and path of each; all unless given.
@@ -170,7 +174,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Compares the files of a checkpoint with their digests, if there is one; raises DamageError if they differ."""
+    """Compares the files of a checkpoint with their digests, if there is one.
+
+    Raises DamageError if they differ.
+    """
     if generation := generations.newest(path):
         generations.check_generation(generation)
 

@@ -1,8 +1,9 @@
 """States in flight between the steps of an asynchronous stream: their names, and the plain state in them.
 
-A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight has those of
-`Step.after`: every live version of the weights, residuals, edges, sums of gradients. The newest version of what a plain
-state has is always among these, so whoever asks for parameters, or evaluates, need not drain the stream.
+A plain state has the arrays that lie on the devices when nothing is in flight; a state in flight
+has those of `Step.after`: every live version of the weights, residuals, edges, sums of gradients.
+The newest version of what a plain state has is always among these, so whoever asks for parameters,
+or evaluates, need not drain the stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ def newest_of(compiled: CompiledPlan, stream_steps: int) -> dict[Name, int]:
         stream_steps: the steps of its stream, 0 at rest.
     """
     newest = _newest(names_of(compiled, stream_steps))
-    # If an array has several copies, the first one counts: from last to first, it comes to stand in the result.
+    # If an array has several copies, the first one counts: from last to first, it comes to stand in
+    # the result.
     backwards = reversed(compiled.persistent)
     return {name_of(buffer): newest[_holder(buffer.spot)] for buffer in backwards}
 
@@ -66,9 +68,9 @@ def plain_arrays(compiled: CompiledPlan, state: State) -> tuple[jax.Array, ...]:
 def brought_arrays(
     compiled: CompiledPlan, state: State, plain: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a plain state, each where the plan has it; all processes call it together.
+    """Returns the arrays of a plain state, each where the plan has it.
 
-    What still lies with another process is brought over.
+    All processes call it together. What still lies with another process is brought over.
 
     Args:
         compiled: what the state belongs to.
@@ -99,7 +101,8 @@ def brought_arrays(
 def _nearest(compiled: CompiledPlan, stream_steps: int) -> list[int]:
     """Returns for each array of a plain state where its newest version is among a state's arrays.
 
-    If that version has several copies, it is the one at the array's own place, if there is one; else a layer is moving.
+    If that version has several copies, it is the one at the array's own place, if there is one;
+    else a layer is moving.
     """
     spots = names_of(compiled, stream_steps)
     at, newest = {spot: i for i, spot in enumerate(spots)}, _newest(spots)
@@ -158,8 +161,8 @@ def _newest(names: Sequence[Spot]) -> dict[_Holder, int]:
 def _holder(spot: Spot) -> _Holder:
     """Returns the key of all versions of a value.
 
-    Layers may be moving, so parameters and optimizer state are found wherever they lie. Model state and constants are
-    looked up at their own place.
+    Layers may be moving, so parameters and optimizer state are found wherever they lie. Model state
+    and constants are looked up at their own place.
     """
     value = spot.value
     is_of_place = value.kind in (ValueKind.STATE, ValueKind.CONSTANT)
@@ -169,7 +172,9 @@ def _holder(spot: Spot) -> _Holder:
 def restore_in_flight(
     compiled: CompiledPlan, stream_steps: int, values: Mapping[str, Any], ledger: Ledger
 ) -> tuple[jax.Array, ...]:
-    """Puts the arrays of a state in flight where each lay; returns None for those of other processes.
+    """Puts the arrays of a state in flight where each lay.
+
+    Returns None for those of other processes.
 
     Args:
         compiled: what the state belongs to.
@@ -182,7 +187,8 @@ def restore_in_flight(
     """
     step = compiled.stream.step(stream_steps - 1)
     names = [str(spot) for spot in step.after]
-    # Names are those of the stream's buffers, so a lowering that names them differently cannot go on.
+    # Names are those of the stream's buffers, so a lowering that names them differently cannot go
+    # on.
     if unknown := sorted(values.keys() ^ set(names)):
         raise ValueError(
             f"the checkpoint in flight names its arrays otherwise ({unknown[0]!r}): another version wrote it. "
@@ -210,7 +216,10 @@ def restore_in_flight(
 
 
 def _like(compiled: CompiledPlan, buffer: Buffer) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and type of an array in flight; None if only programs of an earlier plan know."""
+    """Returns the shape and type of an array in flight.
+
+    Returns None if only programs of an earlier plan know.
+    """
     value = buffer.value
     if value.kind is not ValueKind.RESIDUAL:
         return compiled.row_programs.known_shape(value)

@@ -3,9 +3,9 @@
     generation-000004/         the newest: whole, with digests.json
     generation-000005.draft/   being written, and forced to the disk; renaming it makes it the newest
 
-Only then is the older one deleted. A rename is atomic, so whenever a process dies, the newest generation is whole. What
-cannot be deleted gives a warning, and is tried again with the next one. Anything else in the folder is somebody else's,
-and left alone.
+Only then is the older one deleted. A rename is atomic, so whenever a process dies, the newest
+generation is whole. What cannot be deleted gives a warning, and is tried again with the next one.
+Anything else in the folder is somebody else's, and left alone.
 """
 
 import hashlib
@@ -53,7 +53,10 @@ def draft(folder: Path) -> Iterator[Path]:
 
 
 def begin_draft(folder: Path) -> Path:
-    """Returns a path for the next generation of a folder; deletes the drafts of processes that were killed."""
+    """Returns a path for the next generation of a folder.
+
+    Deletes the drafts of processes that were killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, newest(folder))
     # What could not be deleted keeps its number: no two folders ever have the same name.
@@ -69,7 +72,8 @@ def finish_draft(drafted: Path, digests: Mapping[str, str] | None = None) -> Non
         digests: of some of them, by name, if these were taken before.
     """
     generation = drafted.with_name(drafted.name.removesuffix(_DRAFT))
-    # Contents, then the name, each forced to the disk: after a crash the name never stands for less.
+    # Contents, then the name, each forced to the disk: after a crash the name never stands for
+    # less.
     _seal(drafted, digests or {})
     drafted.rename(generation)
     sync(generation.parent)
@@ -147,7 +151,10 @@ def damage_of(folder: Path) -> Iterator[None]:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Reads a JSON file of a folder; raises ValueError if it is gone, is not JSON, or is nested too deeply."""
+    """Reads a JSON file of a folder.
+
+    Raises ValueError if it is gone, is not JSON, or is nested too deeply.
+    """
     try:
         return json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as problem:

@@ -1,7 +1,8 @@
 """The entries of a checkpoint's `meta.json`, and what each of them must be.
 
-A checkpoint is data from outside: before anything is made of it, everything is checked against these patterns
-(`jvpipe.util.pattern`), so that an error names the entry instead of failing somewhere below.
+A checkpoint is data from outside: before anything is made of it, everything is checked against
+these patterns (`jvpipe.util.pattern`), so that an error names the entry instead of failing
+somewhere below.
 """
 
 from collections.abc import Mapping
@@ -62,7 +63,10 @@ _STATE = {
 
 
 def check_array_table(meta: Mapping[str, Any]) -> None:
-    """Checks the entries that say which arrays there are; raises ValueError for what is wrong with them."""
+    """Checks the entries that say which arrays there are.
+
+    Raises ValueError for what is wrong with them.
+    """
     if "kinds" not in meta:
         raise ValueError(f"{_WHERE} lacks kinds")
     for name in _ARRAYS.keys() & meta.keys():

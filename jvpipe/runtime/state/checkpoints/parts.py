@@ -3,7 +3,8 @@
     process 0   draft  |  part-0000.safetensors  |  meta.json, digests.json, the generation's name  |
     process 1          |  part-0001.safetensors  |                                                  |
 
-No process passes a bar before all have come to it. If one fails, all raise, and the older generation stays.
+No process passes a bar before all have come to it. If one fails, all raise, and the older
+generation stays.
 """
 
 import json

@@ -73,7 +73,8 @@ class Saving:
         Args:
             stream_steps: the steps of the stream that was saved, 0 at rest.
         """
-        # In flight every buffer is saved by its own name; at rest copies share the name of their leaf.
+        # In flight every buffer is saved by its own name; at rest copies share the name of their
+        # leaf.
         devices, spots = self.compiled.devices, names_of(self.compiled, stream_steps)
         here = [spot for spot in spots if is_own(devices[spot.place])]
         if stream_steps:
@@ -185,7 +186,10 @@ class Saving:
 
 
 def checkpoint_plan(path: str | Path) -> Plan | None:
-    """Returns the plan under which a state saved in flight goes on, as `Pipeline(stages=plan)`; None if any will do."""
+    """Returns the plan under which a state saved in flight goes on, as `Pipeline(stages=plan)`.
+
+    Returns None if any will do.
+    """
     saved = open_checkpoint(path)
     saved.check_state()
     in_flight = saved.meta.get("flight")

@@ -1,8 +1,8 @@
 """The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
 
-A container that is neither dict, list nor tuple is written as the name of its class and what its flattening keeps
-beside the children (keys, static fields), if that is plain data. Reading imports nothing, so that no checkpoint can run
-code: the class must have been imported before.
+A container that is neither dict, list nor tuple is written as the name of its class and what its
+flattening keeps beside the children (keys, static fields), if that is plain data. Reading imports
+nothing, so that no checkpoint can run code: the class must have been imported before.
 """
 
 import sys
@@ -20,7 +20,9 @@ Tree = Any
 
 
 def dump(tree: Tree) -> Any:
-    """Returns a tree as JSON, its leaves as shapes and types; None if a container of it cannot be written.
+    """Returns a tree as JSON, its leaves as shapes and types.
+
+    Returns None if a container of it cannot be written.
 
     >>> import numpy as np
     >>> dump({"a": (np.zeros(2, "float32"),)})
@@ -129,7 +131,10 @@ def _dump(tree: Tree) -> Any:
 
 
 def _as_json(kept: Any) -> Any:
-    """Returns the data that flattening kept as JSON, which has no tuples; raises TypeError for what is not plain."""
+    """Returns the data that flattening kept as JSON, which has no tuples.
+
+    Raises TypeError for what is not plain.
+    """
     if isinstance(kept, tuple):
         return {"tuple": [_as_json(x) for x in kept]}
     if isinstance(kept, list):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from experiments.planners.expert_split import expert_split, split_loads_s
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
 from jvpipe.cost.hardware import Link
 from jvpipe.papers.pipedream import pipedream
 from jvpipe.planners.model.problem import Problem
 from jvpipe.profiles.graph_file import read_graph
 from jvpipe.profiles.graph_parts import GraphFile
-from jvpipe.profiles.graph_split import expert_split, split_loads_s
 from jvpipe.schedules import find_schedule
 from tests.real_profiles import profile
 
