@@ -76,7 +76,13 @@ PASCAL = Family(
     _WINOGRAD,
 )
 """The P40."""
-VOLTA = Family(Constant(0.85, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
+VOLTA = Family(
+    Constant(0.85, _BY_BERT),
+    _MEMORY,
+    _LAUNCH_S,
+    _START,
+    _WINOGRAD,
+)
 """Volta and Turing, with products of float32 on the ordinary cores."""
 
 # An operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch").

@@ -102,11 +102,18 @@ class Accelerator:
         for dtype, rate in self.flops_per_s.items():
             _check(what, f"flops_per_s[{dtype!r}]", rate)
         _check(what, "launch_s", self.launch_s, zero=True)
-        _check(what, "elementwise_per_s", self.elementwise_per_s, infinite=True)
+        _check(
+            what,
+            "elementwise_per_s",
+            self.elementwise_per_s,
+            infinite=True,
+        )
 
     @property
     def buffers_wait(self) -> bool:
-        """Tells whether a buffer can be used only after all that was enqueued before it was made, as CUDA orders it."""
+        """Tells whether a buffer can be used only after all that was enqueued before it was made,
+        as CUDA orders it.
+        """
         return self.platform == "cuda"
 
     def products_per_s(self, dtype: str) -> float:

@@ -36,7 +36,8 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
 
 
 def devices_per_core(devices: Sequence[Device]) -> float:
-    """Counts the CPU devices of this process for each core that it may use; 0 for devices that share none.
+    """Counts the CPU devices of this process for each core that it may use; 0 for devices that
+    share none.
 
     Args:
         devices: of the pipeline.

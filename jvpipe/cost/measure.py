@@ -44,14 +44,17 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of all processors."""
+    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of
+    all processors.
+    """
 
     seconds: float
     temporary_bytes: int
     processor_s: float = 0.0
 
     def beside(self, devices_per_core: float) -> "Run":
-        """Returns the run while all devices are busy, when none has more of the cores than its share.
+        """Returns the run while all devices are busy, when none has more of the cores than its
+        share.
 
         >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
         (3.0, 5.0)
@@ -93,13 +96,19 @@ def measure_programs(
             temporary.append(needs.temp_size_in_bytes)
 
     def description(i: int) -> tuple[str, ...]:
-        return "seconds", surroundings(device), store.text(fitting[i][0], device)
+        program, _ = fitting[i]
+        return "seconds", surroundings(device), store.text(program, device)
 
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
     # Programs that an earlier process has timed are compiled, for their bytes, but not run.
-    seconds = (archive or Archive()).each(description, len(fitting), 2, measure)
+    seconds = (archive or Archive()).each(
+        description,
+        len(fitting),
+        2,
+        measure,
+    )
     for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
         runs[program.key] = Run(s, size, processor_s)
     return runs
@@ -137,7 +146,8 @@ def measured_costs(
         room_bytes: the bytes that the device has for a program; programs that need more are
             estimated.
         archive: where seconds of earlier processes are found, and new ones kept.
-        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were busy.
+        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were
+            busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
@@ -152,14 +162,16 @@ def measured_costs(
     pairs += ((piece_program(piece), piece.program) for piece in updates)
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    works = []
-    for forward, backward in zip(forwards, backwards["all"], strict=True):
-        f = runs[forward.key]
-        b = runs[backward.key]
-        works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
+    both = zip(forwards, backwards["all"], strict=True)
+    works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
     if optimizer is not None:
         update_s = partial(_update_s, runs)
-        works = with_update_seconds(works, traced.graph.loss_layer, optimizer, update_s)
+        works = with_update_seconds(
+            works,
+            traced.graph.loss_layer,
+            optimizer,
+            update_s,
+        )
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
@@ -168,9 +180,25 @@ def measured_costs(
             keys = {share: backwards[share][layer].key for share in shares}
             measured.append({share: runs[key] for share, key in keys.items()})
         inputs = own_inputs(traced.graph, signatures)
-        options = _measured_options(traced, inputs, kept["nothing"], measured, store, device)
+        options = _measured_options(
+            traced,
+            inputs,
+            kept["nothing"],
+            measured,
+            store,
+            device,
+        )
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _work(forward: Run, backward: Run) -> Work:
+    return Work(
+        forward.seconds,
+        backward.seconds,
+        forward.temporary_bytes,
+        backward.temporary_bytes,
+    )
 
 
 def _all_runs(
@@ -200,7 +228,14 @@ def _all_runs(
         else:
             idle[program.key] = Run(0.0, 0)
     to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
+    runs = measure_programs(
+        store,
+        to_run,
+        device,
+        earlier,
+        room_bytes,
+        archive,
+    )
     return idle | runs | _estimated(store, device, runs, busy)
 
 
@@ -239,7 +274,9 @@ def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, Closed
 
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
-    return runs[input_program(programs).key].seconds, runs[weight_program(programs).key].seconds
+    halves = input_program(programs), weight_program(programs)
+    input_s, weight_s = (runs[half.key].seconds for half in halves)
+    return input_s, weight_s
 
 
 def _update_s(runs: Runs, piece: Piece) -> float:
@@ -288,7 +325,8 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         names = kept_names(recompute.candidates, share)
         kept = [i for i, name in enumerate(recompute.names) if name in names]
         _, recomputed = recompute.dropping(kept)
-        points.append((recompute.extra_s(recomputed), max(run.seconds - least_s, 0.0)))
+        measured_s = max(run.seconds - least_s, 0.0)
+        points.append((recompute.extra_s(recomputed), measured_s))
     return Calibration(tuple(points))
 
 
@@ -346,7 +384,8 @@ def example_of(shape: Any) -> Any:
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
         return np.zeros(shape.shape, shape.dtype)  # may be indices, which must be in range
-    return np.random.default_rng(0).uniform(-1, 1, shape.shape).astype(shape.dtype)
+    rng = np.random.default_rng(0)
+    return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
 
 
 def _keys(shape: Any) -> jax.Array:
@@ -358,4 +397,5 @@ def _keys(shape: Any) -> jax.Array:
         return jax.random.key_data(keys)
 
     words = jax.eval_shape(words_of, shape)
-    return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])
+    ones = jnp.ones(words.shape, words.dtype)
+    return jax.random.wrap_key_data(ones, impl=impl[0])

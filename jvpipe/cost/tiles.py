@@ -95,7 +95,8 @@ def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -
     Args:
         sizes: of its dimensions.
         itemsize: bytes of an element.
-        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the least.
+        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the
+            least.
 
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)

@@ -105,6 +105,7 @@ class _Swaps:
             yield from self._fetch(_left_by(task))
         # What the next task reads comes back while this one runs.
         if following and KINDS[following.kind].back:
+            # It may not be on the host, and then stays where it is.
             coming = _left_by(following)
             if coming in self._hosted:
                 yield from self._fetch(coming)

@@ -20,9 +20,9 @@ from jvpipe.planners.model.problem import Decision, Problem
 def pipedream(problem: Problem) -> Decision:
     """Plans as PipeDream does; every residual is kept.
 
-    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is the fastest under the limit and
-    the problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations,
-    as in the paper.
+    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is the fastest under the
+    limit and the problem's own schedule: under `pipedream` stage s of S holds S - s versions and
+    activations, as in the paper.
 
     Raises:
         Infeasible: nothing fits.
