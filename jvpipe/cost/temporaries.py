@@ -342,7 +342,7 @@ def _images(jaxpr: Jaxpr) -> set[Var]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
             left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
-            # Of the gradient of a kernel both operands are images.
+            # Both operands of a kernel's gradient are images.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
             # Filters lie differently, so of both operands and the result two count.
             shapes |= {left, right if is_gradient else made}

@@ -103,12 +103,10 @@ class _Swaps:
         following = self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        # What the next task reads comes back while this one runs.
-        if following and KINDS[following.kind].back:
-            # It may not be on the host, and then stays where it is.
-            coming = _left_by(following)
-            if coming in self._hosted:
-                yield from self._fetch(coming)
+        coming = _left_by(following) if following and KINDS[following.kind].back else None
+        if coming is not None and coming in self._hosted:
+            # What the next task reads comes back while this one runs.
+            yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave a second one: whatever else is there must have gone before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
