@@ -428,8 +428,9 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
-        is_read = "global" in flow.readers[v]
-        if slot.kind is SlotKind.STATE and is_copied and is_read:
+        if slot.kind is not SlotKind.STATE or not is_copied:
+            continue
+        if "global" in flow.readers[v]:
             read.add(slot)
     return frozenset(read)
 
