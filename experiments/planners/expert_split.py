@@ -55,9 +55,12 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
     >>> split_loads_s(graph, [(4,), (5,)]), split_loads_s(graph, [(4, 5), ()])
     ((3.2, 3.2), (6.0, 0.0))
     """
-    device_of = {node: d for d, nodes in enumerate(split) for node in nodes}
+    device_of: dict[int, int] = {}
+    for d, nodes in enumerate(split):
+        device_of |= dict.fromkeys(nodes, d)
     if missing := [node for node in graph.costs.ids if node not in device_of]:
         raise ValueError(f"the split leaves out nodes {missing}: each needs a device")
+    # By layer: backward nodes have no place in `ids`.
     device = [device_of[node] for node in graph.costs.ids]
     loads = [0.0] * len(split)
     for d, layer in zip(device, graph.costs.layers, strict=True):
@@ -68,5 +71,6 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
         if away:
             times = 2 if edge.differentiable else 1  # the cotangent comes back
             for d in {home, *away}:
+                # Both ends of a link are busy while a value passes.
                 loads[d] += graph.link.seconds(edge.bytes) * times
     return tuple(loads)

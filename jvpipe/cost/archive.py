@@ -64,8 +64,9 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things; those that are not kept are measured now, and
-        kept.
+        """Returns the numbers of several things.
+
+        Numbers that are not kept are measured now, and kept.
 
         Args:
             what: returns the description of the i-th; it is not called without a folder.
@@ -83,6 +84,7 @@ class Archive:
             if numbers is not None and len(numbers) == count:
                 kept[description] = numbers
             else:
+                # Things with equal descriptions leave one entry: they are measured once.
                 missing[description] = i
         measured = measure(list(missing.values())) if missing else ()
         for description, numbers in zip(missing, measured, strict=True):

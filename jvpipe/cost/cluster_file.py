@@ -79,7 +79,8 @@ def read_cluster(path: Path) -> Cluster:
         "name devices_per_machine machines networks peer_uses_host host_memory_bytes "
         "device devices host peer network"
     )
-    devices, machines = _devices(table), table.count("machines", 1)
+    devices = _devices(table)
+    machines = table.count("machines", 1)
     # Devices of a list are shared out evenly unless the file says otherwise.
     default = max(1, len(devices) // machines) if devices else None
     per_machine = table.count("devices_per_machine", default)

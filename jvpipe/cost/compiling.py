@@ -142,8 +142,9 @@ class _Child:
 
 @dataclass
 class Compiler:
-    """The compiler of a target; a child starts when there are programs that the archive does not
-    know.
+    """The compiler of a target.
+
+    A child starts when there are programs that the archive does not know.
 
     Attributes:
         target: that it compiles for.
@@ -169,6 +170,7 @@ class Compiler:
         self.target.check()
         size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
         missing = [text for text, numbers in size_of.items() if numbers is None]
+        # A child takes seconds to start, so it starts only if it has something to compile.
         if missing:
             for text, numbers in self._compiled(missing):
                 self.archive.keep(numbers, *self._words(text))

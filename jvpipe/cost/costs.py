@@ -125,8 +125,9 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that one layer makes and others read; readers on other stages receive it and return
-    its cotangent.
+    """A value that one layer makes and others read.
+
+    Readers on other stages receive it and return its cotangent.
     """
 
     producer: int

@@ -92,6 +92,7 @@ def estimate(
             works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
     options = None
     if fates:
+        # Seconds of recomputation come from the roofline here, and not from measurements.
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
         options = layer_options(traced, own_inputs(graph, signatures), recomputed)
         options = with_said_options(traced, works, options, store, said)

@@ -39,8 +39,9 @@ class Family:
     winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
-        """Returns the share of the peak that products of a type reach; it was measured for float32
-        alone.
+        """Returns the share of the peak that products of a type reach.
+
+        It was measured for float32 alone.
         """
         return self.products.value if dtype == "float32" else SHEET.products.value
 
@@ -75,7 +76,13 @@ PASCAL = Family(
     _WINOGRAD,
 )
 """The P40."""
-VOLTA = Family(Constant(0.85, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
+VOLTA = Family(
+    Constant(0.85, _BY_BERT),
+    _MEMORY,
+    _LAUNCH_S,
+    _START,
+    _WINOGRAD,
+)
 """Volta and Turing, with products of float32 on the ordinary cores."""
 
 # An operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch").

@@ -36,8 +36,9 @@ def recomputes(
     nothing: Sequence[LayerPrograms],
     device: Accelerator,
 ) -> list[Recompute]:
-    """Finds what dropping candidates costs each layer, by the roofline; equal layers share an
-    object.
+    """Finds what dropping candidates costs each layer, by the roofline.
+
+    Equal layers share an object.
 
     Args:
         traced: the model.
@@ -111,6 +112,7 @@ def options_of(
     others = []
     for kept in recompute.subsets():
         for option in _swapping(recompute, kept, input_bytes):
+            # Both are in the list anyway, first and last.
             if option not in (everything, nothing):
                 others.append(option)
     compared = [everything, nothing, *others]
@@ -215,6 +217,7 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
         points: (points, 4), of which less is better in every column.
         count: the most places that are returned.
     """
+    # Each point is compared with all others: n^2.
     efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]

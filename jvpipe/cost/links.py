@@ -111,10 +111,12 @@ def measure_links(
 
     out_s = seconds(out, here)
     back_s = seconds(lambda x: jax.device_put(x, here), pinned)
-    out_link, back_link = link_through(sizes, out_s), link_through(sizes, back_s)
+    out_link = link_through(sizes, out_s)
+    back_link = link_through(sizes, back_s)
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
     send_s = seconds(send, here)
+    # Large copies, so that latencies do not count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
     together_s = _seconds([out, send], large)
     shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
@@ -147,6 +149,7 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
     for run in zip(*arrays, strict=True):
         start = time.perf_counter()
         jax.block_until_ready([copy(x) for copy, x in zip(copies, run, strict=True)])
+        # The first run warms up, and does not count.
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 

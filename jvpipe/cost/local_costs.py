@@ -58,9 +58,11 @@ class LocalCosts:
 
     def _mixed(self, b: int) -> Costs:
         last = len(self.batches) - 1
+        # Beyond the measured sizes the line of the nearest two goes on.
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
-        at, to = self.batches[low], self.batches[high]
+        at = self.batches[low]
+        to = self.batches[high]
         share = (b - at) / (to - at) if low < high else 0.0
 
         def in_proportion(near: float | int, far: float | int) -> float | int:
@@ -110,6 +112,7 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
     forward_s = mix(near.forward_s, far.forward_s)
     backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
+    # The first option keeps everything, so what the others hold is in proportion to it.
     bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
     backward_share = _ratio(backward_s, far.backward_s)
     # What runs again is of the kind of the forward; where that takes nothing, of the backward's.

@@ -44,14 +44,17 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of all processors."""
+    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of
+    all processors.
+    """
 
     seconds: float
     temporary_bytes: int
     processor_s: float = 0.0
 
     def beside(self, devices_per_core: float) -> "Run":
-        """Returns the run while all devices are busy, when none has more of the cores than its share.
+        """Returns the run while all devices are busy, when none has more of the cores than its
+        share.
 
         >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
         (3.0, 5.0)
@@ -93,12 +96,19 @@ def measure_programs(
             temporary.append(needs.temp_size_in_bytes)
 
     def description(i: int) -> tuple[str, ...]:
-        return "seconds", surroundings(device), store.text(fitting[i][0], device)
+        program, _ = fitting[i]
+        return "seconds", surroundings(device), store.text(program, device)
 
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    seconds = (archive or Archive()).each(description, len(fitting), 2, measure)
+    # Programs that an earlier process has timed are compiled, for their bytes, but not run.
+    seconds = (archive or Archive()).each(
+        description,
+        len(fitting),
+        2,
+        measure,
+    )
     for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
         runs[program.key] = Run(s, size, processor_s)
     return runs
@@ -152,13 +162,16 @@ def measured_costs(
     pairs += ((piece_program(piece), piece.program) for piece in updates)
     runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    works = []
-    for forward, backward in zip(forwards, backwards["all"], strict=True):
-        f, b = runs[forward.key], runs[backward.key]
-        works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
+    both = zip(forwards, backwards["all"], strict=True)
+    works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
     if optimizer is not None:
         update_s = partial(_update_s, runs)
-        works = with_update_seconds(works, traced.graph.loss_layer, optimizer, update_s)
+        works = with_update_seconds(
+            works,
+            traced.graph.loss_layer,
+            optimizer,
+            update_s,
+        )
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
@@ -166,9 +179,25 @@ def measured_costs(
         for layer in range(len(forwards)):
             measured.append({share: runs[backwards[share][layer].key] for share in shares})
         inputs = own_inputs(traced.graph, signatures)
-        options = _measured_options(traced, inputs, kept["nothing"], measured, store, device)
+        options = _measured_options(
+            traced,
+            inputs,
+            kept["nothing"],
+            measured,
+            store,
+            device,
+        )
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _work(forward: Run, backward: Run) -> Work:
+    return Work(
+        forward.seconds,
+        backward.seconds,
+        forward.temporary_bytes,
+        backward.temporary_bytes,
+    )
 
 
 def _all_runs(
@@ -198,7 +227,14 @@ def _all_runs(
         else:
             idle[program.key] = Run(0.0, 0)
     to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
+    runs = measure_programs(
+        store,
+        to_run,
+        device,
+        earlier,
+        room_bytes,
+        archive,
+    )
     return idle | runs | _estimated(store, device, runs, busy)
 
 
@@ -237,7 +273,9 @@ def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, Closed
 
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
-    return runs[input_program(programs).key].seconds, runs[weight_program(programs).key].seconds
+    halves = input_program(programs), weight_program(programs)
+    input_s, weight_s = (runs[half.key].seconds for half in halves)
+    return input_s, weight_s
 
 
 def _update_s(runs: Runs, piece: Piece) -> float:
@@ -259,6 +297,7 @@ def _estimated(
     modelled_s = {
         key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
     }
+    # The roofline is too fast by about the same factor for all programs of a device.
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
@@ -276,6 +315,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         recompute: the model of what dropping candidates costs.
         runs: of the backward, by the share of candidates that is kept.
     """
+    # With everything kept nothing is computed again.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -284,7 +324,8 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         names = kept_names(recompute.candidates, share)
         kept = [i for i, name in enumerate(recompute.names) if name in names]
         _, recomputed = recompute.dropping(kept)
-        points.append((recompute.extra_s(recomputed), max(run.seconds - least_s, 0.0)))
+        measured_s = max(run.seconds - least_s, 0.0)
+        points.append((recompute.extra_s(recomputed), measured_s))
     return Calibration(tuple(points))
 
 
@@ -297,7 +338,8 @@ def _needed_bytes(needs: Any) -> int:
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
-    """Returns the least of each program's `_seconds` in several turns, in which all run one after another."""
+    """Returns the least of each program's `_seconds` in several turns, in which all run in a row."""
+    # The first turn measures every program, the others only those that are short, and so noisy.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -308,13 +350,14 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
-    """Returns the median seconds of a few runs after one to warm up, and those of all processors together.
+    """Returns the median seconds of a few runs, and those of all processors together.
 
-    Donated inputs are put there again for each run.
+    One run before them warms up. Donated inputs are put there again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
     for i, example in enumerate(examples):
+        # An input that is not donated stays as it is, so it is put there once.
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
@@ -340,7 +383,8 @@ def example_of(shape: Any) -> Any:
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
         return np.zeros(shape.shape, shape.dtype)  # may be indices, which must be in range
-    return np.random.default_rng(0).uniform(-1, 1, shape.shape).astype(shape.dtype)
+    rng = np.random.default_rng(0)
+    return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
 
 
 def _keys(shape: Any) -> jax.Array:
@@ -352,4 +396,5 @@ def _keys(shape: Any) -> jax.Array:
         return jax.random.key_data(keys)
 
     words = jax.eval_shape(words_of, shape)
-    return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])
+    ones = jnp.ones(words.shape, words.dtype)
+    return jax.random.wrap_key_data(ones, impl=impl[0])

@@ -179,8 +179,9 @@ def split_costs(
     programs: Sequence[LayerPrograms],
     seconds: Callable[[LayerPrograms], tuple[float, float]],
 ) -> list[SplitCost | None]:
-    """Returns the costs of each layer's backward in halves; None for a layer whose backward has
-    none.
+    """Returns the costs of each layer's backward in halves.
+
+    None for a layer whose backward has none.
 
     Args:
         graph: the layers.
@@ -268,16 +269,17 @@ class _Model:
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the tensors that a layer's forward reads, and of all backwards only its own."""
-        own = []
+        alone = []
         for tensor in layer.reading(ValueKind.TENSOR):
             ref = Ref(ValueKind.TENSOR, tensor)
             if self.holders.get(ref) == (layer.id,):
-                own.append(tensor)
-        return own
+                alone.append(tensor)
+        return alone
 
     def shared(self) -> Iterator[Shared]:
         """Yields what a stage holds once, however many of its layers read it."""
         for ref, size in self.bytes.items():
+            # What no layer touches lies with the first.
             touching = self.touching.get(ref, (0,))
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
@@ -384,6 +386,7 @@ def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None)
     total = 0
     for parameter in graph.tied():
         if parameter.owner == layer and not parameter.frozen:
+            # The gradient of its own reader is counted with the layer already.
             others = len(parameter.readers) - 1
             total += others * parameter.array.bytes
     # Pieces share slots: each counts once.

@@ -17,8 +17,9 @@ SINGLE = 4, 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A batch of b products of m x k by k x n; the bytes of an element of each operand, and of the
-    result.
+    """A batch of b products of m x k by k x n.
+
+    The bytes of an element of each operand, and of the result.
 
     `three` names the array of a dense convolution that has 3 x 3 pixels: the kernel, or, if the
     convolution computes the gradient of a kernel, the result.
@@ -47,9 +48,11 @@ class Product:
         if self.three is None:
             return None
         if self.three == "kernel":
-            m, k = -(-self.m // 4), self.k // 9
+            m = -(-self.m // 4)
+            k = self.k // 9
         else:
-            m, k = self.m // 9, -(-self.k // 4)
+            m = self.m // 9
+            k = -(-self.k // 4)
         return Product(16 * self.b, m, self.n, k, self.itemsizes)
 
 
@@ -85,8 +88,9 @@ def _matrices(eqn: JaxprEqn) -> Product:
 
 
 def _convolution(eqn: JaxprEqn) -> Product:
-    """Returns the product that a convolution computes; zeros between dilated inputs are not
-    multiplied.
+    """Returns the product that a convolution computes.
+
+    Zeros between dilated inputs are not multiplied.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -106,6 +110,7 @@ def _convolution(eqn: JaxprEqn) -> Product:
     # Rows are the pixels of all images; sums go over the pixels of the kernel and its inputs.
     pixels = result[0] * math.prod(result[2:])
     m = -(-pixels // spread)
+    # Each sum goes over the inputs of a group and the pixels of the kernel.
     k = kernel[1] * math.prod(kernel[2:])
     return Product(
         groups,

@@ -55,8 +55,11 @@ class Recompute:
         Walks from what the backward needs to what that is made of, and stops at kept candidates.
         Each candidate is expanded once.
         """
+        # Results of the layer exist anyway, so nothing behind them runs again for the backward.
         kept = self.free.union(kept)
-        used, recomputed, todo = set(), set(), set(self.parents[-1])
+        used = set()
+        recomputed = set()
+        todo = set(self.parents[-1])
         while todo:
             c = todo.pop()
             if c in kept:
@@ -207,7 +210,9 @@ def recompute_of(
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
         """Finds the candidates that some values are made of, and the equations since then."""
-        names, eqns, todo = set(), set(), list(start)
+        names = set()
+        eqns = set()
+        todo = list(start)
         while todo:
             v = todo.pop()
             if v in named:

@@ -84,6 +84,7 @@ def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
         device.platform,
         fuses=device.framework.fuses,
     )
+    # Kernels run one after another.
     busy_s = 0.0
     for i, kernel in kernels.of.items():
         busy_s += _kernel_seconds(jaxpr.eqns[i], kernel, device)
@@ -97,8 +98,9 @@ def equation_seconds(
     outputs: Iterable[Atom],
     device: Accelerator,
 ) -> list[float]:
-    """Estimates the seconds of each equation's kernel; 0 if an equation is part of another's
-    kernel.
+    """Estimates the seconds of each equation's kernel.
+
+    0 if an equation is part of another's kernel.
 
     Args:
         eqns: of a program.
@@ -178,6 +180,8 @@ class Kernels:
         """Finds the values that reach memory: results, and what a kernel writes or cannot make
         itself.
         """
+        # A value reaches memory if it is a result, if its kernel cannot be part of another, or if a
+        # kernel reads it that cannot make it.
         needed = list(jaxprs.variables(outputs))
         for eqn in eqns:
             fused = fuses or _is_free(eqn)
@@ -198,6 +202,7 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
+            # It reads no more of its operands than it yields.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations

@@ -111,6 +111,7 @@ def with_said_options(
                 modelled = option.extra_bytes
                 said_bytes[modelled] = max(said_bytes.get(modelled, 0), extra)
         pairs = zip(of_layer, extras, strict=True)
+        # Only now are the bytes of all options known that share modelled ones.
         layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 

@@ -28,7 +28,9 @@ def sum_parts(product: Product, cores: int) -> int:
     >>> sum_parts(Product(1, 304, 1024, 30522), 132), sum_parts(Product(1, 8192, 1024, 50257), 132)
     (8, 1)
     """
-    m, n, k = product.m, product.n, product.k
+    m = product.m
+    n = product.n
+    k = product.k
     elements = m * k, n * k, m * n
     sizes = (count * itemsize for count, itemsize in zip(elements, product.itemsizes, strict=True))
     moved_bits = 8 * sum(sizes)
@@ -43,8 +45,9 @@ def sum_parts(product: Product, cores: int) -> int:
 
 
 def split_bytes(product: Product, cores: int) -> int:
-    """Counts the bytes of the parts, and of operands that are copied for them; 0 if the sum is not
-    cut.
+    """Counts the bytes of the parts, and of operands that are copied for them.
+
+    0 if the sum is not cut.
 
     Args:
         product: its shape.

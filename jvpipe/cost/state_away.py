@@ -25,6 +25,7 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
         state = optimizer.state[leaf]
         if layer is not None and state.parameter in away:
             sizes[layer] += state.array.bytes
+    # State comes back layer by layer for the updates, a few layers at a time.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = []
     for layer, size in zip(costs.layers, sizes, strict=True):

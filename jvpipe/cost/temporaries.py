@@ -87,7 +87,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         jaxpr = _without_twins(jaxpr)
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
-    elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    elsewhere = _roots(kernels, jaxpr.outvars)
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
@@ -103,12 +103,23 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
+    # The first step that writes a value, the last one that reads it.
     made = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
     buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in made.items() if v not in elsewhere]
     buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
     if device.platform == "cuda":
         buffers = without_lodgers(buffers, _rooms(jaxpr, kernels, steps, elsewhere))
     return peak_bytes(buffers, device.scratch_bytes)
+
+
+def _roots(kernels: Kernels, atoms: Iterable[Atom]) -> set[Var]:
+    """Returns the first names of values."""
+    return {kernels.root.get(v, v) for v in jaxprs.variables(atoms)}
+
+
+def _readers(kernels: Kernels) -> Counter[Var]:
+    """Counts the kernels that read each value."""
+    return Counter(v for kernel in kernels.of.values() for v in kernel.reads)
 
 
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
@@ -157,13 +168,20 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         elif device.platform == "cuda" and _copies_filter(eqn):
-            filters = {kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars[1:])}
-            own_bytes += sum(map(nbytes, inputs & filters))
-        yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
+            filters = inputs & _roots(kernels, eqn.invars[1:])
+            own_bytes += sum(map(nbytes, filters))
+        yield _Step(
+            frozenset(kernel.reads),
+            frozenset(outputs),
+            _loop(eqn),
+            own_bytes,
+        )
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies otherwise."""
+    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies
+    otherwise.
+    """
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -181,6 +199,7 @@ def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
         read = [kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)]
         if eqn.primitive.name in REDUCTIONS:
             for v in read:
+                # Sums over the same axes are one kernel, which makes the value only once.
                 axes.setdefault(v, set()).add(tuple(eqn.params["axes"]))
                 sums.setdefault(v, set()).update(eqn.outvars)
         elif (loop := _loop(eqn)) is not None:
@@ -210,7 +229,7 @@ def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     scattered: set[Var] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "transpose":
-            turned.update(kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars))
+            turned |= _roots(kernels, eqn.invars)
         if eqn.primitive.name in SCATTERS:
             scattered.update(eqn.outvars)
     return scattered & turned
@@ -243,9 +262,12 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     If the kernel also reads an input of that size, the result overwrites the input; then only
     products and scattered sums do without a buffer, because they are added up in place.
     """
-    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
-    summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
-    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    results = _roots(kernels, jaxpr.outvars)
+    summed: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _SUMMED:
+            summed.update(eqn.outvars)
+    readers = _readers(kernels)
     inputs = set(jaxpr.invars)
     inside: set[Var] = set()
     for i, kernel in kernels.of.items():
@@ -268,30 +290,36 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
 def _inner_sums(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     """Finds the reductions of which another of their kind alone is made: both are one."""
     kind = {v: eqn.primitive for eqn in jaxpr.eqns for v in eqn.outvars}
-    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    readers = _readers(kernels)
     reductions = (jaxpr.eqns[i] for i in kernels.of)
     reductions = (eqn for eqn in reductions if eqn.primitive.name in REDUCTIONS)
-    read = {kernels.root.get(v, v): eqn for eqn in reductions for v in jaxprs.variables(eqn.invars)}
-    return {v for v, eqn in read.items() if kind.get(v) is eqn.primitive and readers[v] == 1}
+    read: dict[Var, JaxprEqn] = {}
+    for eqn in reductions:
+        read |= dict.fromkeys(_roots(kernels, eqn.invars), eqn)
+    alone = {v: eqn for v, eqn in read.items() if readers[v] == 1}
+    return {v for v, eqn in alone.items() if kind.get(v) is eqn.primitive}
 
 
 def _rooms(
-    jaxpr: Jaxpr, kernels: Kernels, steps: Sequence[_Step], elsewhere: Collection[Var]
+    jaxpr: Jaxpr,
+    kernels: Kernels,
+    steps: Sequence[_Step],
+    elsewhere: Collection[Var],
 ) -> Iterator[Room]:
-    """Yields the results that are not written over an input.
-
-    They are taken from where something lies in them.
+    """Yields the results that are not written over an input; they are taken from where something
+    lies in them.
     """
-    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    results = _roots(kernels, jaxpr.outvars)
     inputs = {*jaxpr.invars}
     for eqn in jaxpr.eqns:
-        read = {kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)}
+        read = _roots(kernels, eqn.invars)
         if eqn.primitive.name in _ADDED and not inputs.isdisjoint(read):
             results.difference_update(eqn.outvars)
     taken: dict[Var, int] = {}
     for i, step in enumerate(steps):
         inside = [taken[v] for v in step.reads if v in taken]
         for v in step.writes.intersection(elsewhere):
+            # A result that takes over the memory of a value that lies in it exists since then.
             taken[v] = min((i, *inside))
             if v in results:
                 yield Room(nbytes(v), taken[v])
@@ -299,30 +327,41 @@ def _rooms(
 
 def _is_batched(eqn: JaxprEqn) -> bool:
     """Tells whether an equation is a batch of products."""
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return bool(batch)
 
 
 def _images(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the values that lie as convolutions want them: what these read and make, and all of such a shape."""
+    """Finds the values that lie as convolutions want them.
+
+    That is what these read and make, and all of such a shape.
+    """
     shapes: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
             left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
-            # Of the gradient of a kernel both operands are images.
+            # Both operands of a kernel's gradient are images.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
+            # Filters lie differently, so of both operands and the result two count.
             shapes |= {left, right if is_gradient else made}
     every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    return {v for v in every if _jax.aval(v).shape in shapes and _is_wider(_jax.aval(v))}
+    alike = {v for v in every if _jax.aval(v).shape in shapes}
+    return {v for v in alike if _is_wider(_jax.aval(v))}
 
 
 def _is_wider(aval: Any) -> bool:
-    """Tells whether an array takes more bytes with its last dimension along columns than at its best."""
+    """Tells whether an array takes more bytes with its last dimension along columns than at its
+    best.
+    """
     itemsize = aval.dtype.itemsize
-    return tiled_bytes(aval.shape, itemsize, aval.ndim - 1) > tiled_bytes(aval.shape, itemsize)
+    along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
+    return along_columns > tiled_bytes(aval.shape, itemsize)
 
 
 def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
-    """Finds the values of float32 that elementwise kernels make for products alone, none of which is batched.
+    """Finds the values of float32 that elementwise kernels make for unbatched products alone.
 
     Reductions that read them do not count: they run where the values are made. So do copies of
     images for convolutions.
@@ -377,7 +416,9 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
 
 
 def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_Step]:
-    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what they need."""
+    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what
+    they need.
+    """
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):
@@ -386,16 +427,20 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_St
         place = max(needed) if is_early else i
         made_at |= dict.fromkeys(step.writes, place)
         places.append(place)
-    return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
+    order = sorted(range(len(steps)), key=places.__getitem__)
+    return [steps[i] for i in order]
 
 
 def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
-    """Returns the steps, of which convolutions take their results once more: with examples along rows."""
+    """Returns the steps, of which convolutions take their results once more: with examples along
+    rows.
+    """
     turned = [step.writes & images if step.loop is None else () for step in steps]
-    return [
-        replace(step, own_bytes=step.own_bytes + sum(map(size, twice)))
-        for step, twice in zip(steps, turned, strict=True)
-    ]
+    result = []
+    for step, twice in zip(steps, turned, strict=True):
+        copies_bytes = sum(map(size, twice))
+        result.append(replace(step, own_bytes=step.own_bytes + copies_bytes))
+    return result
 
 
 def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
@@ -408,7 +453,8 @@ def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
     """
     aval = _jax.aval(v)
     lanes = aval.ndim - 1 if v in images else None
-    return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1), lanes)
+    itemsize = aval.dtype.itemsize
+    return tiled_bytes(aval.shape, itemsize // 2 if v in halves else itemsize, lanes)
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:

@@ -90,7 +90,7 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
-    """Counts the bytes of an array in tiles, with the order of dimensions that leaves the least unused.
+    """Counts the bytes of an array in tiles, in the order of dimensions that leaves least unused.
 
     Args:
         sizes: of its dimensions.

@@ -64,7 +64,13 @@ def product_s(
     >>> [round(product_s(Product(1, 128 * rows, 128, 100), gpu, 80, 80e9, 1e15), 6) for rows in (80, 81, 160)]
     [0.003277, 0.003834, 0.006554]
     """
-    direct_s = _waves_s(product, tiling, cores, flops_per_s, result_bytes_per_s)
+    direct_s = _waves_s(
+        product,
+        tiling,
+        cores,
+        flops_per_s,
+        result_bytes_per_s,
+    )
     minimal = product.minimal
     if minimal is None or not tiling.winograd:
         return direct_s

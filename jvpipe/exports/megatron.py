@@ -51,14 +51,22 @@ def _read(text: str, outline: Outline) -> Plan:
     blocks = _number(options, "--num-layers", len(joined) - 2)
     if blocks != len(joined) - 2:
         raise ValueError(f"--num-layers is {blocks}, the layout has {len(joined) - 2} blocks t")
-    devices = _number(options, "--pipeline-model-parallel-size", len(stages))
+    devices = _number(
+        options,
+        "--pipeline-model-parallel-size",
+        len(stages),
+    )
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
     if rest:
         raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
     rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
     counts = tuple(stage.count("t") for stage in stages)
     again = _again(options, max(counts))
-    return plan_of(Layout(counts, again, rule, devices), outline, strict=False)
+    return plan_of(
+        Layout(counts, again, rule, devices),
+        outline,
+        strict=False,
+    )
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

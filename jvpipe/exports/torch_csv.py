@@ -62,13 +62,17 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     Raises:
         ValueError: tasks wait for each other.
     """
-    rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
+    rank: dict[int, int] = {}
+    for r, tasks in enumerate(lists):
+        rank.update((task.stage, r) for task in tasks)
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
     done = set[Task]()
     at = [0] * len(lists)  # the next task of each rank
     # How many tasks of a stage are still to add to its gradients.
-    backwards = Counter(task.stage for tasks in lists for task in tasks if task.kind in _ADDS)
+    adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
+    backwards = Counter(task.stage for task in adding)
+    # Ends: in each round a task runs, or none ever will.
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -79,11 +83,14 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
             at[r] += 1
             rows[r].append(str(task))
             to = _next_stage(task, last)
+            # Stages on one rank hand over their results without a send.
             if to is not None and rank[to] != r:
                 letter = "F" if task.kind == Kind.F else "B"
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
                 rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
             backwards[task.stage] -= task.kind in _ADDS
+            # The gradients of a stage are complete once its last backward, or weight half, has
+            # added to them.
             if task.kind in _ADDS and not backwards[task.stage]:
                 rows[r].append(f"{task.stage}REDUCE_GRAD")
         if sum(at) == before:  # a round in which nothing ran is followed by others like it
@@ -130,21 +137,25 @@ def _read(text: str, outline: Outline) -> Plan:
     Raises:
         ValueError: the lists or their sends cannot run, or the model has too few layers.
     """
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    cells = (map(str.strip, row) for row in csv.reader(io.StringIO(text)))
+    rows = [list(filter(None, row)) for row in cells]
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
         raise ValueError(
             f"the CSV, {len(lists)} rows, has a rank without tasks: write a row for each"
         )
     rank = ranks_of(lists)
-    stages, layers = len(rank), len(outline.layers)
+    stages = len(rank)
+    layers = len(outline.layers)
     if stages > layers:
         raise ValueError(f"the CSV has {stages} stages, the model has {layers} layers")
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
+    # The first stages get the layers that are left over.
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
-    plan = Plan.from_cuts(counts, [rank[s] for s in range(stages)], outline=outline)
+    devices = [rank[s] for s in range(stages)]
+    plan = Plan.from_cuts(counts, devices, outline=outline)
     return with_lists(plan, lists, RULES)
 
 
@@ -198,7 +209,9 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match is not None
-    s, word, m = int(match[1]), match[2], match[3]
+    s = int(match[1])
+    word = match[2]
+    m = match[3]
     # A neighbour's result comes over a RECV, or directly if both stages are on one rank.
     match word:
         case "SEND_F":

@@ -60,7 +60,13 @@ class BufferTable:
             self.current[value, place] = self.ids[spot]
         return self.ids[spot]
 
-    def fresh(self, value: Value, place: int, size: int, copy: Copy) -> int:
+    def fresh(
+        self,
+        value: Value,
+        place: int,
+        size: int,
+        copy: Copy,
+    ) -> int:
         """Returns the id of a new copy of a value at a place, which takes the name of an older one.
 
         Args:

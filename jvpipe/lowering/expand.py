@@ -32,7 +32,9 @@ class Expander:
     """Expands tasks one after another; `existing` are the values that there are by then."""
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
-        self.graph, self.weights, self.existing = graph, weights, existing
+        self.graph = graph
+        self.weights = weights
+        self.existing = existing
         self._written = written_state(graph)
         self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 
@@ -82,8 +84,9 @@ class Expander:
         *,
         back: bool = False,
     ) -> Value:
-        """Names a value that a layer reads for a micro-batch; the model state is as the one before
-        left it.
+        """Names a value that a layer reads for a micro-batch.
+
+        The model state is as the one before left it.
 
         Args:
             layer: that reads.
@@ -93,7 +96,12 @@ class Expander:
         """
         match ref.kind:
             case ValueKind.PARAMETER:
-                return self.weights.reading(ref.index, layer.id, m, back=back)
+                return self.weights.reading(
+                    ref.index,
+                    layer.id,
+                    m,
+                    back=back,
+                )
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
             case ValueKind.STATE if ref.index not in self._written:  # the same for all
@@ -104,8 +112,9 @@ class Expander:
                 raise AssertionError(f"no layer reads {ref}")
 
     def written_by(self, ref: Ref, m: int) -> Value:
-        """Names a value that a layer writes for a micro-batch; the model state is for the one
-        after.
+        """Names a value that a layer writes for a micro-batch.
+
+        The model state is for the one after.
         """
         if ref.kind is ValueKind.STATE:
             m += 1
@@ -151,7 +160,15 @@ class Expander:
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
         run = LayerRun(layout.number)
-        yield self.operation(Kind.F, layer.id, m, reads, writes, run, delivers)
+        yield self.operation(
+            Kind.F,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
@@ -280,7 +297,15 @@ class Expander:
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
         run = LayerRun(layout.number)
-        yield self.operation(kind, layer.id, m, reads, writes, run, delivers)
+        yield self.operation(
+            kind,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def _before_backward(
         self,
@@ -328,7 +353,13 @@ class Expander:
             if graph.aux_reduction(group) is None:  # then they are stacked
                 size *= len(batch)
             writes.append(Write(value, size))
-        yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
+        yield self.operation(
+            Kind.LOSS,
+            graph.loss_layer,
+            NONE,
+            reads,
+            writes,
+        )
 
     # Parts of them
 

@@ -44,7 +44,7 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     for row in rows:
         touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    # Of buffers that end, those of a single row: nobody outside of it sees them.
+    # Buffers that end and are touched by a single row: nobody else sees them.
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
@@ -88,6 +88,7 @@ class _Group:
         """Tells whether a row of another place needs it to have run: it touches what this writes,
         or overwrites.
         """
+        # Reading what this only reads, too, needs no order.
         for mine in (*self.parts, *self.copies):
             if not {*row.reads, *row.writes}.isdisjoint(mine.writes):
                 return True
@@ -115,7 +116,6 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
     for part in parts:
         reads |= dict.fromkeys(b for b in part.reads if b not in made)
         made.update(part.writes)
-    # What a part adds to comes first, as if the group read and wrote it in one go.
     writes = dict.fromkeys(b for b in reads if b in made)
     for part in parts:
         writes |= dict.fromkeys(part.writes)
@@ -130,17 +130,20 @@ def _one(parts: Sequence[Row], kind: Kind) -> Row:
 
 
 def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row]:
-    """Yields groups, and the rows around them; each place has one group at a time that rows still
-    join.
+    """Yields groups, and the rows around them.
+
+    Each place has one group at a time that rows still join.
     """
     groups: dict[int, _Group] = {}  # by place
     for row, kind in zip(rows, _kinds(rows), strict=True):
-        here, key = row.place, _Key(row.stage, row.microbatch, kind)
+        here = row.place
+        key = _Key(row.stage, row.microbatch, kind)
         for place, group in tuple(groups.items()):
             is_other_task = group.key[:2] != key[:2]
             if is_other_task or (place != here and group.precedes(row)):
                 yield from groups.pop(place).rows()
-        group, role = groups.get(here), KINDS[row.kind].grouped
+        group = groups.get(here)
+        role = KINDS[row.kind].grouped
         if KINDS[kind].grouped is Grouped.PART and joins(row):
             if group and group.takes(row, key):
                 group.parts.append(row)

@@ -107,7 +107,14 @@ class MicrobatchLayout:
             read.update(_edges_read(layer, signature))
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:
-                    values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+                    values.append(
+                        Value(
+                            ValueKind.RESIDUAL,
+                            i,
+                            layer.id,
+                            m,
+                        )
+                    )
         # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
@@ -117,7 +124,8 @@ class MicrobatchLayout:
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
         """Finds the stages on the device of a stage that make or read an edge."""
-        tensor, stages = self.graph.tensors[t], self.plan.stages
+        tensor = self.graph.tensors[t]
+        stages = self.plan.stages
         devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
         return {s for s in touching if stages[s].devices == devices}

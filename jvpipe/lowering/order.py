@@ -84,6 +84,7 @@ def dispatch_order(
         order.append(task)
         position[stage] += 1
         waiting.add(stage)
+        # Whoever waited for this task may be able to start now.
         waiting -= {s for s in tuple(waiting) if offer(s)}
     # Nothing can start any more: either all tasks have ended, or they wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
@@ -143,6 +144,7 @@ class Waits:
         split: Collection[tuple[int, int]] = frozenset(),
     ) -> None:
         self._split = split
+        # Most micro-batches share a plan.
         neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
@@ -175,7 +177,8 @@ class Waits:
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of the micro-batch before whose model state a stage reads."""
-        here, before = self.at[m].stage, self.at[m - 1].stage
+        here = self.at[m].stage
+        before = self.at[m - 1].stage
         writers = [writer for reader, writer in self._carried if here[reader] == s]
         stages = {before[writer] for writer in writers}
         for w in stages:
@@ -225,7 +228,8 @@ def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
     """
     s, kind, m = task
     if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        layers, before = plans[m].stages[s].layers, plans[m - 1]
+        layers = plans[m].stages[s].layers
+        before = plans[m - 1]
         for p in {before.stage_of(layer) for layer in layers}:
             if p != s:
                 yield Task(p, kind, m - 1)

@@ -63,7 +63,9 @@ class Placer(BufferTable):
         by_host: bool = False,
     ) -> None:
         super().__init__()
-        self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
+        self.graph = graph
+        self.optimizer = optimizer
+        self.by_host = by_host
         self.blocks: list[Block] = []
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
@@ -194,7 +196,8 @@ class Placer(BufferTable):
         source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        info, size = VALUES[value.kind], self.buffers[b].bytes
+        info = VALUES[value.kind]
+        size = self.buffers[b].bytes
         if info.alone and not self._replicated:
             self.leave(b)
         new = self.fresh(value, target, size, copy)
@@ -241,7 +244,8 @@ class Placer(BufferTable):
             m: the micro-batch, or NONE.
             new: what the copy shall be in the end; it is returned if that is on the device.
         """
-        value, size = self.spots[b].value, self.buffers[b].bytes
+        value = self.spots[b].value
+        size = self.buffers[b].bytes
         here = b
         if self.buffers[b].copy is Copy.AWAY:
             if source == target:
@@ -307,8 +311,9 @@ class Placer(BufferTable):
                     self.send(value, here, target, op.layer, op.microbatch)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """Returns the buffer that an operation reads; what is not there is fed, sent or moved
-        first.
+        """Returns the buffer that an operation reads.
+
+        What is not there is fed, sent or moved first.
         """
         layer, m = op.layer, op.microbatch
         if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
@@ -405,8 +410,9 @@ class Placer(BufferTable):
                 self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
-        """Moves what lies on the devices between steps to where a plan has it; model state comes
-        with its reader.
+        """Moves what lies on the devices between steps to where a plan has it.
+
+        Model state comes with its reader.
         """
         before = self.where.plan
         self.enter(plan)

@@ -50,8 +50,9 @@ class Placement:
         return slices
 
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
-        """Returns the examples that each replica of a layer's stage works on; (None,) where it is
-        alone.
+        """Returns the examples that each replica of a layer's stage works on.
+
+        (None,) where it is alone.
         """
         return self._slices[self.stage[layer]]
 
@@ -134,7 +135,12 @@ class Placement:
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
             copy = self.resting(value, optimizer)
-            add(value, [places[layer]], optimizer.state[j].array.bytes, copy)
+            add(
+                value,
+                [places[layer]],
+                optimizer.state[j].array.bytes,
+                copy,
+            )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             # State that is written counts micro-batches: between steps it is what the first finds.

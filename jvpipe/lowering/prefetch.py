@@ -66,8 +66,9 @@ class _Visit:
 
 @dataclass
 class _Round:
-    """Updates of a place with none of its forwards or backwards between them; `anchor` is the group
-    of the last one.
+    """Updates of a place with none of its forwards or backwards between them.
+
+    `anchor` is the group of the last one.
     """
 
     anchor: int | None
@@ -116,6 +117,7 @@ class _Round:
             while coming:
                 update, row = coming[0]
                 is_next = update <= k + 1
+                # A copy writes one buffer, on the device.
                 need = buffers[row.writes[0]].bytes
                 while room < need and leaving and (is_next or leaving[0][0] < k):
                     left, free = leaving.popleft()
@@ -203,7 +205,8 @@ def _rounds(
     coming: dict[int, list[Row]] = {}
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
-            info, place = KINDS[row.kind], row.place
+            info = KINDS[row.kind]
+            place = row.place
             if info.back is not None:
                 anchors[place] = g
             elif info.link is Link.FROM_HOST and row.writes[0] in in_use:

@@ -52,10 +52,10 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
 
 
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
-    """Returns a row as its process runs it; of a FREE of what went to another process, only the end
-    of its source.
+    """Returns a row as its process runs it.
 
-    That waits for nothing: a receipt has waited for the copy before.
+    A FREE of what went to another process only ends its source, and waits for nothing: a receipt
+    has waited for the copy before.
     """
     if row.kind is not Kind.FREE:
         return [row]
@@ -73,7 +73,8 @@ def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
         lowered: a step that yields each of its metrics at one place.
         processes: of each place.
     """
-    rows, buffers = list(lowered.rows), list(lowered.buffers)
+    rows = list(lowered.rows)
+    buffers = list(lowered.buffers)
     metrics: list[int] = []
     for process in dict.fromkeys(processes):
         target = processes.index(process)

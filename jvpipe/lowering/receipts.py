@@ -68,11 +68,20 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
     for number, row in enumerate(lowered.rows):
         if KINDS[row.kind].link is not Link.PEER:
             continue
-        offered, copy = row.reads[0], row.writes[0]
+        offered = row.reads[0]
+        copy = row.writes[0]
         source = processes[row.place]
         target = processes[lowered.buffers[copy].place]
         if source != target:
-            result.append(Crossing(number, source, target, offered, copy))
+            result.append(
+                Crossing(
+                    number,
+                    source,
+                    target,
+                    offered,
+                    copy,
+                )
+            )
     return result
 
 
@@ -193,7 +202,8 @@ class _Receipts:
     """The rows that are added to a step, by the row before which they stand."""
 
     def __init__(self, lowered: Lowered) -> None:
-        self.lowered, self.buffers = lowered, list(lowered.buffers)
+        self.lowered = lowered
+        self.buffers = list(lowered.buffers)
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
@@ -234,7 +244,8 @@ class _Receipts:
         here = row.place
         there = self.buffers[copies[-1].copy].place
         value = Value(ValueKind.MARK, number, row.layer, row.microbatch)
-        mark, returned = len(self.buffers), len(self.buffers) + 1
+        mark = len(self.buffers)
+        returned = len(self.buffers) + 1
         self.buffers += [Buffer(value, place, MARK_BYTES) for place in (there, here)]
         arrived = tuple(x.copy for x in copies)
         of = there, NONE, row.layer, row.microbatch

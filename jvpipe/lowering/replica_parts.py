@@ -21,11 +21,14 @@ class ReplicaParts:
     """
 
     def __init__(self, where: Placement, batching: Batching) -> None:
-        self.where, self.batching, self.graph = where, batching, where.graph
+        self.where = where
+        self.batching = batching
+        self.graph = where.graph
 
     def named(self, value: Value, examples: Slice) -> Value:
-        """Names the part of a value that is of some examples; what is the same for all of them is
-        whole.
+        """Names the part of a value that is of some examples.
+
+        What is the same for all of them is whole.
         """
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # of no examples
@@ -50,8 +53,9 @@ class ReplicaParts:
                 raise AssertionError(f"nobody says how replicas share {value}")
 
     def spread(self, value: Value) -> Spread:
-        """Tells how an edge, its cotangent or a leaf of aux lies over the examples; nothing else is
-        cut or joined.
+        """Tells how an edge, its cotangent or a leaf of aux lies over the examples.
+
+        Nothing else is cut or joined.
         """
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
@@ -99,7 +103,8 @@ class ReplicaParts:
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
         """Returns the examples that two slices share, which there must be."""
-        x, y = self.whole(a), self.whole(b)
+        x = self.whole(a)
+        y = self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
         everything = self.whole(None)
         return None if shared == everything else shared
@@ -129,8 +134,9 @@ class ReplicaParts:
         return next(reader for reader in tensor.readers if reader > layer)
 
     def makers(self, value: Value) -> Sequence[Slice]:
-        """Returns the slices that make a loss or a leaf of aux; of what is the same for all, the
-        first.
+        """Returns the slices that make a loss or a leaf of aux.
+
+        What is the same for all is made by the first.
         """
         graph = self.graph
         writers = (layer.id for layer in graph.layers if value.index in layer.writing(value.kind))

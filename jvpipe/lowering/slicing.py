@@ -58,7 +58,8 @@ class Slicing(ReplicaParts):
         updating: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(where, batching)
-        self._layouts, self._updating = layouts or {}, updating or {}
+        self._layouts = layouts or {}
+        self._updating = updating or {}
         self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
@@ -269,7 +270,8 @@ class Slicing(ReplicaParts):
             writes=(write,),
             examples=examples,
         )
-        ref, spread = Ref(value.kind, value.index), self.spread(value)
+        ref = Ref(value.kind, value.index)
+        spread = self.spread(value)
         slices = self.where.slices(op.layer)
         others = self.where.slices(source)
         theirs = tuple(self.named(value, other) for other in others)
@@ -278,7 +280,12 @@ class Slicing(ReplicaParts):
             if parts != [examples]:
                 reads = tuple(self.named(value, part) for part in parts)
                 run = ConcatRun(ref, spread.axis)
-                yield joined(Kind.CONCAT, reads=reads, run=run, forgets=reads)
+                yield joined(
+                    Kind.CONCAT,
+                    reads=reads,
+                    run=run,
+                    forgets=reads,
+                )
         elif slices == others:
             return
         elif spread.over in REDUCED:
@@ -331,7 +338,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
-            # Who is on the same stage has the value: nothing is delivered there.
+            # Layers of the same stage have the value: nothing is delivered to them.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -425,7 +432,12 @@ class Slicing(ReplicaParts):
         rows = array.shape[spread.axis] // self.graph.examples  # an example may have several
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
-        run = SliceRun(Ref(part.kind, part.index), spread.axis, start, stop)
+        run = SliceRun(
+            Ref(part.kind, part.index),
+            spread.axis,
+            start,
+            stop,
+        )
         return Operation(
             Kind.SLICE,
             op.layer,

@@ -78,7 +78,14 @@ def lower_step(
     if plans[-1] is not plans[0]:
         placer.commit()
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
-    swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
+    swapped = list(
+        swap(
+            placer.blocks,
+            placer.buffers,
+            lists,
+            left.__getitem__,
+        )
+    )
     rows = list(chain(*prefetched(swapped, placer.buffers)))
     metrics = (*metrics_of(graph), gradient_norm(graph))
     return _lowered(placer, rows, [value for value in metrics if value in expander.existing])
@@ -91,8 +98,9 @@ def _place_tasks(
     lists: TaskLists,
     slicing: Slicing | None,
 ) -> dict[Task, tuple[int, list[int]]]:
-    """Expands and places the forwards and backwards of a step; returns what each forward leaves to
-    be swapped.
+    """Expands and places the forwards and backwards of a step.
+
+    Returns what each forward leaves to be swapped.
 
     Args:
         expander: that expands them.
@@ -216,7 +224,17 @@ def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
         if b not in dropped and b not in final:
             transient.setdefault(move.buffers[b].place, []).append(b)
     for place, ids in transient.items():
-        drops.append(Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()))
+        drops.append(
+            Row(
+                Kind.DROP,
+                place,
+                NONE,
+                NONE,
+                NONE,
+                tuple(ids),
+                (),
+            )
+        )
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),
@@ -316,7 +334,8 @@ def _expanded(
     batch: range,
 ) -> Iterable[Operation]:
     """Yields the operations of a task, layer by layer."""
-    layers, m = layout.layers(task.stage), task.microbatch
+    layers = layout.layers(task.stage)
+    m = task.microbatch
     match task.kind:
         case Kind.F:
             for layer in layers:
@@ -336,7 +355,12 @@ def _expanded(
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
-    weight = Value(ValueKind.WEIGHT, 0, expander.graph.loss_layer, version=0)
+    weight = Value(
+        ValueKind.WEIGHT,
+        0,
+        expander.graph.loss_layer,
+        version=0,
+    )
     return expander.losses(layer, batch, weight)
 
 

@@ -35,8 +35,9 @@ def swap(
     lists: TaskLists,
     swapped: Swapped,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each block with those of the swaps around them; copies are added to the
-    buffers.
+    """Yields the rows of each block with those of the swaps around them.
+
+    Copies are added to the buffers.
 
     Args:
         blocks: of tasks in the order of their dispatch.
@@ -74,8 +75,9 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written; devices are numbered as their
-    lists.
+    """The swapped values of all stages while their rows are written.
+
+    Devices are numbered as their lists.
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
@@ -101,11 +103,10 @@ class _Swaps:
         following = self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        # What the next task reads comes back while this one runs.
-        if following and KINDS[following.kind].back:
-            coming = _left_by(following)
-            if coming in self._hosted:
-                yield from self._fetch(coming)
+        coming = _left_by(following) if following and KINDS[following.kind].back else None
+        if coming is not None and coming in self._hosted:
+            # What the next task reads comes back while this one runs.
+            yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave a second one: whatever else is there must have gone before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
@@ -161,7 +162,13 @@ class _Swaps:
         self._back[d].add(left)
         for b, host in self._hosted[left].items():
             self._fetched[b] = self._copy(b, Copy.FETCHED)
-            yield self._row(Kind.IN, left, b, [host], [self._fetched[b]])
+            yield self._row(
+                Kind.IN,
+                left,
+                b,
+                [host],
+                [self._fetched[b]],
+            )
 
     def _copy(self, b: int, copy: Copy) -> int:
         self._buffers.append(replace(self._buffers[b], copy=copy))
@@ -176,7 +183,8 @@ class _Swaps:
         writes: Sequence[int],
     ) -> Row:
         """Makes a row of a buffer's swap, at the buffer's place."""
-        place, layer = self._buffers[b].place, self._layer[left]
+        place = self._buffers[b].place
+        layer = self._layer[left]
         return Row(
             kind,
             place,

@@ -22,8 +22,9 @@ from jvpipe.programs.pieces import Slot, SlotKind
 
 
 class Slots:
-    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of
-    the parameters.
+    """The values that the slots of an optimizer's pieces stand for.
+
+    `newest` are the versions of the parameters.
 
     >>> import jax
     >>> slots = Slots(LayerGraph((), (), ()), OptimizerCut((), (), (), jax.tree.structure(None), ()))
@@ -59,9 +60,19 @@ class Slots:
         match slot.kind:
             case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
                 reader = self.graph.parameters[slot.index].readers[slot.source]
-                return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
+                return Value(
+                    ValueKind.GRADIENT,
+                    slot.index,
+                    reader,
+                    version=update,
+                )
             case SlotKind.WEIGHT:
-                return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
+                return Value(
+                    ValueKind.WEIGHT,
+                    0,
+                    self.graph.loss_layer,
+                    version=update,
+                )
             case SlotKind.PARAMETER:
                 return self.graph.parameter(slot.index, self.newest[slot.index])
             case SlotKind.STATE:
@@ -74,7 +85,12 @@ class Slots:
                     m,
                 )
             case SlotKind.GLOBAL:
-                return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
+                return Value(
+                    ValueKind.EXCHANGE,
+                    self._numbers[slot],
+                    NONE,
+                    m,
+                )
             case SlotKind.GRAD_NORM:
                 return gradient_norm(self.graph)
             case _:
@@ -102,8 +118,9 @@ class Slots:
 
 
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
-    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its
-    readers.
+    """Yields the update of a synchronous step.
+
+    The new value of a tied parameter goes to all its readers.
 
     Args:
         expander: of the step.
@@ -121,4 +138,12 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
             if slot.kind is SlotKind.PARAMETER:
                 delivers.append(Delivery(write.value, parameters[slot.index].readers))
         run = PieceRun(number)
-        yield expander.operation(Kind.U, layer, NONE, reads, writes, run, delivers)
+        yield expander.operation(
+            Kind.U,
+            layer,
+            NONE,
+            reads,
+            writes,
+            run,
+            delivers,
+        )

@@ -19,7 +19,14 @@ class Weights(Protocol):
     accumulates: bool
     """Whether several micro-batches belong to an update: their gradients are then added up."""
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
         """Names the version of a parameter that a layer's forward, or backward, of a micro-batch
         reads.
 
@@ -68,7 +75,14 @@ class OneVersion:
     def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
         """Names the parameter as it was before the step, whoever reads it (`Weights.reading` has
         the arguments).
         """

@@ -71,7 +71,8 @@ def dapple(problem: Problem) -> Decision:
     comm_s = _finite(kept.comm_s)
     # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is
     # one.
-    plan, exists = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
+    plan = [_finite(kept.compute_s(0)[0])]
+    exists = _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
         stage_s = _finite(kept.compute_s(m - 1))
@@ -79,7 +80,8 @@ def dapple(problem: Problem) -> Decision:
         # Rows: where the last stage begins; columns: where it ends.
         way = [*(seconds[:, None] for seconds in plan), comm_s, stage_s]
         if m < devices:
-            rest_s = _finite(kept.compute_s(m)[:, -1]) / (devices - m)
+            left_s = _finite(kept.compute_s(m)[:, -1])
+            rest_s = left_s / (devices - m)
             way += [comm_s[:, -1], rest_s]
         latency = latency_s([Phases(0.0, seconds) for seconds in way], problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
@@ -91,6 +93,7 @@ def dapple(problem: Problem) -> Decision:
         raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
+        # Traced back: the last stage of the best plan for j begins where the plan before it ends.
         ends.append(int(begin[ends[-1]]))
     return kept.decision([0, *reversed(ends)])
 
@@ -125,21 +128,31 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))
-    pivot_s, between_s, behind_s, latency = -np.inf, 0.0, -np.inf, 0.0
+    pivot_s = -np.inf
+    between_s = 0.0
+    behind_s = -np.inf
+    latency = 0.0
     for s in reversed(range(len(stages))):
-        stage, upto_s = stages[s], backward_s[s]
+        stage = stages[s]
+        upto_s = backward_s[s]
         work_s = stage.forward_s + stage.backward_s
         steady_s = (microbatches - 1) * work_s
-        ending_s = np.maximum(ahead_s[s] + upto_s, behind_s + upto_s - stage.backward_s)
+        after_s = behind_s + upto_s - stage.backward_s
+        ending_s = np.maximum(ahead_s[s] + upto_s, after_s)
         moves = steady_s > pivot_s + between_s
-        latency = np.where(moves, forward_s[s] + steady_s + ending_s, latency)
+        with_pivot_s = forward_s[s] + steady_s + ending_s
+        latency = np.where(moves, with_pivot_s, latency)
         pivot_s = np.where(moves, steady_s, pivot_s)
         between_s = np.where(moves, 0.0, between_s + work_s)
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)
     return latency if np.ndim(latency) else float(latency)
 
 
-def in_flight(stages: int, largest: int, eager: bool = False) -> tuple[int, ...]:
+def in_flight(
+    stages: int,
+    largest: int,
+    eager: bool = False,
+) -> tuple[int, ...]:
     """Returns K_s of each stage by the paper's policies (section V-C), which `OneFOneB` runs.
 
     Args:

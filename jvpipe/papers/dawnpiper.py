@@ -81,10 +81,17 @@ class BinaryPartition:
         held_bytes = [layer[0].held_bytes for layer in every]
         if least:
             held_bytes = [min(t.held_bytes for t in layer) for layer in every]
-        total = np.concatenate([[0], np.cumsum(held_bytes)]) + self.segments.static_bytes(s)
+        held_before = np.concatenate([[0], np.cumsum(held_bytes)])
+        total = held_before + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
-    def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
+    def compute_balanced(
+        self,
+        p: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> int:
         """Finds which bound from p to q divides the seconds best between so many stages on its two
         sides.
 
@@ -94,7 +101,9 @@ class BinaryPartition:
             left: the number of stages before the bound.
             right: the number behind it.
         """
-        share = self.seconds[p] + (self.seconds[q] - self.seconds[p]) * left / (left + right)
+        # The place of the left side's share of the seconds.
+        inside_s = self.seconds[q] - self.seconds[p]
+        share = self.seconds[p] + inside_s * left / (left + right)
         near = bisect_left(self.seconds, share, p, q)
         best = min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right))
         return self._clip(best, p, q, left, right)
@@ -143,23 +152,37 @@ class BinaryPartition:
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before the middle stage, and how far all
-            come.
+            """Fills stages to a level.
+
+            Returns the bound before the middle stage, and how far all come.
             """
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
                 need = self.need[s]
-                at = max(at, bisect_right(need, need[at] + level, at, q + 1) - 1)
+                end = bisect_right(need, need[at] + level, at, q + 1) - 1
+                at = max(at, end)
             return bound, at
 
         # A level of `below` is too low; at `enough` one stage alone could hold all layers.
         below = 0.0
         enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
+        # Ends: the span between what is too little and what is enough is halved each time.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
-            below, enough = (below, level) if fill(level)[1] == q else (level, enough)
-        return self._clip(fill(enough)[0], p, q, middle - first, last - middle)
+            _, reached = fill(level)
+            if reached == q:
+                enough = level
+            else:
+                below = level
+        bound, _ = fill(enough)
+        return self._clip(
+            bound,
+            p,
+            q,
+            middle - first,
+            last - middle,
+        )
 
     @staticmethod
     def _clip(
@@ -190,9 +213,15 @@ class BinaryPartition:
             middle: the stage that begins at the bound.
             last: behind the last stage.
         """
-        cb = self.compute_balanced(p, q, middle - first, last - middle)
+        cb = self.compute_balanced(
+            p,
+            q,
+            middle - first,
+            last - middle,
+        )
         mb = self.memory_balanced(p, q, first, middle, last)
-        bounds = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
+        step = 1 if cb <= mb else -1
+        bounds = range(cb, mb + step, step)
         if len(bounds) <= PAPER.bounds:
             return bounds
         by_crossing = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])
@@ -208,18 +237,26 @@ class BinaryPartition:
             q: the last one's.
         """
         changes = self.changes[self.segments.in_flight[s]]
+        begin = self.bounds[p]
+        end = self.bounds[q]
         chosen = Selection(
             self.segments,
             changes,
             s,
-            self.bounds[p],
-            self.bounds[q],
+            begin,
+            end,
         )
         if chosen.may_fit:
             optimise(chosen)
         return chosen
 
-    def best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
+    def best(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        last: int,
+    ) -> StageGroup | None:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
@@ -233,14 +270,22 @@ class BinaryPartition:
             self.parts[key] = self._best(*key)
         return self.parts[key]
 
-    def _best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
+    def _best(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        last: int,
+    ) -> StageGroup | None:
         if last - first == 1:
             stage = self.stage(first, p, q)
             return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
+        sides = middle - first, last - middle  # numbers of stages
         best = None
         for b in self.between(p, q, first, middle, last):
-            floor_s = self.floor_s(p, b, q, middle - first, last - middle)
+            # A bound from below: what cannot beat the best plan is not planned.
+            floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
                 # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had
                 # to be saved, which proves less.
@@ -252,7 +297,8 @@ class BinaryPartition:
             if right is None:
                 continue
             part = StageGroup(max(left.seconds, right.seconds), left.ends + right.ends)
-            best = part if not best or part.seconds < best.seconds else best
+            if not best or part.seconds < best.seconds:
+                best = part
         return best
 
 
@@ -261,7 +307,12 @@ def try_dawnpiper(problem: Problem) -> Decision | None:
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)
-        part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
+        part = search.best(
+            0,
+            len(search.bounds) - 1,
+            0,
+            problem.stages,
+        )
         if part is not None:
             bounds = (0, *part.ends)
             place = {b: at for at, b in enumerate(search.bounds)}

@@ -29,7 +29,8 @@ def gpipe(problem: Problem) -> Decision:
     Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1))
     """
     kept = KeptStages(problem)
-    _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)
+    squares = [kept.forward_s(s) ** 2 for s in range(problem.stages)]
+    _, places = least_path(squares, np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)
     # The first layer of a stage begins a chain of forwards that all run again.

@@ -20,9 +20,10 @@ class KeptStages(KeepAll):
 
     def forward_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward."""
+        forward_s = self.segments.forward_of(s)
         return self._inside(
             between(
-                self.segments.forward_of(s),
+                forward_s,
                 self.cuts,
                 self.cuts,
             )
@@ -31,9 +32,10 @@ class KeptStages(KeepAll):
     def compute_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward and backward."""
         extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
+        compute_s = self.segments.compute_of(s) + extra_s
         return self._inside(
             between(
-                self.segments.compute_of(s) + extra_s,
+                compute_s,
                 self.cuts,
                 self.cuts,
             )
@@ -53,7 +55,13 @@ class KeptStages(KeepAll):
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """Returns a grid, infinite where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
-        return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
+        if limit is None:
+            return grid
+        return np.where(
+            self.peak_bytes(s) <= limit,
+            grid,
+            np.inf,
+        )
 
     def decision(self, places: Sequence[int]) -> Decision:
         """Returns the decision with the cuts at some places of the grid."""

@@ -40,25 +40,22 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         if stages == 1:
             return [hi]
         left = stages // 2
-        share = total[lo] + (total[hi] - total[lo]) * left / stages
+        inside_s = total[hi] - total[lo]
+        share = total[lo] + inside_s * left / stages
         # Each side needs as many fine vertices as it has stages.
         inside = [b for b in fine if lo <= b <= hi]
         possible = inside[left : len(inside) - (stages - left)]
         middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
+        # At least the bound nearest to the share is balanced enough, so there always is one.
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
         # Fewest bytes first; of equal ones the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
-    return refine(
-        [0, *bisect(0, fine[-1], problem.stages)],
-        fine,
-        coarse,
-        total,
-        crossing,
-    )
+    bounds = [0, *bisect(0, fine[-1], problem.stages)]
+    return refine(bounds, fine, coarse, total, crossing)
 
 
 def coarse_bounds(
@@ -95,7 +92,8 @@ def coarse_bounds(
     vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone
-        if beside_backbone or total[after] - total[vertices[-1]] > heaviest_s:
+        joined_s = total[after] - total[vertices[-1]]
+        if beside_backbone or joined_s > heaviest_s:
             vertices.append(b)
     return [*vertices, fine[-1]]
 
@@ -121,12 +119,15 @@ def refine(
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
+        # A bound moves between its coarse neighbours, and never past the bounds beside it.
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower_s: dict[int, float] = {}
         for c in fine:
             if first <= c <= last:
-                slower_s[c] = max(total[c] - total[lo], total[hi] - total[c])
+                left_s = total[c] - total[lo]
+                right_s = total[hi] - total[c]
+                slower_s[c] = max(left_s, right_s)
         allowed_s = min(slower_s.values()) * (1 + PAPER.imbalance)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
         bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))

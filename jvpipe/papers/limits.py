@@ -55,7 +55,8 @@ def plan_or_raise(
             enough, decision = middle, nearer
     stages = evaluate_decision(problem, decision).stages
     peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(stages)]
-    stage, excess = peaks.index(max(peaks)), enough - limit
+    stage = peaks.index(max(peaks))
+    excess = enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it "
         f"was seen to find one is {enough} bytes, {excess} more than this limit, "

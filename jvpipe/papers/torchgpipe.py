@@ -48,8 +48,10 @@ def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
     one.
     """
     cuts = [int(cut) for cut in Segments(problem).cuts]
-    blocks = block_partition([sum(costs[i:j]) for i, j in pairwise(cuts)], problem.stages)
-    return Decision.keeping_all([cuts[place] for place in (0, *accumulate(blocks))])
+    between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
+    blocks = block_partition(between_cuts, problem.stages)
+    places = accumulate(blocks, initial=0)
+    return Decision.keeping_all([cuts[place] for place in places])
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
@@ -72,7 +74,8 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     allowed = max(costs) * (1 + 1e-9)  # sums of floats are not exact
     while True:
         sizes = np.diff(total[bounds])
-        p, q = int(sizes.argmax()), int(sizes.argmin())
+        p = int(sizes.argmax())
+        q = int(sizes.argmin())
         if sizes[p] - sizes[q] <= allowed:
             break
         if p < q:

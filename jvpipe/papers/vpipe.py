@@ -47,7 +47,11 @@ def swap_recompute(stage: Selection) -> None:
     the stage computes. Only if swaps and recomputation together do not suffice, more is swapped
     than can be hidden.
     """
-    stage.spend(stage.changes.swaps, lambda change: change.saved_bytes, stage.hides)
+    stage.spend(
+        stage.changes.swaps,
+        lambda change: change.saved_bytes,
+        stage.hides,
+    )
     stage.spend(
         stage.changes.recomputes,
         lambda change: change.per_second,
@@ -67,7 +71,14 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        chosen = Selection(segments, changes[segments.in_flight[s]], s, i, j)
+        in_flight = segments.in_flight[s]
+        chosen = Selection(
+            segments,
+            changes[in_flight],
+            s,
+            i,
+            j,
+        )
         swap_recompute(chosen)
         return chosen
 
@@ -112,14 +123,20 @@ def _migrate(
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
     place = {b: at for at, b in enumerate(allowed)}
-    for target in sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s])):
+    # The nearest stage first; of two that are as near the lighter one.
+    targets = sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s]))
+    for target in targets:
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
+            # Every bound between the two stages moves by one place: one layer passes through all of
+            # them.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue
-        if max(_load(stages_of(moved)[s]) for s in between) < now[slowest]:
+        stages = stages_of(moved)
+        heaviest = max(_load(stages[s]) for s in between)
+        if heaviest < now[slowest]:
             return tuple(moved)
     return None

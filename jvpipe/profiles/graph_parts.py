@@ -81,6 +81,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
+    # A heap, so that the lowest id comes out first whatever the order of the edges.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []
@@ -92,7 +93,8 @@ def topological_order(
             if not waits_for[reader]:
                 heapq.heappush(ready, reader)
     if len(order) < len(readers):
-        cycle = _cycle({node for node, count in waits_for.items() if count}, edges)
+        left = {node for node, count in waits_for.items() if count}
+        cycle = _cycle(left, edges)
         text = " -> ".join(map(str, cycle))
         line = edges[cycle[0], cycle[1]]
         raise wrong(file, line, f"the edges of nodes {text} run in a cycle: remove one of them")
@@ -105,7 +107,8 @@ def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     Each of them has a source that always waited, too. So a walk from source to source never ends,
     and comes to a node for the second time; from the first time on it is a cycle.
     """
-    source_of = {target: source for source, target in edges if source in left and target in left}
+    inside = [(source, target) for source, target in edges if source in left and target in left]
+    source_of = {target: source for source, target in inside}
     path = [min(left)]
     while path.count(path[-1]) < 2:
         path.append(source_of[path[-1]])

@@ -68,6 +68,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     lines = [(line, content) for line, content in numbered if content.strip()]
     for line, content in lines:
         if not content[0].isspace():
+            # A line that begins at the margin is a node, an indented one an edge.
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
                 earlier = nodes[node].line
@@ -77,7 +78,11 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
-            ends = source, target = _read_edge(content.strip(), file, line)
+            ends = source, target = _read_edge(
+                content.strip(),
+                file,
+                line,
+            )
             for end in ends:
                 if end not in nodes:
                     message = f"the edge dangles: node{end} is not described in this file"
@@ -87,10 +92,20 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                 _log.warning(warning, file, line, source)
             else:
                 edges.setdefault(ends, line)
-    return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
+    return GraphFile(
+        _costs(
+            nodes,
+            edges,
+            topological_order(nodes, edges, file),
+        )
+    )
 
 
-def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
+def _read_node(
+    content: str,
+    file: str,
+    line: int,
+) -> tuple[int, _Node]:
     """Reads a node's id and its line; the description may hold commas, parentheses and ` -- `."""
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
@@ -127,6 +142,7 @@ def _number(
     except ValueError:
         digits = f"{field}={written} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
+    # The sum, too: finite numbers may add up to infinity.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -134,8 +150,9 @@ def _number(
 
 
 def _read_number(text: str) -> float:
-    """Reads a number as profilers write it; Python would also read underscores and the digits of
-    other scripts.
+    """Reads a number as profilers write it.
+
+    Python would also read underscores and the digits of other scripts.
     """
     if "_" in text or not text.isascii():
         raise ValueError(text)
@@ -164,12 +181,13 @@ def _costs(
         name, profile = f"node{node}", nodes[node]
         layers.append(_layer(name, profile))
         if readers[node]:
-            to, differentiable = tuple(sorted(readers[node])), not profile.is_input
+            to = tuple(sorted(readers[node]))
+            size, differentiable = profile.activation_bytes, not profile.is_input
             values.append(
                 Edge(
                     place[node],
                     to,
-                    profile.activation_bytes,
+                    size,
                     name,
                     differentiable,
                 )
@@ -179,10 +197,18 @@ def _costs(
 
 def _layer(name: str, node: _Node) -> LayerCost:
     kept = node.activation_bytes
-    forward_s, backward_s = (0.0, 0.0) if node.is_input else (node.forward_s, node.backward_s)
+    # An input takes no time: it is there.
+    forward_s = 0.0 if node.is_input else node.forward_s
+    backward_s = 0.0 if node.is_input else node.backward_s
     options = [Option(kept)]
     if kept:
-        options.append(Option(0, swapped_bytes=kept, fates={name: Fate.SWAP}))
+        options.append(
+            Option(
+                0,
+                swapped_bytes=kept,
+                fates={name: Fate.SWAP},
+            )
+        )
         options.append(
             Option(
                 0,

@@ -61,15 +61,16 @@ def same_bits(
     # with nothing hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
-    one = _outcome(store, device, whole, [layer], values, sums)
-    two = _outcome(
+    one = _outcome(
         store,
         device,
-        halves,
-        [layer, layer + 1],
+        whole,
+        [layer],
         values,
         sums,
     )
+    both = [layer, layer + 1]
+    two = _outcome(store, device, halves, both, values, sums)
     for of_one, of_two in zip(one, two, strict=True):
         for v in sums:
             if v in of_one and not _alike(of_one[v], of_two[v]):
@@ -107,8 +108,9 @@ def _updated(
     cut: OptimizerCut,
     layers: Sequence[int],
 ) -> dict[Slot, np.ndarray]:
-    """Runs the pieces of some layers; returns new parameters and state, and what goes to the global
-    program.
+    """Runs the pieces of some layers.
+
+    Returns new parameters and state, and what goes to the global program.
 
     The latter is joined and sorted, since halves split it between them.
     """
@@ -136,8 +138,9 @@ def _updated(
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """Returns the same numbers for a slot in every piece; a state may be squares, so it is
-    positive.
+    """Returns the same numbers for a slot in every piece.
+
+    A state may be squares, so it is positive.
     """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
@@ -203,18 +206,38 @@ def _outcome(
     values, passes = dict(inputs), []
     for layer in layers:
         body = traced.bodies[layer]
-        forward, backward, signature = _programs(store, device, traced, layer)
-        results = _run(forward, [values[v] for v in body.inputs], device)
+        forward, backward, signature = _programs(
+            store,
+            device,
+            traced,
+            layer,
+        )
+        results = _run(
+            forward,
+            [values[v] for v in body.inputs],
+            device,
+        )
         # Behind the outputs a forward yields residuals, and a mark.
         for v, x in zip(body.outputs, results, strict=False):
             if isinstance(v, Var):
                 values[v] = x
-        passes.append(_Pass(body, signature, backward, results))
+        passes.append(
+            _Pass(
+                body,
+                signature,
+                backward,
+                results,
+            )
+        )
     # A layer's cotangents are what the one behind it has sent back: so the passes go from last to
     # first.
     cotangents, gradients = dict(sums), _Arrays()
     for one in reversed(passes):
-        results = _run(one.backward, one.arguments(values, cotangents), device)
+        results = _run(
+            one.backward,
+            one.arguments(values, cotangents),
+            device,
+        )
         read = (*one.signature.gradients, *one.signature.returned)
         moved = {one.body.inputs[i]: x for i, x in zip(read, results, strict=False)}
         cotangents |= moved

@@ -77,7 +77,11 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
         (out,) = _jax.bind(eqn, values)
         return out, out.astype(_exact(dtype))
 
-    return jax.lax.platform_dependent(*values, cpu=here, default=elsewhere)
+    return jax.lax.platform_dependent(
+        *values,
+        cpu=here,
+        default=elsewhere,
+    )
 
 
 def _exact(dtype: Any) -> Any:
@@ -86,8 +90,9 @@ def _exact(dtype: Any) -> Any:
 
 
 def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded
-    yet.
+    """Applies a convolution with its axes in order.
+
+    The result of one of bfloat16 is not rounded yet.
 
     >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
@@ -102,7 +107,11 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     usual = tuple(range(len(operand)))
     # Images have one axis of features and filters two, and both have them last.
     image = _first(usual)
-    inner = type(numbers)(image, (usual[-1], usual[-2], *usual[:-2]), image)
+    inner = type(numbers)(
+        image,
+        (usual[-1], usual[-2], *usual[:-2]),
+        image,
+    )
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
@@ -114,7 +123,11 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     return _moved(out, tuple(np.argsort(result).tolist()))
 
 
-def _last(batch: int, feature: int, *space: int) -> tuple[int, ...]:
+def _last(
+    batch: int,
+    feature: int,
+    *space: int,
+) -> tuple[int, ...]:
     return (batch, *space, feature)
 
 

@@ -54,8 +54,9 @@ class Flow:
 
     @cached_property
     def readers(self) -> dict[Var, set[Home]]:
-        """The layers that need each value; the global program too, for values that go from layer to
-        layer.
+        """The layers that need each value.
+
+        The global program too, for values that go from layer to layer.
 
         From the results back to the inputs: an equation's operands are needed where it runs, and
         those of one that runs everywhere by all who need its results.
@@ -88,10 +89,20 @@ class Flow:
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
             if isinstance(home, int) and "global" in needing:
-                to_global = Slot(SlotKind.PARTIAL, phase, home, dtype)
+                to_global = Slot(
+                    SlotKind.PARTIAL,
+                    phase,
+                    home,
+                    dtype,
+                )
                 vectors.setdefault(to_global, []).append(var)
             if home != "everywhere" and needing - {home, "global"}:
-                to_layers = Slot(SlotKind.GLOBAL, phase, 0, dtype)
+                to_layers = Slot(
+                    SlotKind.GLOBAL,
+                    phase,
+                    0,
+                    dtype,
+                )
                 vectors.setdefault(to_layers, []).append(var)
         return vectors
 
@@ -113,6 +124,7 @@ class Flow:
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
+        # A layer computes for itself what every layer needs.
         everywhere = self._eqns_of.get("everywhere", [])
         return [*everywhere, *self._eqns_of.get(home, [])]
 
@@ -138,8 +150,9 @@ class Flow:
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """Yields a piece for each phase in which something is sent; all results are made in the
-        last.
+        """Yields a piece for each phase in which something is sent.
+
+        All results are made in the last.
         """
         # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))
@@ -152,7 +165,9 @@ class Flow:
         needed: dict[int, list[Atom]] = {}
         for phase in sorted({*sent, last}):
             vectors = sent.get(phase, [])
-            needed[phase] = [v for slot in vectors for v in self._vectors[slot]]
+            needed[phase] = []
+            for slot in vectors:
+                needed[phase] += self._vectors[slot]
         needed[last] += [out.atom for out in results]
         runs = self._runs(home, needed)
         kept = self._kept(home, runs)

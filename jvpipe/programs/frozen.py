@@ -135,7 +135,9 @@ class _Update:
         Returns:
             None if anything else needs the gradient.
         """
-        count, alone, seen = len(self.parameters), set[int](), set[Var]()
+        count = len(self.parameters)
+        alone = set[int]()
+        seen = set[Var]()
         todo = list(self.gradients[i])
         while todo:
             v = todo.pop()
@@ -163,8 +165,9 @@ class _Update:
 
     @cached_property
     def _results(self) -> Mapping[Var, Sequence[int]]:
-        """By value, the numbers of the results that it is; parameters that stay as they are do not
-        count.
+        """By value, the numbers of the results that it is.
+
+        Parameters that stay as they are do not count.
         """
         results: dict[Var, list[int]] = {}
         for k, out in enumerate(self.closed.jaxpr.outvars):
@@ -263,10 +266,12 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     if wide == narrow:
         return True
     if _are(jnp.floating, wide, narrow):
-        a, b = jnp.finfo(wide), jnp.finfo(narrow)
+        a = jnp.finfo(wide)
+        b = jnp.finfo(narrow)
         return a.nmant >= b.nmant and a.nexp >= b.nexp
     if _are(jnp.integer, wide, narrow):
-        a, b = jnp.iinfo(wide), jnp.iinfo(narrow)
+        a = jnp.iinfo(wide)
+        b = jnp.iinfo(narrow)
         return a.min <= b.min and b.max <= a.max
     return False
 

@@ -50,4 +50,9 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
     taken_by_all = tuple(inputs[i] for i in reads)
     # What a part may overwrite the group may overwrite, if it comes from outside.
     overwritten = tuple(i for i in reads if i in donated)
-    return Program(("group", *keys, tuple(wires)), fn, taken_by_all, overwritten)
+    return Program(
+        ("group", *keys, tuple(wires)),
+        fn,
+        taken_by_all,
+        overwritten,
+    )

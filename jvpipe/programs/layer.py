@@ -59,8 +59,9 @@ class LayerPrograms:
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The backward in two programs; None if all of it yields cotangents, or all of it
-        gradients.
+        """The backward in two programs.
+
+        None if all of it yields cotangents, or all of it gradients.
         """
         return halve(self.backward, self.signature)
 
@@ -74,7 +75,13 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
     """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
+    equations = structure(
+        jaxpr.eqns,
+        inputs,
+        jaxpr.outvars,
+        rules=False,
+    )
+    return equations, comparable(closed.consts)
 
 
 def differentiate(
@@ -100,15 +107,17 @@ def differentiate(
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
     results = closed.jaxpr.outvars
-    outputs, leaves = results[:n_out], results[n_out:]
+    outputs = results[:n_out]
+    leaves = results[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
+    calls = jaxprs.debug_calls(closed)
     backward, signature = _trace_backward(
         body,
         tree,
         shapes,
         summed,
-        jaxprs.debug_calls(closed),
+        calls,
     )
     # The forward yields only those residuals that the backward turned out to read; they are
     # numbered again.
@@ -130,8 +139,9 @@ def differentiate(
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle
-    `reduce_precision`.
+    """Returns which candidate a value is.
+
+    What `jax.checkpoint` saves passes through an idle `reduce_precision`.
     """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
@@ -148,8 +158,9 @@ def inference(body: Body) -> ClosedJaxpr:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its
-    equations.
+    """Runs a layer.
+
+    Its candidates and outputs have the values of calls, and the derivatives of its equations.
 
     So everything is computed twice: by equations through which gradients flow, and by calls, which
     no gradient enters. The compiler drops what is read of neither.
@@ -187,8 +198,9 @@ _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _candidate(x: jax.Array, name: str) -> jax.Array:
-    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as
-    JAX demands.
+    """Returns a value that can be saved under a name.
+
+    A complex one is saved as its two parts, as JAX demands.
     """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
@@ -233,7 +245,11 @@ def _trace_forward(
 
         # `pull` is a pytree whose leaves are what it closes over: these become outputs of the
         # forward.
-        _, pull, out = jax.vjp(pick, *(xs[i] for i in body.moving), has_aux=True)
+        _, pull, out = jax.vjp(
+            pick,
+            *(xs[i] for i in body.moving),
+            has_aux=True,
+        )
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
         return [*out, *leaves]
@@ -248,7 +264,8 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
     results = closed.jaxpr.outvars
-    outputs, leaves = results[:n_out], results[n_out:]
+    outputs = results[:n_out]
+    leaves = results[n_out:]
     # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
     # that.
     sources: dict[_jax.Atom, Source] = {}
@@ -289,7 +306,12 @@ class _Differentiated:
         returned = [i for i in body.moving if kinds[i] == ValueKind.TENSOR]
         active = [i for i, a in enumerate(body.active) if a]
         taken = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
-        return _Differentiated(gradients, returned, active, taken)
+        return _Differentiated(
+            gradients,
+            returned,
+            active,
+            taken,
+        )
 
 
 def _trace_backward(
@@ -349,7 +371,12 @@ def _trace_backward(
     closed = settle_halves(upright(quiet), len(gradients))
     results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
     closed = jaxprs.yielding(closed, [x for i, x in results if body.returned[i]])
-    closed, sources = _without_unread(closed, body, list(shapes), gradients)
+    closed, sources = _without_unread(
+        closed,
+        body,
+        list(shapes),
+        gradients,
+    )
     read_gradients = [i for i in gradients if body.returned[i]]
     read_cotangents = [i for i in returned if body.returned[i]]
     signature = Signature(
@@ -400,7 +427,11 @@ def _cotangent(body: Body, i: int) -> jax.Array:
     """
     output = body.outputs[i]
     if body.writes[i] == _LOSS:
-        return jnp.full((), body.share, _jax.aval(output).dtype)
+        return jnp.full(
+            (),
+            body.share,
+            _jax.aval(output).dtype,
+        )
     return _zeros(output)
 
 

@@ -75,7 +75,8 @@ def loss_program(
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = _columns(values, microbatches, parts)
         n_losses = 1 + graph.weighted
-        losses, aux = columns[:n_losses], columns[n_losses:]
+        losses = columns[:n_losses]
+        aux = columns[n_losses:]
         loss = added_up(losses[0])
         # The weight has its own sum, and only the quotient of both is the loss, however the items
         # were spread.
@@ -126,7 +127,8 @@ def _columns(
         return [values[i : i + microbatches] for i in starts]
     # Column after column; in a column micro-batch after micro-batch; of each of these slice after
     # slice.
-    left, columns = iter(values), list[Sequence[jax.Array]]()
+    left = iter(values)
+    columns = list[Sequence[jax.Array]]()
     for part in parts:
         if part is None:
             columns.append(list(islice(left, microbatches)))

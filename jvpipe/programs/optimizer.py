@@ -150,7 +150,13 @@ def cut_optimizer(
     """
     if traced is None:
         options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
-        traced = trace_stacked(optimizer, params, readers, microbatches, **options)
+        traced = trace_stacked(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            **options,
+        )
     update, init = _programs(
         traced,
         readers,
@@ -277,7 +283,11 @@ class _Program:
         It ends: the parts of a split scan work on one layer each, so they are not split again.
         """
         eqns = self.closed.jaxpr.eqns
-        placement = place_operands(eqns, self.origins(homes), self.outputs(homes))
+        placement = place_operands(
+            eqns,
+            self.origins(homes),
+            self.outputs(homes),
+        )
         if not placement.splits:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
@@ -308,8 +318,9 @@ class _Program:
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
-    """Returns the names of the parameters; a slice has that of its stack if the optimizer sees
-    this.
+    """Returns the names of the parameters.
+
+    A slice has that of its stack if the optimizer sees this.
     """
     if not stacks:
         return [path_name(path) for path in paths_of(params)]
@@ -346,7 +357,8 @@ def _programs(
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     inputs = (*gradients, *weight, *parameters, *state)
-    update = _Program(traced.update, inputs, (*parameters, *state, *norm))
+    results = (*parameters, *state, *norm)
+    update = _Program(traced.update, inputs, results)
     return update, _Program(traced.init, parameters, state)
 
 
@@ -416,8 +428,9 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
-        is_read = "global" in flow.readers[v]
-        if slot.kind is SlotKind.STATE and is_copied and is_read:
+        if slot.kind is not SlotKind.STATE or not is_copied:
+            continue
+        if "global" in flow.readers[v]:
             read.add(slot)
     return frozenset(read)
 

@@ -103,11 +103,8 @@ def trace_optimizer(
             params,
         )
         updates, state = _checked_answer(answer, tree)
-        new = list(values)  # the frozen ones pass through, in their places
         changed = jax.tree.leaves(optax.apply_updates(params, updates))
-        for i, x in zip(seen, changed, strict=True):
-            new[i] = x
-        return new, state, norm(grads) if grad_norm else None
+        return _placed(values, seen, changed), state, norm(grads) if grad_norm else None
 
     def traced_at(state: Tree) -> ClosedJaxpr:
         closed = straight_line(update, sums, weight, leaves, state)
@@ -166,7 +163,8 @@ def _at_fixed_types(
 
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, by name."""
-    return tuple(map(_array, path_names(paths_of(tree)), jax.tree.leaves(tree)))
+    names = path_names(paths_of(tree))
+    return tuple(map(_array, names, jax.tree.leaves(tree)))
 
 
 def paths_of(tree: Tree) -> list[Path]:
@@ -288,9 +286,18 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
         ) from error
 
 
+def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]) -> list[Any]:
+    """Returns values with those at some places changed; the others pass through."""
+    new = list(values)
+    for i, x in zip(places, changed, strict=True):
+        new[i] = x
+    return new
+
+
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """Returns what an optimizer's `update` has returned; raises ValueError unless that is (updates,
-    state).
+    """Returns what an optimizer's `update` has returned.
+
+    Raises ValueError unless that is (updates, state).
     """
     is_pair = isinstance(answer, tuple) and len(answer) == 2
     if is_pair and jax.tree.structure(answer[0]) == tree:
@@ -336,7 +343,11 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 # Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
+def mean(
+    parts: Sequence[jax.Array],
+    by: Any,
+    dtype: Any,
+) -> jax.Array:
     """Returns a gradient: the sum of its accumulators, divided."""
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
@@ -374,14 +385,22 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         ValueError: the update changes a shape, or the number of leaves.
     """
 
-    def settle(path: Path, before: Any, after: Any) -> jax.ShapeDtypeStruct:
+    def settle(
+        path: Path,
+        before: Any,
+        after: Any,
+    ) -> jax.ShapeDtypeStruct:
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
         # A weak type gives way to a strong one, but never comes back.
         weak = _type(before)[1] and _type(after)[1]
-        return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
+        return jax.ShapeDtypeStruct(
+            before.shape,
+            after.dtype,
+            weak_type=weak,
+        )
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if len(leaves) != len(new):

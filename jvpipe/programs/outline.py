@@ -57,8 +57,9 @@ class Call:
 
 
 def outline(body: Body) -> dict[int, Call]:
-    """Returns the calls of a layer by the position of the equation whose results they make; the
-    last makes outputs.
+    """Returns the calls of a layer by the position of the equation whose results they make.
+
+    The last makes outputs.
     """
     # A candidate has a call already, and an input that is passed on needs none.
     computed = (v for v in jaxprs.variables(body.outputs) if v not in body.inputs)
@@ -114,4 +115,8 @@ def _call(eqns: Sequence[JaxprEqn], results: Iterable[Var]) -> Call:
     """Returns a call of equations that yields those results which it computes."""
     computed = jaxprs.defined(eqns)
     outputs = tuple(v for v in results if v in computed)
-    return Call(tuple(eqns), tuple(jaxprs.free_variables(eqns)), outputs)
+    return Call(
+        tuple(eqns),
+        tuple(jaxprs.free_variables(eqns)),
+        outputs,
+    )

@@ -125,8 +125,9 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns by value the only layer whose results depend on it; "everywhere" if there are
-    several.
+    """Returns by value the only layer whose results depend on it.
+
+    "everywhere" if there are several.
     """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
@@ -261,8 +262,8 @@ class _Placing:
         serves_others = any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
         if not (mixes and serves_others):
             return False
-        own = [v for v, place in operands.items() if place.home == layer]
-        return self.reductions.issuperset(own) and all(_size(v) == 1 for v in operands)
+        of_layer = [v for v, place in operands.items() if place.home == layer]
+        return self.reductions.issuperset(of_layer) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number of an array, or of such numbers."""

@@ -21,8 +21,9 @@ from jvpipe.trace.structure import comparable, structure
 
 
 class SlotKind(StrEnum):
-    """The kinds of arrays that pieces of an optimizer read and write; pieces take theirs in this
-    order.
+    """The kinds of arrays that pieces of an optimizer read and write.
+
+    Pieces take theirs in this order.
     """
 
     GRADIENT = "gradient"
@@ -125,9 +126,16 @@ class Part:
 
         return tuple(sorted(slots, key=place))
 
-    def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
-        """Returns the program of these equations; the last of a layer may overwrite what the layer
-        owns.
+    def piece(
+        self,
+        layer: int | None,
+        phase: int,
+        *,
+        last: bool,
+    ) -> Piece:
+        """Returns the program of these equations.
+
+        The last of a layer may overwrite what the layer owns.
 
         Args:
             layer: that runs it; None: the global program.
@@ -192,14 +200,24 @@ class Part:
         length = sum(map(_size, variables))
         return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
-    def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
+    def _unpack(
+        self,
+        vector: jax.Array,
+        slot: Slot,
+        var: Var,
+    ) -> jax.Array:
         start, _ = self._span(slot, var)
-        flat = jax.lax.slice(vector, [start], [start + _size(var)])
+        flat = jax.lax.slice(
+            vector,
+            [start],
+            [start + _size(var)],
+        )
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """Returns where a value begins in its vector, and the length of that; nothing if it has a
-        slot alone.
+        """Returns where a value begins in its vector, and the length of that.
+
+        Nothing if it has a slot alone.
         """
         if slot not in self.vectors:
             return ()

@@ -34,7 +34,8 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
         if eqn.primitive.name == "dot_general" and readings[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = eqn
         eqns.append(_turned(product, eqn.outvars[0]) if product else eqn)
-    return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), closed.consts)
+    needed = jaxprs.prune(eqns, jaxpr.outvars)
+    return ClosedJaxpr(jaxpr.replace(eqns=needed), closed.consts)
 
 
 def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:

@@ -41,8 +41,9 @@ class SplitScan:
         return all(len(result) <= 1 for result in used)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs one scan for each set of results that depend on the same layer; None stands for what
-        is not used.
+        """Runs one scan for each set of results that depend on the same layer.
+
+        None stands for what is not used.
         """
         results: dict[int, Any] = {}
         used = dict.fromkeys(result for result in self.layers if result is not None)
@@ -76,8 +77,15 @@ class SplitScan:
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         init = [_as_array(start[i]) for i in kept]
-        carry, stacked = jax.lax.scan(step, init, xs, **scan_options(self.eqn))
-        positions, arrays = [*kept, *ys], [*carry, *stacked]
+        options = scan_options(self.eqn)
+        carry, stacked = jax.lax.scan(
+            step,
+            init,
+            xs,
+            **options,
+        )
+        positions = [*kept, *ys]
+        arrays = [*carry, *stacked]
         values_of = dict(zip(positions, arrays, strict=True))
         return {i: values_of[i] for i in outputs}
 

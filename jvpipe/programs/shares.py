@@ -54,10 +54,15 @@ def packed(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     >>> packed([(2, 1), (6, 3), (2, 1), (4, 2)], 2)
     [1, 0, 0, 1]
     """
-    loads, replica_of = [(0, 0)] * replicas, [0] * len(sizes)
+    loads = [(0, 0)] * replicas
+    replica_of = [0] * len(sizes)
     # Ties are broken by the layers' numbers, and by those of the replicas: all processes pack
     # alike.
-    largest_first = sorted(enumerate(sizes), key=lambda item: item[1], reverse=True)
+    largest_first = sorted(
+        enumerate(sizes),
+        key=lambda item: item[1],
+        reverse=True,
+    )
     for i, (state_bytes, parameter_bytes) in largest_first:
         replica = loads.index(min(loads))
         replica_of[i] = replica

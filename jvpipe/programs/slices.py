@@ -32,7 +32,11 @@ def cut_program(whole: jax.ShapeDtypeStruct, run: SliceRun) -> Program:
 def join_program(parts: Sequence[jax.ShapeDtypeStruct], axis: int) -> Program:
     """Returns what puts arrays one after another along an axis."""
     key = "concat", types_of(parts), axis
-    return Program(key, lambda *xs: [jnp.concatenate(xs, axis)], tuple(parts))
+    return Program(
+        key,
+        lambda *xs: [jnp.concatenate(xs, axis)],
+        tuple(parts),
+    )
 
 
 def reduce_program(
@@ -41,8 +45,9 @@ def reduce_program(
     *,
     in_place: bool = False,
 ) -> Program:
-    """Returns what adds up sums of gradients of replicas, in their order; those of a parameter come
-    in a row.
+    """Returns what adds up sums of gradients of replicas, in their order.
+
+    All sums of a parameter come in a row.
 
     Args:
         sums: shapes and types of those of a replica.
@@ -59,7 +64,12 @@ def reduce_program(
 
     key = "reduce", types_of(sums), replicas, in_place
     of_first = tuple(range(0, len(inputs), replicas))
-    return Program(key, reduce, inputs, of_first if in_place else ())
+    return Program(
+        key,
+        reduce,
+        inputs,
+        of_first if in_place else (),
+    )
 
 
 def weighted_program(part: jax.ShapeDtypeStruct, weights: Sequence[float]) -> Program:
@@ -83,7 +93,8 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
     """
 
     def join(*values: jax.Array) -> list[jax.Array]:
-        left, wholes = iter(values), list[jax.Array]()
+        left = iter(values)
+        wholes = list[jax.Array]()
         for leaf in parts:
             if leaf.spread.over is not Over.ADDED:
                 of_slices = list(islice(left, len(leaf.slices)))
@@ -95,4 +106,8 @@ def state_program(leaves: Sequence[jax.ShapeDtypeStruct], parts: Sequence[Parts]
             wholes.append(added_up([before, *added]))
         return wholes
 
-    return Program(("state", types_of(leaves), tuple(parts)), join, tuple(leaves))
+    return Program(
+        ("state", types_of(leaves), tuple(parts)),
+        join,
+        tuple(leaves),
+    )

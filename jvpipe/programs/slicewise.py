@@ -145,7 +145,12 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     rank = len(_jax.aval(eqn.invars[0]).shape)
     along_others = name in _MATRIX and rows.axis < rank - 2  # matrices lie in the last two axes
     if is_elementwise(eqn) or along_others:
-        return _on_each(eqn, values, rows, thin=rows.thin and not along_others)
+        return _on_each(
+            eqn,
+            values,
+            rows,
+            thin=rows.thin and not along_others,
+        )
     # Each slice is reduced by itself, then what is left of them, in the order of the layers.
     if name in _SUMS and rows.axis in eqn.params["axes"]:
         left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
@@ -168,8 +173,9 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps what is the same along an axis; None
-    for others.
+    """Returns the results of an equation that makes or keeps what is the same along an axis.
+
+    None for others.
     """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
@@ -255,7 +261,9 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
         return _CONTRACTED if axis in contracted[side] else _FREE
 
     side = min(sides, key=rank)
-    rows, other, meaning = values[side], values[1 - side], rank(side)
+    rows = values[side]
+    other = values[1 - side]
+    meaning = rank(side)
     count = len(rows.parts)
     # The result has the batch axes first, then the free axes of the first operand, then those of
     # the second.
@@ -304,7 +312,11 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         # An iteration sees xs without their first axis, and its ys get one.
         inner = [_moved(x, -1) for x in xs]
-        results[:] = jaxprs.evaluate(body, [*constants, *carry, *inner], apply)
+        results[:] = jaxprs.evaluate(
+            body,
+            [*constants, *carry, *inner],
+            apply,
+        )
         ys = [_moved(_without_even(y), 0) for y in results[len(carry) :]]
         return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
 
@@ -367,12 +379,20 @@ a part, and the axis that the parts have in the result. None if they do not stay
 """
 
 
-def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
+def _broadcast_in_dim(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
     target = int(eqn.params["broadcast_dimensions"][axis])
     return {"shape": _cut(eqn.params["shape"], target, count)}, target
 
 
-def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+def _reshape(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
     """Keeps parts apart along an axis with as many elements before it, and whose size their number
     divides.
     """
@@ -389,14 +409,22 @@ def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
     return None
 
 
-def _transpose(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
+def _transpose(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
     return {}, list(eqn.params["permutation"]).index(axis)
 
 
 def _without(name: str) -> _Shaped:
     """Returns what is true of equations that take away the axes in a parameter of this name."""
 
-    def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
         removed = eqn.params[name]
         if axis in removed:
             return None
@@ -409,7 +437,11 @@ def _without(name: str) -> _Shaped:
 def _along(name: str) -> _Shaped:
     """Returns what is true of equations that work along the axes in a parameter of this name."""
 
-    def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
         axes = eqn.params[name]
         works_along = axis in axes if isinstance(axes, tuple) else axis == axes
         return None if works_along else ({}, axis)
@@ -417,14 +449,22 @@ def _along(name: str) -> _Shaped:
     return shaped
 
 
-def _slice(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+def _slice(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
     size = _jax.aval(eqn.invars[0]).shape[axis]
     if _jax.aval(eqn.outvars[0]).shape[axis] != size:
         return None
     return {"limit_indices": _cut(eqn.params["limit_indices"], axis, count)}, axis
 
 
-def _pad(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+def _pad(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
     return None if any(eqn.params["padding_config"][axis]) else ({}, axis)
 
 

@@ -57,7 +57,8 @@ class _Cut:
             backward: of a layer.
             gradients: how many of its results are sums; they come first.
         """
-        eqns, results = backward.jaxpr.eqns, backward.jaxpr.outvars
+        eqns = backward.jaxpr.eqns
+        results = backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
         can_be_handed: set[Var] = set()  # the first half makes it at a cost or with an effect
@@ -66,7 +67,8 @@ class _Cut:
             # A barrier behind what is handed belongs to it: the second half reads what comes out of
             # it.
             holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
-            is_costly = eqn.effects or not is_cheap(eqn) or (_is_barrier(eqn) and holds)
+            holds_back = holds and _is_barrier(eqn)
+            is_costly = eqn.effects or holds_back or not is_cheap(eqn)
             if id(eqn) in in_first and is_costly:
                 can_be_handed.update(eqn.outvars)
             else:
@@ -91,7 +93,9 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     if gradients in (0, len(jaxpr.outvars)):
         return backward
     cut = _Cut.of(backward, gradients)
-    behind_barriers = {v for eqn in jaxpr.eqns if _is_barrier(eqn) for v in eqn.outvars}
+    behind_barriers: set[Var] = set()
+    for eqn in filter(_is_barrier, jaxpr.eqns):
+        behind_barriers.update(eqn.outvars)
     handed = set(cut.handed) - behind_barriers
     shared = _shared(backward, cut)
     eqns: list[JaxprEqn] = []
@@ -108,7 +112,8 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
     """Returns the calls that make what both halves compute, by the ids of the equations that they
     replace.
     """
-    jaxpr, second = backward.jaxpr, set(map(id, cut.weight))
+    jaxpr = backward.jaxpr
+    second = set(map(id, cut.weight))
     in_both = (eqn for eqn in cut.input if id(eqn) in second)
     eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # else it is a call already
     both = set(map(id, eqns))
@@ -161,7 +166,8 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
         return None
     jaxpr, count = backward.jaxpr, len(signature.gradients)
     cut = _Cut.of(backward, count)
-    sums, returned = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    sums = jaxpr.outvars[:count]
+    returned = jaxpr.outvars[count:]
     first_sum = len(signature.sources) + len(signature.cotangents)
     partial = jaxpr.invars[first_sum:-count]
     accumulators = jaxpr.invars[-count:]
@@ -175,9 +181,19 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
         [*returned, *cut.handed],
     )
     taken = [*cut.handed, *accumulators]
-    weight_half, second = _half(backward, second, cut.weight, taken, sums)
+    weight_half, second = _half(
+        backward,
+        second,
+        cut.weight,
+        taken,
+        sums,
+    )
     handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
-    return Halves(input_half, weight_half, SplitSignature(handed, first, second))
+    return Halves(
+        input_half,
+        weight_half,
+        SplitSignature(handed, first, second),
+    )
 
 
 def _half(

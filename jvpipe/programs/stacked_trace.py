@@ -86,7 +86,8 @@ def _trace_stacks(
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
-    joined, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
+    joined = stacks.join(params, _stacked_shape)
+    parameters = _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
     # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
@@ -117,7 +118,11 @@ def _trace_stacks(
             if i not in frozen:
                 grads[i] = mean(parts, by, params[i].dtype)
         split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-        results = jaxprs.evaluate(core.update, list(chain(*split)), apply)
+        results = jaxprs.evaluate(
+            core.update,
+            list(chain(*split)),
+            apply,
+        )
         new = parameters.taken_apart(results)
         new += state.taken_apart(results[len(stacks.lengths) :])
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
@@ -158,7 +163,8 @@ class _Split:
     @property
     def starts(self) -> list[int]:
         """The position of the first slice of each leaf among all."""
-        return [0, *accumulate(1 if n is None else n for n in self.lengths)]
+        counts = [1 if n is None else n for n in self.lengths]
+        return list(accumulate(counts, initial=0))
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
         """Returns the slices of each leaf, those of one that is taken apart as `Slices`."""
@@ -182,7 +188,11 @@ class _Split:
         split: list[jax.ShapeDtypeStruct] = []
         for x, n in zip(leaves, self.lengths, strict=True):
             shape = x.shape if n is None else x.shape[1:]
-            slice_ = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+            slice_ = jax.ShapeDtypeStruct(
+                shape,
+                x.dtype,
+                weak_type=x.weak_type,
+            )
             split += [slice_] * (1 if n is None else n)
         return split
 
@@ -206,7 +216,11 @@ class _Split:
         return tuple(of_slices)
 
 
-def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Split:
+def _settled(
+    core: TracedOptimizer,
+    parameters: _Split,
+    leaves: Shapes,
+) -> _Split:
     """Returns how the state is taken apart: what belongs to a stack and is as long, and what
     updates make of slices.
 
@@ -218,7 +232,8 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
         parameters: how these are taken apart.
         leaves: their slices.
     """
-    shapes, state = _state(core), _Split(_stack_lengths(core, parameters))
+    shapes = _state(core)
+    state = _Split(_stack_lengths(core, parameters))
     while True:
         results: list[Any] = []
 
@@ -230,9 +245,15 @@ def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Spli
         ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
             arrays = list(chain(*split))
-            results[:] = jaxprs.evaluate(core.update, arrays, apply)  # noqa: B023 - called at once
+            new = jaxprs.evaluate(core.update, arrays, apply)
+            results[:] = new  # noqa: B023 - called at once
 
-        jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
+        jax.eval_shape(
+            update,
+            leaves,
+            leaves,
+            state.shapes(shapes),
+        )
         new = results[len(parameters.lengths) :]
         pairs = zip(state.lengths, new, strict=True)
         grown = tuple(len(x.pieces) if n is None and _is_stack(x) else n for n, x in pairs)

@@ -54,7 +54,12 @@ class Program:
         if all(spec == () for spec in (*takes, *gives)):
             return self
         key = self.key, *takes, "gives", *gives
-        return replace(self, key=key, takes=tuple(takes), gives=tuple(gives))
+        return replace(
+            self,
+            key=key,
+            takes=tuple(takes),
+            gives=tuple(gives),
+        )
 
     @staticmethod
     def of(
@@ -64,8 +69,9 @@ class Program:
         marked: bool = False,
         key: Hashable = None,
     ) -> "Program":
-        """Returns a program from a jaxpr; a marked one also yields four bytes that are never
-        donated, to wait on.
+        """Returns a program from a jaxpr.
+
+        A marked one also yields four bytes that are never donated, to wait on.
 
         Args:
             closed: the jaxpr.
@@ -77,7 +83,13 @@ class Program:
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
         can_fail = any(map(calls_host, closed.jaxpr.eqns))
         inputs = tuple(closed.in_avals)
-        return Program((key, marked), fn, inputs, tuple(donated), can_fail)
+        return Program(
+            (key, marked),
+            fn,
+            inputs,
+            tuple(donated),
+            can_fail,
+        )
 
 
 def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -151,11 +163,18 @@ class ProgramStore:
         partial: Collection[int],
     ) -> LayerPrograms | None:
         """Returns the same, if it has been asked for before; None if not."""
-        return self._layers.get(_layer_key(body, kept, partial))
+        return self._layers.get(
+            _layer_key(
+                body,
+                kept,
+                partial,
+            )
+        )
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """Returns the executables of programs on devices; those that are missing are compiled side
-        by side.
+        """Returns the executables of programs on devices.
+
+        The missing ones are compiled side by side.
         """
         # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
@@ -182,7 +201,13 @@ class ProgramStore:
         """
         return self._lower(program, device, platform).as_text()
 
-    def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
+    def _compiled_for(
+        self,
+        program: Program,
+        device: Device,
+        *,
+        wide: bool,
+    ) -> Any:
         options: Any = _jax.exact(device.platform)
         with jax.enable_x64(wide):
             executable = self._lower(program, device).compile(compiler_options=options)
@@ -217,7 +242,11 @@ class ProgramStore:
             return _spread(program, device).lower(*inputs)
         if program.key not in self._jitted:
             laid = _laid(program)
-            jitted = jax.jit(laid, donate_argnums=program.donated, keep_unused=True)
+            jitted = jax.jit(
+                laid,
+                donate_argnums=program.donated,
+                keep_unused=True,
+            )
             self._jitted.setdefault(program.key, jitted)
         jitted = self._jitted[program.key]
         with jax.default_device(device):  # for programs without inputs

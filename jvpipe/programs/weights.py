@@ -44,10 +44,20 @@ def difference(shapes: Shapes) -> Program:
     # The last updates are overwritten; they are taken for nothing else.
     last_updates = tuple(range(2 * n, 3 * n))
     key = "difference", types_of(shapes)
-    return Program(key, run, (*shapes, *shapes, *shapes), last_updates)
+    return Program(
+        key,
+        run,
+        (*shapes, *shapes, *shapes),
+        last_updates,
+    )
 
 
-def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
+def settled(
+    shapes: Shapes,
+    tau: int,
+    decay: float,
+    anneal_updates: int,
+) -> Program:
     """Returns PipeMare's T1 and T2 as a program that works in place.
 
     It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
@@ -60,7 +70,8 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
         decay: D, between 0 and 1.
         anneal_updates: K; 0: updates are not scaled.
     """
-    n, gamma = len(shapes), decay ** (1 / tau)
+    n = len(shapes)
+    gamma = decay ** (1 / tau)
 
     def scale(t: jax.Array) -> Any:
         if not anneal_updates:
@@ -76,7 +87,9 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
 
     def run(*values: jax.Array) -> list[Any]:
         *arrays, t = values
-        old, new, delta = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
+        old = arrays[:n]
+        new = arrays[n : 2 * n]
+        delta = arrays[2 * n :]
         by = scale(t)
         updates = []
         for a, b in zip(old, new, strict=True):
@@ -87,7 +100,8 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
     # All but the weights before the update, which others may still read.
     in_place = tuple(range(n, 3 * n + 1))
-    return Program(key, run, (*shapes, *shapes, *shapes, COUNT), in_place)
+    inputs = (*shapes, *shapes, *shapes, COUNT)
+    return Program(key, run, inputs, in_place)
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
@@ -96,4 +110,5 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]
 
-    return Program(("total", count, types_of([shape])), run, (shape,) * count)
+    key = "total", count, types_of([shape])
+    return Program(key, run, (shape,) * count)

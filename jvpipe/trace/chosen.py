@@ -48,7 +48,11 @@ def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
     return None
 
 
-def check_state_reduction(path: str, leaf: Atom, reduction: StateReduction) -> None:
+def check_state_reduction(
+    path: str,
+    leaf: Atom,
+    reduction: StateReduction,
+) -> None:
     """Checks that a leaf of the model state can be reduced as the user says.
 
     Args:

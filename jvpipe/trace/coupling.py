@@ -66,8 +66,14 @@ def why_splitting_matters(traced: Traced) -> str | None:
         double = of_size(2 * examples)
     except Exception:  # whatever the user's function raises
         return None
-    spreading = Spreading(examples, 2 * examples, (), places(traced), flows=())
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading = Spreading(
+        examples,
+        2 * examples,
+        (),
+        places(traced),
+        flows=(),
+    )
+    batch = loss.inputs_of(ValueKind.BATCH)
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     eqns, results = _loss_alone(loss)
     double_eqns, double_results = _loss_alone(double)
@@ -89,6 +95,7 @@ def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
     """Returns the equations that the value of a loss is made of, and the value: a `Weighted` has
     two.
     """
-    results = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.LOSS]
+    results = loss.outputs_of(ValueKind.LOSS)
     reached = reaching(loss.eqns, results)
-    return [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)], results
+    eqns = [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)]
+    return eqns, results

@@ -103,12 +103,14 @@ def _narrow(
     # them.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
-    starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
+    numbers = range(1, seen[-1] + 1)
+    starts = [int(np.searchsorted(seen, g)) for g in numbers]
     groups = [np.arange(a, b) for a, b in pairwise(starts)]
     fewest = [int(count[group].min()) for group in groups]
     cuts = []
     for g, group in enumerate(groups):
-        nearby = fewest[max(0, g - window) : g + window + 1]
+        begin = max(0, g - window)
+        nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
             # Among the places with the fewest values, the last one with the fewest bytes.
             narrow = group[count[group] == fewest[g]]
@@ -117,9 +119,14 @@ def _narrow(
     return cuts
 
 
-def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns per position the number of values that live across it, and their bytes; skips are
-    left out.
+def _alive(
+    eqns: Sequence[JaxprEqn],
+    seen: np.ndarray,
+    skip: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns per position the number of values that live across it, and their bytes.
+
+    Skips are left out.
 
     Scalars count only in bytes. A position across which nothing lives, such as behind the loss,
     counts as one value.
@@ -139,7 +146,8 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.nd
     for p, eqn in enumerate(eqns):
         last.update((var, p) for var in variables(eqn.invars) if var in born)
         born.update((var, p) for var in eqn.outvars)
-    count, width = np.zeros(len(eqns) + 2, int), np.zeros(len(eqns) + 2, int)
+    count = np.zeros(len(eqns) + 2, int)
+    width = np.zeros_like(count)
     for var, end in last.items():
         start = born[var] + 1
         aval = _jax.aval(var)

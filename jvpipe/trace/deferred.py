@@ -88,7 +88,8 @@ def deferred_batch_norm(
         raise ValueError(
             f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
         )
-    values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+    values = x.astype(jnp.float32)
+    axes = tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)
     variance = jnp.mean((values - mean) ** 2, axes, keepdims=True)
@@ -120,7 +121,8 @@ def _remembered(
         momentum: how much a batch counts.
     """
     total, squares = before.total + total, before.squares + squares
-    items, seen = before.items + size, before.seen + 1
+    items = before.items + size
+    seen = before.seen + 1
     whole = seen == microbatches
     off = total / items.astype(jnp.float32)
     mean, variance = (

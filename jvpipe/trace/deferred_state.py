@@ -44,16 +44,19 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
     if microbatches == 1:
         return loss
     assert loss.of_size is not None
-    examples = next(v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH)
+    examples = loss.inputs_of(ValueKind.BATCH)[0]
     whole = loss.of_size(microbatches * _jax.aval(examples).shape[0])
     traces = TwoTraces(loss, whole)
-    eqns, after = list(loss.eqns), dict[Ref, Atom]()
-    inputs, names = dict[Var, Ref](), list(loss.names[ValueKind.STATE])
+    eqns = list(loss.eqns)
+    after: dict[Ref, Atom] = {}
+    inputs: dict[Var, Ref] = {}
+    names = list(loss.names[ValueKind.STATE])
     for leaf in traces.find():
         change = _change(traces, leaf, microbatches)
         eqns += change.eqns
         after[Ref(ValueKind.STATE, leaf.index)] = change.value
-        for i, (var, atom) in enumerate(zip(change.inputs, change.results, strict=True)):
+        pairs = zip(change.inputs, change.results, strict=True)
+        for i, (var, atom) in enumerate(pairs):
             ref = Ref(ValueKind.STATE, len(names))
             inputs[var], after[ref] = ref, atom
             names.append(f"{names[leaf.index]}/of_batch{i}")
@@ -93,12 +96,17 @@ class _Change:
     results: Sequence[Atom]
 
 
-def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
+def _change(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    microbatches: int,
+) -> _Change:
     """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its
     new value.
     """
     before = state_before(traces.micro, leaf.index)
-    sums = [traces.eqns[x.eqn].outvars[0] for x in leaf.sums]
+    sum_eqns = [traces.eqns[x.eqn] for x in leaf.sums]
+    sums = [eqn.outvars[0] for eqn in sum_eqns]
 
     def update(
         old: Array,
@@ -114,10 +122,17 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
             [part.astype(jnp.float32) for part in parts],
         )
         is_last = seen + 1 == microbatches
-        value = jnp.where(is_last, _ended(traces, leaf, old, after), old)
-        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in (seen + 1, *after)]
+        value = jnp.where(
+            is_last,
+            _ended(traces, leaf, old, after),
+            old,
+        )
+        # The last micro-batch of a batch leaves nothing for the next batch.
+        counters = [seen + 1, *after]
+        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
-    totals = [jax.ShapeDtypeStruct(_jax.aval(var).shape, jnp.float32) for var in sums]
+    shapes = [_jax.aval(var).shape for var in sums]
+    totals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     number = jax.ShapeDtypeStruct((), jnp.int32)
     closed = flatten(
         update,
@@ -136,7 +151,12 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
     eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in closed.jaxpr.eqns]
     value, *results = read(closed.jaxpr.outvars)
     assert not closed.consts
-    return _Change(eqns, value, closed.jaxpr.invars[len(reads) :], results)
+    return _Change(
+        eqns,
+        value,
+        closed.jaxpr.invars[len(reads) :],
+        results,
+    )
 
 
 def _added(
@@ -156,12 +176,14 @@ def _added(
         so_far: their sums.
         parts: those of this one.
     """
-    places, batches = [kind.eqn for kind in kinds], seen.astype(jnp.float32)
+    places = [kind.eqn for kind in kinds]
+    batches = seen.astype(jnp.float32)
     after = [before + part for before, part in zip(so_far, parts, strict=True)]
     for i, kind in enumerate(kinds):
         if kind.mean_of is None:
             continue
-        j, count = places.index(kind.mean_of), kind.count
+        j = places.index(kind.mean_of)
+        count = kind.count
         off = parts[j] / count - so_far[j] / (count * jnp.maximum(batches, 1.0))
         after[i] += off**2 * (count * batches / (batches + 1.0))
     return after

@@ -46,8 +46,9 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of the bytes that an array has on a device; of typed keys those of their
-    words.
+    """Returns a digest of the bytes that an array has on a device.
+
+    Typed keys count by the bytes of their words.
     """
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
@@ -70,14 +71,16 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_of_leaf, (leaf for _, leaf in leaves)))
+        arrays = (leaf for _, leaf in leaves)
+        digests = list(threads.map(_digest_of_leaf, arrays))
     lines = zip(shape_lines(tree, role), digests, strict=True)
     return [f"{name} {of_leaf}".rstrip() for name, of_leaf in lines]
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Returns the digest of a leaf; lazy arrays are read. Nothing for a shape, or an array of
-    several processes.
+    """Returns the digest of a leaf.
+
+    Lazy arrays are read. Nothing for a shape, or an array of several processes.
     """
     if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
         return ""
@@ -97,17 +100,23 @@ def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """
     shapes = jax.eval_shape(initialiser, rng)
     closed = flatten(initialiser, rng)
-    digests: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
+    digests: dict[Var, str] = {}
+    for i, var in enumerate(closed.jaxpr.invars):
+        digests[var] = f"key {i}"
     for var, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         digests[var] = array_digest(constant)
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
-        itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
-        of_all = digest("\n".join([itself, *(digests[var] for var in read)]))
+        inputs = list(dict.fromkeys(read))
+        itself = _text(structure([eqn], inputs, eqn.outvars))
+        operands = [digests[var] for var in read]
+        of_all = digest("\n".join([itself, *operands]))
         digests |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
 
     def text_of(atom: Atom) -> str:
-        return _text(structure([], [], [atom])) if isinstance(atom, Literal) else digests[atom]
+        if isinstance(atom, Literal):
+            return _text(structure([], [], [atom]))
+        return digests[atom]
 
     results = zip(shape_lines(shapes), closed.jaxpr.outvars, strict=True)
     return [f"{name} {digest(text_of(atom))}" for name, atom in results]
@@ -132,14 +141,21 @@ def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
         jaxpr: with its constants among its inputs.
         constants: their values.
     """
-    arrays = [
-        f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)
-    ]
-    compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    lines = []
+    for i, constant in enumerate(constants):
+        lines.append(f"closed-over array {i} {_shape_of(constant)} {array_digest(constant)}")
+    compared = structure(
+        jaxpr.eqns,
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+    )
     inputs, equations, outputs = compared.parts
-    pairs = enumerate(zip(jaxpr.eqns, equations, strict=True))
-    lines = [f"equation {i}, {_shown(eqn)} {digest(_text(part))}" for i, (eqn, part) in pairs]
-    return [*arrays, f"inputs {digest(_text(inputs))}", *lines, f"outputs {digest(_text(outputs))}"]
+    lines.append(f"inputs {digest(_text(inputs))}")
+    pairs = zip(jaxpr.eqns, equations, strict=True)
+    for i, (eqn, part) in enumerate(pairs):
+        lines.append(f"equation {i}, {_shown(eqn)} {digest(_text(part))}")
+    lines.append(f"outputs {digest(_text(outputs))}")
+    return lines
 
 
 def _shown(eqn: JaxprEqn) -> str:

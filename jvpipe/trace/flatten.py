@@ -27,7 +27,11 @@ CALLS = {
 RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> ClosedJaxpr:
+def flatten(
+    fn: Callable[..., Any],
+    *args: Any,
+    keep_rules: bool = False,
+) -> ClosedJaxpr:
     """Traces a function to one flat, pruned jaxpr.
 
     Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends
@@ -93,7 +97,8 @@ def _traced(
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
+            body = eqn.params["jaxpr"]
+            results = unrolled(eqn, values, lambda xs: inline(body, xs))
             if results is not None:
                 return results
             values = [as_array(v) for v in values]
@@ -102,6 +107,11 @@ def _traced(
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
-    jaxprs.run_jaxpr(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(variables, [*constants, *args], strict=True))
+    jaxprs.run_jaxpr(
+        jaxprs.prune(jaxpr.eqns, jaxpr.outvars),
+        env,
+        apply,
+    )
     return jaxprs.read_by(jaxpr.outvars, env)

@@ -39,11 +39,20 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     ['sin', 'add']
     """
     line = _Line(calls)
-    outvars = [line.made(a) for a in line.run(closed.jaxpr, closed.consts, closed.jaxpr.invars)]
+    results = line.run(
+        closed.jaxpr,
+        closed.consts,
+        closed.jaxpr.invars,
+    )
+    outvars = list(map(line.made, results))
     eqns = jaxprs.prune(line.eqns, outvars)
     read = dict.fromkeys((*jaxprs.free_variables(eqns), *jaxprs.variables(outvars)))
     constants = {var: line.constants[var] for var in read if var in line.constants}
-    jaxpr = closed.jaxpr.replace(constvars=list(constants), eqns=eqns, outvars=outvars)
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(constants),
+        eqns=eqns,
+        outvars=outvars,
+    )
     return ClosedJaxpr(jaxpr, list(constants.values()))
 
 
@@ -101,7 +110,12 @@ class _Line:
         if not isinstance(value, _Late):
             return value
         if value.result is None:
-            (value.result,) = self._append(value.eqn, list(map(self.made, value.atoms)), value.call)
+            atoms = list(map(self.made, value.atoms))
+            (value.result,) = self._append(
+                value.eqn,
+                atoms,
+                value.call,
+            )
         return value.result
 
     def _results(
@@ -134,20 +148,28 @@ class _Line:
         # An index into many keys becomes an operand, so that layers that differ only in it share a
         # program.
         if picks_key(eqn):
-            picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(_jax.aval(eqn.invars[0]))
-            return self.run(
-                picking.jaxpr,
-                picking.consts,
-                atoms,
-                _jax.joined_source(call, eqn),
-            )
+            keys = _jax.aval(eqn.invars[0])
+            picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(keys)
+            source = _jax.joined_source(call, eqn)
+            return self.run(picking.jaxpr, picking.consts, atoms, source)
         return self._append(eqn, atoms, call)
 
-    def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
+    def _append(
+        self,
+        eqn: JaxprEqn,
+        atoms: list[Atom],
+        call: Any,
+    ) -> Sequence[Atom]:
         # Fresh ones, for the same body may be that of another call, too.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
-        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, source_info=source))
+        self.eqns.append(
+            eqn.replace(
+                invars=atoms,
+                outvars=outvars,
+                source_info=source,
+            )
+        )
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
@@ -162,7 +184,9 @@ class _Line:
 
     def _read(self, atom: Atom) -> Atom:
         """Returns what an equation reads; a key cannot be a literal, so it becomes a constant."""
-        if not isinstance(atom, Literal) or isinstance(_jax.aval(atom).dtype, np.dtype):
+        if not isinstance(atom, Literal):
+            return atom
+        if isinstance(_jax.aval(atom).dtype, np.dtype):
             return atom
         return self._constant(_jax.aval(atom), atom.val)
 
@@ -186,7 +210,9 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     Returns:
         None if it is anything else.
     """
-    if eqn.effects or any(_jax.aval(v).shape for v in eqn.outvars) or not is_cheap(eqn):
+    if eqn.effects or not is_cheap(eqn):
+        return None
+    if any(_jax.aval(v).shape for v in eqn.outvars):
         return None
     if any(isinstance(value, _jax.Tracer) for value in values):
         return None

@@ -67,7 +67,11 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
                 f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
             )
         aval = _type_of(path, leaf, role)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            weak_type=aval.weak_type,
+        )
 
     return jax.tree_util.tree_map_with_path(shape, tree)
 
@@ -78,8 +82,9 @@ def check_leaves(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Tells whether parameters are a function that makes them; a module that can be called is a
-    tree of arrays.
+    """Tells whether parameters are a function that makes them.
+
+    A module that can be called is a tree of arrays.
 
     Raises:
         ValueError: they are a class, or a function that cannot be called so.
@@ -101,8 +106,9 @@ def is_initialiser(params: Any) -> bool:
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
-    """Returns the shapes of the parameters that a function makes from a key; raises what `abstract`
-    raises.
+    """Returns the shapes of the parameters that a function makes from a key.
+
+    Raises what `abstract` raises.
     """
 
     def checked(rng: jax.Array) -> Tree:

@@ -110,7 +110,11 @@ def trace_model(
     loss = deferred(loss, deferred_over)
     if sharding is not None:
         slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
-        loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
+        loss = replace(
+            loss,
+            sharding=sharding,
+            specs=tuple(chain.from_iterable(slices)),
+        )
     traced = reshaped(loss, present) if present else build_graph(loss)
     return Model(traced, stacks, params)
 
@@ -123,7 +127,11 @@ def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
     return sharding.specs(dict(zip(paths, shapes, strict=True)))
 
 
-def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
+def _of_slices(
+    path: str,
+    spec: Spec,
+    length: int | None,
+) -> tuple[Spec, ...]:
     """Returns how each slice of a parameter lies if it is stacked for a scan over layers, else the
     parameter.
     """

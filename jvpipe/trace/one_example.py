@@ -38,7 +38,8 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     Raises:
         UnlikeError: its equations are others on twice as many, or its rules on one.
     """
-    double, single = _of_size(whole, 2 * examples), _of_size(whole, 1)
+    double = _of_size(whole, 2 * examples)
+    single = _of_size(whole, 1)
     if double is None:
         raise UnlikeError("it does not take twice as many")
     if comparable(whole.constants) != comparable(double.constants):
@@ -46,8 +47,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     smaller = _Smaller(examples, _rules(single.eqns if single else ()))
     inputs = smaller.variables(whole.inputs, double.inputs)
     eqns = smaller.equations(whole.eqns, double.eqns)
-    results = ([atom for atom, _ in loss.outputs] for loss in (whole, double))
-    atoms = smaller.atoms(*results)
+    results = [atom for atom, _ in whole.outputs]
+    double_results = [atom for atom, _ in double.outputs]
+    atoms = smaller.atoms(results, double_results)
     return replace(
         whole,
         eqns=tuple(eqns),
@@ -57,8 +59,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """Returns the loss as JAX traces it on another number of examples; None if it does not take so
-    many.
+    """Returns the loss as JAX traces it on another number of examples.
+
+    None if it does not take so many.
     """
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
@@ -166,7 +169,8 @@ class _Smaller:
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
         """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
-        a, b = np.asarray(whole.val), np.asarray(double.val)
+        a = np.asarray(whole.val)
+        b = np.asarray(double.val)
         # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
@@ -175,7 +179,9 @@ class _Smaller:
         tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
             if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                return a.dtype.type(float(a) / float(self.examples) ** power)
+                # n at one example is 1, and so is 1/n.
+                on_one = float(a) / float(self.examples) ** power
+                return a.dtype.type(on_one)
         raise UnlikeError("a number does not go with the number of examples")
 
 

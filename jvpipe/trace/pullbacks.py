@@ -32,7 +32,8 @@ def pullback(
     Returns:
         A function of the operands and of the cotangents of those results that are inexact.
     """
-    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
+    ins = list(map(_jax.aval, eqn.invars))
+    outs = list(map(_jax.aval, eqn.outvars))
 
     def derivative(moving: Sequence[int]) -> ClosedJaxpr:
         def pull(operands: list[Any], cotangents: list[Any]) -> Any:

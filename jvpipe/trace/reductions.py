@@ -13,7 +13,7 @@ the case of no items: a slice uses its count as it is. Other weights may add up 
 and then slices would not make the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -107,9 +107,21 @@ NONE = Lies(Over.NONE)
 ZERO = Lies(Over.NONE, is_zero=True)
 
 
+def roots_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the reductions that values were made of."""
+    return frozenset[Var]().union(*(x.roots for x in values))
+
+
+def open_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the statistics that are open in values."""
+    return frozenset[Var]().union(*(x.open for x in values))
+
+
 def counted(power: int) -> Lies:
     """Returns how a power of the number of examples lies."""
-    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
+    if not power:
+        return NONE
+    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
 
 
 def summed_axes(power: int) -> Lies:
@@ -178,7 +190,7 @@ def reduced(
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
-    roots = frozenset[Var]().union(*(x.roots for x in moving))
+    roots = roots_of(moving)
     if not moving:
         return NONE
     if _rounds(eqn, alike):
@@ -201,7 +213,11 @@ def reduced(
         case "div":
             divisor = eqn.invars[1]
             is_scalar = not _jax.aval(divisor).shape
-            lies = _divided(ins, alike.number(divisor), is_scalar=is_scalar)
+            lies = _divided(
+                ins,
+                alike.number(divisor),
+                is_scalar=is_scalar,
+            )
         case "max" if guarded(eqn, ins, alike) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
@@ -213,10 +229,12 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
     """Returns how what is put together lies: as its parts do, if these lie alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
-        chosen, others = ins[1:], ins[:1]
+        chosen = ins[1:]
+        others = ins[:1]
     elif eqn.primitive.name == "scatter-add":
-        chosen, others = (ins[0], ins[2]), ins[1:2]
-    roots = frozenset[Var]().union(*(x.roots for x in ins))
+        chosen = (ins[0], ins[2])
+        others = ins[1:2]
+    roots = roots_of(ins)
     kinds = {(x.over, x.power, x.excess) for x in chosen if not x.is_zero}
     if len(kinds) != 1 or any(x.over is not Over.NONE for x in others):
         return Lies(Over.MIXED, roots=roots)
@@ -239,9 +257,14 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
             return False
 
 
-def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
-    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it
-    does something else.
+def guarded(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    alike: Alike,
+) -> Atom | None:
+    """Returns the count, a whole number, that an equation guards as in max(count, 1).
+
+    None if it does something else.
 
     Args:
         eqn: the equation.
@@ -251,9 +274,11 @@ def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
     operands = zip(eqn.invars, ins, strict=True)
     counts = [atom for atom, x in operands if x.over is Over.SUM and not x.power]
     bounds = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    if len(counts) != 1 or len(bounds) != 1 or _jax.aval(counts[0]).shape:
+    if len(counts) != 1 or len(bounds) != 1:
         return None
-    return counts[0] if bounds[0] <= 1 and alike.is_whole(counts[0]) else None
+    (count,), (bound,) = counts, bounds
+    is_number = not _jax.aval(count).shape and alike.is_whole(count)
+    return count if is_number and bound <= 1 else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
@@ -262,7 +287,8 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
     # Alike powers of the number of examples: 2 n + 3 n is a multiple of n.
-    if a.power == b.power and a.excess == b.excess and (a.is_count or a.excess):
+    are_alike = (a.power, a.excess) == (b.power, b.excess)
+    if are_alike and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
     # The shares of slices add up to one: what depends on no example is the mean of itself.
     overs = {a.over, b.over}
@@ -302,10 +328,17 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
             return summed_axes(value.excess + factor.power)
         if value.divisor == its and factor.over is Over.SUM:
             return Lies(Over.SUM)
-    return counted(sum(x.power for x in ins)) if all(x.is_count for x in ins) else None
+    if not all(x.is_count for x in ins):
+        return None
+    return counted(sum(x.power for x in ins))
 
 
-def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
+def _divided(
+    ins: Sequence[Lies],
+    divisor: int,
+    *,
+    is_scalar: bool,
+) -> Lies | None:
     """Returns how a quotient lies; None if it is not made of those of slices.
 
     Args:
@@ -323,5 +356,9 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         return summed_axes(-b.power)
     # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
-        return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
+        return Lies(
+            Over.MIXED,
+            divisor=divisor,
+            beside=Beside.DIVISOR,
+        )
     return None

@@ -11,6 +11,8 @@ So a rule is followed as the loss is, from cotangents that lie so, and the cotan
 returns have to lie so.
 """
 
+from operator import attrgetter
+
 from jvpipe.ir.examples import Over
 from jvpipe.trace.reductions import NONE, Lies, counted
 
@@ -43,8 +45,5 @@ def fits(actual: Lies, required: Lies) -> bool:
     """
     if actual.is_zero or required.over is Over.MIXED:
         return True
-    return (actual.over, actual.axis, actual.power) == (
-        required.over,
-        required.axis,
-        required.power,
-    )
+    compared = attrgetter("over", "axis", "power")
+    return compared(actual) == compared(required)

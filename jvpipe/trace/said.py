@@ -63,8 +63,9 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of what replicas make; None: each makes all of
-        it.
+        """How each leaf of the model state is made of what replicas make.
+
+        None: each makes all of it.
 
         Raises:
             CoupledError: neither the trace nor the user can say it of a leaf.
@@ -72,7 +73,8 @@ class Said:
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
     def _state(self, k: int) -> Spread | None:
-        ref, name = Ref(ValueKind.STATE, k), self.graph.state[k].name
+        ref = Ref(ValueKind.STATE, k)
+        name = self.graph.state[k].name
         reduction = self.graph.state_chosen[k]
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
@@ -122,7 +124,8 @@ class Said:
             if out not in behind_unknown:
                 continue
             if out in behind_others:
-                names = ", ".join(sorted(f"{ref.kind} {ref.index}" for ref in unknown))
+                leaves = sorted(f"{ref.kind} {ref.index}" for ref in unknown)
+                names = ", ".join(leaves)
                 raise CoupledError(
                     f"a sum over examples, and what is added to it, is a part of what replicas make exactly and of "
                     f"what they do not ({names}): compute it twice, or use one device for each stage"

@@ -12,6 +12,7 @@ the same masks for any number of replicas (and every replica draws them all).
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -51,7 +52,11 @@ class Apart:
     amended: Mapping[int, Beside]
 
 
-def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
+def sliced(
+    traced: Traced,
+    examples: Examples,
+    apart: Apart,
+) -> Traced:
     """Returns the same layers on some of the examples.
 
     Args:
@@ -97,7 +102,8 @@ def _layers(graph: LayerGraph) -> object:
     """Returns what must be equal for layers to differ only in their sizes."""
     candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
     layers = [(layer.reads, layer.writes) for layer in graph.layers]
-    tensors = [(tensor.producer, tensor.readers, tensor.differentiable) for tensor in graph.tensors]
+    crossing = operator.attrgetter("producer", "readers", "differentiable")
+    tensors = list(map(crossing, graph.tensors))
     readers = [parameter.readers for parameter in graph.parameters]
     return layers, candidates, tensors, readers
 
@@ -131,7 +137,11 @@ class _Cut:
         eqns = self._equations(whole.eqns, part.eqns)
         makes_loss = Ref(ValueKind.LOSS, 0) in part.writes
         is_mean = makes_loss and self.apart.batching.loss.over is Over.MEAN
-        return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
+        return replace(
+            part,
+            eqns=tuple(eqns),
+            share=self.share if is_mean else 1.0,
+        )
 
     def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
         """Returns the equations of a slice, also of a loop.
@@ -151,7 +161,12 @@ class _Cut:
             else:
                 beside = self.apart.amended.get(id(of_whole))
                 is_first = self.examples.start == 0
-                eqns += _amended(of_part, beside, self.share, is_first=is_first)
+                eqns += _amended(
+                    of_part,
+                    beside,
+                    self.share,
+                    is_first=is_first,
+                )
         return eqns
 
     def _inside(self, whole: Any, part: Any) -> Any:
@@ -167,8 +182,10 @@ class _Cut:
             case Jaxpr():
                 return part.replace(eqns=list(self._equations(whole.eqns, part.eqns)))
             case tuple():
-                items = [self._inside(a, b) for a, b in zip(whole, part, strict=True)]
-                return part if all(map(operator.is_, items, part)) else tuple(items)
+                pairs = zip(whole, part, strict=True)
+                items = [self._inside(a, b) for a, b in pairs]
+                is_same = all(map(operator.is_, items, part))
+                return part if is_same else tuple(items)
             case _:
                 return part
 
@@ -176,7 +193,8 @@ class _Cut:
         """Returns what makes numbers by their position: those of the whole micro-batch, then the
         slice's part.
         """
-        aval, of_part = _jax.aval(whole.outvars[0]), _jax.aval(part.outvars[0])
+        aval = _jax.aval(whole.outvars[0])
+        of_part = _jax.aval(part.outvars[0])
         operands = zip(whole.invars, part.invars, strict=True)
         same_operands = all(_jax.aval(a).shape == _jax.aval(b).shape for a, b in operands)
         sizes = zip(aval.shape, of_part.shape, strict=True)
@@ -186,7 +204,8 @@ class _Cut:
         (axis,) = axes
         # An example may have several rows, such as one for each token where both axes are one.
         rows = aval.shape[axis] // self.total
-        start, stop = self.examples.start * rows, self.examples.stop * rows
+        start = self.examples.start * rows
+        stop = self.examples.stop * rows
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.slice_in_dim(x, start, stop, axis=axis)
@@ -228,7 +247,11 @@ def _amended(
         if only_first:
             # Nothing, as an equation that reads x: plain zeros would be a constant, for which there
             # is none.
-            return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
+            return jax.lax.clamp(
+                jnp.zeros((), x.dtype),
+                x,
+                jnp.zeros((), x.dtype),
+            )
         return x * jnp.asarray(share, x.dtype)
 
     invars = [changed if i == side else atom for i, atom in enumerate(eqn.invars)]
@@ -265,7 +288,8 @@ def _equations(
     renamed = []
     for eqn in closed.jaxpr.eqns:
         invars = [names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars]
-        renamed.append(eqn.replace(invars=invars, outvars=[names.get(x, x) for x in eqn.outvars]))
+        outvars = [names.get(x, x) for x in eqn.outvars]
+        renamed.append(eqn.replace(invars=invars, outvars=outvars))
     return renamed
 
 
@@ -323,10 +347,11 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
     examples.
     """
     loss = traced.loss
-    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
+    states = loss.outputs_of(ValueKind.STATE)
     # What model state remembers may be used for single examples, as batch norm does with its
     # statistics.
-    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    same = first_of_same(loss.eqns)
+    remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     total, flows = traced.graph.examples, active(loss)
     place_of = places(traced)
@@ -338,7 +363,7 @@ def _spreading(traced: Traced, fewer: int) -> Spreading:
         same=same,
         flows=flows,
     )
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    batch = loss.inputs_of(ValueKind.BATCH)
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     return spreading
 
@@ -357,8 +382,9 @@ def places(traced: Traced) -> Callable[[JaxprEqn], str]:
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
-    """Returns how the edges between layers lie; raises CoupledError for what slices would make
-    otherwise.
+    """Returns how the edges between layers lie.
+
+    Raises CoupledError for what slices would make otherwise.
     """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
@@ -392,13 +418,15 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said`
-    checks the rest.
+    """Checks that the loss and the aux of a micro-batch can be made of those of its slices.
+
+    `Said` checks the rest.
 
     Raises:
         CoupledError: one cannot.
     """
-    pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
+    paired = [group for group in traced.graph.aux_groups if len(group) > 1]
+    pairs = set(chain.from_iterable(paired))
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:

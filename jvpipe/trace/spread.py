@@ -34,6 +34,7 @@ from jvpipe.trace.reductions import (
     Lies,
     counted,
     guarded,
+    open_of,
     power_after,
     reduced,
     summed_axes,
@@ -152,7 +153,8 @@ class Spreading:
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
         assert isinstance(small, Literal)
-        a, b = np.asarray(atom.val), np.asarray(small.val)
+        a = np.asarray(atom.val)
+        b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
         # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2
@@ -228,7 +230,7 @@ class Spreading:
         power = power_after(eqn, ins)
         if power is None:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
-        opened = frozenset[Var]().union(*(x.open for x in moving))
+        opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
@@ -247,7 +249,7 @@ class Spreading:
             )
         if result.over is Over.ALONG:
             # What was open before and is no more has been divided by: that batch norm is complete.
-            before = frozenset[Var]().union(*(x.open for x in ins))
+            before = open_of(ins)
             self.normalising |= before - result.open
             if not result.is_scale:
                 self.normalising.update(*(x.roots for x in ins if x.is_scale))
@@ -267,13 +269,15 @@ class Spreading:
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
         # A reduction inside of a loop is known outside by the result of the loop.
-        root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
+        root = (self._outer or eqn).outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
         """Returns the axis of a result whose size follows the number of examples, if there is one."""
-        a, b = _jax.aval(atom).shape, _jax.aval(small).shape
-        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        a = _jax.aval(atom).shape
+        b = _jax.aval(small).shape
+        pairs = zip(a, b, strict=False)
+        axes = [i for i, (x, y) in enumerate(pairs) if x != y]
         if len(a) == len(b) and not axes:
             return None
         if len(a) == len(b) and len(axes) == 1:
@@ -291,7 +295,8 @@ class Spreading:
         # A slice of random numbers is cut out by rewriting the equation, which a rule's own body
         # does not allow.
         fixed = self._in_rule and name in GENERATORS
-        if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
+        is_numbered = name != "iota" or eqn.params["dimension"] == axis
+        if axis is None or (fixed and is_numbered):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
             raise self._refused(
@@ -393,11 +398,10 @@ class Spreading:
         )
         if comparable(whole.consts) != comparable(fewer.consts):
             raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
-        cotangents = [
-            cotangent(lies) if flows else ZERO
-            for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
-            if _is_inexact(v)
-        ]
+        cotangents = []
+        for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
+            if _is_inexact(v):
+                cotangents.append(cotangent(lies) if flows else ZERO)
         inner.lies_of = dict(zip(whole.jaxpr.invars, [*ins, *cotangents], strict=True))
         inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
@@ -441,7 +445,8 @@ class Spreading:
             return run("body_jaxpr", [*ins[first:start], *now])
 
         carry, _ = self._settled(eqn, ins[start:], step)
-        self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
+        goes_on = run("cond_jaxpr", [*ins[:first], *carry])[0]
+        self._check_same_for_all(eqn, goes_on)
         return carry
 
     def _cond(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
@@ -472,7 +477,8 @@ class Spreading:
         now = list(carry)
         while True:
             outs = step(now)
-            joined = [self._joined(eqn, a, b) for a, b in zip(now, outs[: len(now)], strict=True)]
+            pairs = zip(now, outs[: len(now)], strict=True)
+            joined = [self._joined(eqn, a, b) for a, b in pairs]
             if joined == now:
                 return now, outs
             now = joined

@@ -103,8 +103,9 @@ def unrolled(
     values: Sequence[Any],
     run: Callable[[Sequence[Any]], list[Any]],
 ) -> list[Any] | None:
-    """Runs a scan over layers, iteration by iteration; returns None if the equation is anything
-    else.
+    """Runs a scan over layers, iteration by iteration.
+
+    Returns None if the equation is anything else.
 
     Args:
         eqn: a scan, or not.
@@ -132,11 +133,12 @@ def _part(x: Any, i: int) -> Any:
     if isinstance(x, Stack):
         return x.part(i)
     if is_key(x):
-        starts, sizes = (i, *[0] * (x.ndim - 1)), (1, *x.shape[1:])
+        starts = (i, *[0] * (x.ndim - 1))
+        sizes = (1, *x.shape[1:])
         return jax.lax.squeeze(take(x, starts, sizes), (0,))
     return jax.lax.index_in_dim(x, i, keepdims=False)
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    array = cache(lambda: jax.numpy.stack([as_array(part) for part in parts]))
+    array = cache(lambda: jax.numpy.stack(list(map(as_array, parts))))
     return Stack(parts.__getitem__, array, False)

@@ -82,7 +82,8 @@ class Departures:
 
     def _free(self, old: int, new: int) -> None:
         placer = self._placer
-        source, target = placer.buffers[old].place, placer.buffers[new].place
+        source = placer.buffers[old].place
+        target = placer.buffers[new].place
         placer.row(Kind.FREE, source, NONE, NONE, [old, new], [])
         placer.row(Kind.DROP, target, NONE, NONE, [new], [])
 
@@ -115,7 +116,8 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
     graph, where = placer.graph, placer.where
     pairs = zip(graph.parameters, newest, strict=True)
     for p, (parameter, version) in enumerate(pairs):
-        value, owner = graph.parameter(p, version), parameter.owner
+        value = graph.parameter(p, version)
+        owner = parameter.owner
         here = where.of(owner)
         reading = [place for layer in parameter.readers for place in where.places[layer]]
         for place in dict.fromkeys(reading):
@@ -150,7 +152,13 @@ class LastReads:
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 
-    def after(self, p: int, place: int, version: int, task: int) -> bool:
+    def after(
+        self,
+        p: int,
+        place: int,
+        version: int,
+        task: int,
+    ) -> bool:
         """Tells whether a version is read at a place after a task.
 
         Args:

@@ -211,7 +211,9 @@ class _Unrolling:
 
     def _place_steps(self, *, drained: bool) -> _Marks:
         """Expands and places all tasks, and notes what the cut into steps needs to know."""
-        timeline, placer, M = self.timeline, self.placer, self.timeline.M
+        timeline = self.timeline
+        placer = self.placer
+        M = self.timeline.M
         departures = Departures(placer)
         # A span begins with the first task of its first micro-batch, whatever its stage.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
@@ -271,14 +273,20 @@ class _Unrolling:
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a layer's forward, and the sums of weights and losses that it completes."""
-        M, graph = self.timeline.M, self.timeline.graph
+        M = self.timeline.M
+        graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
         yield from before
         delivers = (*forward.delivers, *self.weights.tied_versions(layer, m))
         yield replace(forward, delivers=delivers)
         yield from self.updates.weigh(layer, m)
         first = m // M * M  # of the step
-        weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
+        weight = Value(
+            ValueKind.WEIGHT,
+            0,
+            graph.loss_layer,
+            microbatch=first,
+        )
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:
@@ -292,7 +300,9 @@ class _Unrolling:
             m: the micro-batch after which that is.
             number: of the task.
         """
-        placer, graph, plan = self.placer, self.timeline.graph, self.timeline.plan(m)
+        placer = self.placer
+        graph = self.timeline.graph
+        plan = self.timeline.plan(m)
         placer.enter(plan)
         place = self._updated_at(plan)[layer]
         sums = self.updates.added_up(layer, m)

@@ -100,7 +100,8 @@ class Unrolled:
         """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
-        named, bound = self.spots[n], self.bounds[n]
+        named = self.spots[n]
+        bound = self.bounds[n]
         if n == 0:
             return [(spot, b) for b, spot in sorted(named.items())]
         m0, v0 = self._base(n)
@@ -117,9 +118,11 @@ class Unrolled:
     def step(self, n: int) -> Step:
         """Cuts step n out; the last one of a stream that ends is its end."""
         m0, v0 = self._base(n)
+        # The rows of step n, between two bounds.
         begin, end = self.bounds[n : n + 2]
         rows = self.rows[begin:end]
-        before, after = self._alive(n), self._alive(n + 1)
+        before = self._alive(n)
+        after = self._alive(n + 1)
         metrics = self.metrics[n]
         # Equal steps get equal numbers: what was there before by name, then as it is touched.
         numbered = dict.fromkeys(b for _, b in before)
@@ -192,7 +195,18 @@ def dropping(drain: Step, last: Step) -> Step:
     drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
-        drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
+        drops.append(
+            Row(
+                Kind.DROP,
+                memory,
+                NONE,
+                NONE,
+                NONE,
+                here,
+                (),
+                here,
+            )
+        )
     lowered = Lowered(
         rows=(*drops, *renumbered(old.rows, ids)),
         buffers=tuple(buffers),
@@ -204,4 +218,9 @@ def dropping(drain: Step, last: Step) -> Step:
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:
-    return replace(buffer, value=spot.value, place=spot.place, copy=spot.copy)
+    return replace(
+        buffer,
+        value=spot.value,
+        place=spot.place,
+        copy=spot.copy,
+    )

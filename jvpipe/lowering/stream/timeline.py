@@ -108,7 +108,8 @@ class StreamTimeline:
         self._newest: dict[tuple[int, int], int] = {}  # by layer and micro-batch: see `settle`
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        open_ended, ended = lists(steps + 1), lists(steps)
+        open_ended = lists(steps + 1)
+        ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
             """Joins the lists of the spans that have begun by step n: later ones nobody knows of
@@ -186,7 +187,14 @@ class StreamTimeline:
             version = max(version, self._newest.get((layer, m), 0))
         return version
 
-    def _by_rule(self, n: int, layer: int, m: int, *, back: bool) -> int:
+    def _by_rule(
+        self,
+        n: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> int:
         """Returns the version that the rule of span n says, or the oldest that there still is."""
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]

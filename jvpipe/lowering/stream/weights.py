@@ -29,8 +29,9 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared
-    with the expander.
+    """The rule of a timeline's schedule.
+
+    `existing` are the values that there are by now, shared with the expander.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -90,7 +91,14 @@ class StreamWeights:
 
     # Reading
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
         """Names the version that the rule says, or what has been computed of it.
 
         Args:
@@ -189,7 +197,8 @@ class StreamWeights:
             layer: that ran.
             m: the micro-batch.
         """
-        back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
+        back = KINDS[kind].back
+        parameters = layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
         updates = 0
@@ -225,19 +234,29 @@ class StreamUpdates:
     """Expands the updates of a stream."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
-        self.weights, self.expander, self.slots = weights, expander, slots
+        self.weights = weights
+        self.expander = expander
+        self.slots = slots
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields the sum of the weights of an update's micro-batches, once all of them have theirs."""
-        graph, every = self.weights.graph, self.weights.timeline.every
+        graph = self.weights.graph
+        every = self.weights.timeline.every
         ends_update = (m + 1) % every == 0
         if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
             batch = range(m + 1 - every, m + 1)
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
             run = SumRun(every)
-            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], run)
+            yield self.expander.operation(
+                Kind.WEIGHT,
+                layer.id,
+                m,
+                reads,
+                [total],
+                run,
+            )
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
         """Yields what adds up the gradients of a layer's own parameters, where devices have taken
@@ -263,7 +282,8 @@ class StreamUpdates:
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
-        update, graph = m // self.weights.timeline.every, self.weights.graph
+        update = m // self.weights.timeline.every
+        graph = self.weights.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
         tau = self.weights.tau(layer, m)
         schedule = self.weights.schedule
@@ -277,7 +297,16 @@ class StreamUpdates:
             results = zip(piece.writes, piece.program.out_avals, strict=True)
             writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
             run = PieceRun(number)
-            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
+            operations.append(
+                self.expander.operation(
+                    Kind.U,
+                    layer,
+                    m,
+                    reads,
+                    writes,
+                    run,
+                )
+            )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # its last piece ends what the layer remembered at earlier stages
