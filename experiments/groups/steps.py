@@ -32,17 +32,21 @@ class Way:
         group: layers run in groups.
         waits: the dispatching thread runs each program itself, so that no other has to wake.
         whole: a step is one micro-batch, so that no gradients are summed over several.
+        kept: memory that is freed is kept for the next buffer, as a pipeline has it.
     """
 
     plain: bool = False
     group: bool = False
     waits: bool = False
     whole: bool = False
+    kept: bool = True
 
 
 WAYS = {
-    "jit": Way(plain=True),
+    "jit": Way(plain=True, kept=False),
+    "jit, memory kept": Way(plain=True),
     "apart": Way(),
+    "apart, memory given back": Way(kept=False),
     "in groups": Way(group=True),
     "on one thread": Way(waits=True),
     "in groups on one thread": Way(group=True, waits=True),
@@ -73,7 +77,11 @@ def one(cell: Cell, cache: str, steps: int) -> dict[str, float]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from experiments.groups.works import WORKS
+    from jvpipe.runtime.engine.freed_memory import keep_freed_memory
 
+    if not way.kept:
+        os.environ["GLIBC_TUNABLES"] = ""  # whoever says something there is told nothing
+    keep_freed_memory()
     work = WORKS[cell.model]()
     step, peak_bytes = by_jit(work) if way.plain else by_pipeline(work, cell)
     jax.block_until_ready(step())
@@ -224,6 +232,7 @@ def main() -> None:
         for _ in range(told.rounds):
             for cell in cells:
                 found[cell].append(started(cell, told.starts, told.steps))
+                print(cell, found[cell][-1], file=sys.stderr, flush=True)
         over_s = step_of(found[cells[0]])
         for cell, rounds in found.items():
             print(shown(cell, rounds, over_s), flush=True)

@@ -22,6 +22,7 @@ from jvpipe.runtime.engine.binding import Bound
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.controller import Controller, Feeds
 from jvpipe.runtime.engine.forks import check_not_forked
+from jvpipe.runtime.engine.freed_memory import keep_freed_memory
 from jvpipe.runtime.engine.hosts import Hosts, together
 from jvpipe.runtime.engine.losses import LossWatch
 from jvpipe.runtime.engine.monitor import Measured, Monitor
@@ -58,6 +59,8 @@ class Engine:
         # What no model needs now lies on the host, and counts there.
         parked = self.known_models.parked
         self.limits = Limits(settings.limits or None, settings.host_limit_bytes, parked=parked)
+        if any(device.platform == "cpu" for device in settings.devices):
+            keep_freed_memory()
         self.ledger = Ledger(settings.devices)
         self.controller = Controller(
             self.ledger, settings.microbatches, settings.host_limit_bytes is not None
