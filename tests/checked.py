@@ -24,7 +24,7 @@ FIRST, IN_EACH_TEST = 200, 1
 
 def _copied(made: FunctionType) -> FunctionType:
     """A function of its own that does the same."""
-    copy = FunctionType(
+    copy: Any = FunctionType(
         made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__
     )
     copy.__kwdefaults__ = made.__kwdefaults__
@@ -51,10 +51,11 @@ class Checker:
     """Those whose functions have their own code."""
 
     def __init__(self, made: FunctionType) -> None:
-        self.made, self.own, self.plain = made, made.__code__, _copied(made)
+        self.made: Any = made
+        self.own, self.plain = made.__code__, _copied(made)
         self.checks = _handing_to(self, self.own.co_freevars)
         self.checked: Callable[..., Any] | None = None
-        made.__wrapped__ = self.plain  # whose arguments are those to be shown
+        self.made.__wrapped__ = self.plain  # whose arguments are those to be shown
         self.check(FIRST)
 
     def check(self, calls: int) -> None:

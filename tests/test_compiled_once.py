@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jvpipe._jax import Device
 from tests.compiled_once import MADE
 
 HERE, THERE = jax.devices()[:2]
@@ -33,7 +34,7 @@ def test_what_is_loaded_takes_the_bytes_of_what_was_compiled() -> None:
 
 
 def test_programs_that_differ_in_one_number_of_a_long_constant_are_two() -> None:
-    def last(number: float, device: jax.Device) -> float:
+    def last(number: float, device: Device) -> float:
         table = np.append(np.arange(10_000), number).astype(np.float32)
         scaled = jax.jit(lambda x: x * table)(jax.device_put(np.float32(1), device))
         return float(scaled[-1])
@@ -42,7 +43,7 @@ def test_programs_that_differ_in_one_number_of_a_long_constant_are_two() -> None
 
 
 @pytest.mark.parametrize("device", [HERE, THERE], ids=str)
-def test_a_callback_calls_its_own_function(device: jax.Device) -> None:
+def test_a_callback_calls_its_own_function(device: Device) -> None:
     seen: list[Any] = []
 
     def call(x: jax.Array) -> jax.Array:
