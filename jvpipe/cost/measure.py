@@ -177,8 +177,7 @@ def measured_costs(
     if fates:
         measured: list[dict[Share, Run]] = []
         for layer in range(len(forwards)):
-            keys = {share: backwards[share][layer].key for share in shares}
-            measured.append({share: runs[key] for share, key in keys.items()})
+            measured.append({share: runs[backwards[share][layer].key] for share in shares})
         inputs = own_inputs(traced.graph, signatures)
         options = _measured_options(
             traced,

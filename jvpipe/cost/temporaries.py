@@ -168,7 +168,7 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         elif device.platform == "cuda" and _copies_filter(eqn):
-            filters = inputs.intersection(map(kernels.root.get, eqn.invars[1:]))
+            filters = inputs & _roots(kernels, eqn.invars[1:])
             own_bytes += sum(map(nbytes, filters))
         yield _Step(
             frozenset(kernel.reads),
@@ -415,7 +415,7 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
     return marked
 
 
-def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> list[_Step]:
+def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_Step]:
     """Returns the steps, of which those that write nothing but `elsewhere` come right behind what
     they need.
     """

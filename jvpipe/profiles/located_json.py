@@ -15,7 +15,9 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 
 
 class Located(dict[str, Any]):
-    r"""A JSON object that starts on `line` of `file`; a field of the wrong kind is a ValueError with both.
+    r"""A JSON object that starts on `line` of `file`.
+
+    A field of the wrong kind is a ValueError with both.
 
     >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line

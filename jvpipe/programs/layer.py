@@ -184,8 +184,10 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
         fixed |= last(fixed)
     results = []
     for v in body.outputs:
-        is_literal = isinstance(v, _jax.Literal)
-        results.append(v.val if is_literal else _valued(env[v], fixed[v]))
+        if isinstance(v, _jax.Literal):
+            results.append(v.val)
+        else:
+            results.append(_valued(env[v], fixed[v]))
     return results
 
 

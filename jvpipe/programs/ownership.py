@@ -178,7 +178,7 @@ class _Placing:
         # Large arrays of several layers cannot meet: either the equation comes apart, or the
         # optimizer is refused.
         large_homes = {place.home for v, place in operands.items() if not _is_small(v)}
-        large = large_homes & layers
+        large = layers & large_homes
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
             return

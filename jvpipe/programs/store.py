@@ -267,7 +267,7 @@ def _layer_key(
 ) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same."""
     # Which tensors, parameters or keys a layer reads does not count, only what it does with them.
-    places = [ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads]
+    places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
     reads = tuple(ref.kind for ref in body.reads)
     writes = tuple(ref.kind for ref in body.writes)
     return (

@@ -11,6 +11,7 @@ few operations is no longer one layer, so that small models can be cut at all.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -19,11 +20,28 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Var
 from jvpipe.trace.jaxprs import variables
 
-# How many weighted operations to either side a narrow place is compared with, and across how many a
-# value, if not a skip connection, lives at most: from the usual scale to the closest look.
-_SCALES = ((6, 12), (3, 3), (1, 1), (0, 0))
-_FEW = 6  # a model of fewer layers is looked at more closely
-_LARGE = 8  # a layer of more weighted operations is cut again if it can be
+
+@dataclass(frozen=True)
+class LayerEffort:
+    """How fine the layers are: more of them leave more to choose, and take longer to compile.
+
+    Attributes:
+        scales: how many weighted operations to either side a narrow place is compared with, and
+            across how many a value lives at most, except for skip connections: from the usual scale
+            to the closest look.
+        few_layers: a model of fewer ones is looked at more closely.
+        large_operations: a layer of more weighted ones is cut again if it can be.
+        even: halves of a layer are as good as others if the slower ones differ by less than this
+            share of the layer: then the fewest bytes decide.
+    """
+
+    scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
+    few_layers: int = 6
+    large_operations: int = 8
+    even: float = 0.05
+
+
+LAYERS = LayerEffort()
 
 
 def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
@@ -35,9 +53,9 @@ def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]
         weighted: marks the weighted operations.
     """
     cuts: list[int] = []
-    for window, skip in _SCALES:
+    for window, skip in LAYERS.scales:
         cuts = _cuts_at(eqns, weighted, window, skip)
-        if len(cuts) + 1 >= min(_FEW, sum(weighted)):
+        if len(cuts) + 1 >= min(LAYERS.few_layers, sum(weighted)):
             break
     return cuts
 
@@ -55,7 +73,7 @@ def _cuts_at(
     cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
         for a, b in pairwise([0, *cuts, len(eqns)]):
-            if sum(weighted[a:b]) > _LARGE:
+            if sum(weighted[a:b]) > LAYERS.large_operations:
                 cuts += [a + p for p in _cuts_at(eqns[a:b], weighted[a:b], window, skip)]
     return sorted(cuts)
 

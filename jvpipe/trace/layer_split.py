@@ -16,17 +16,13 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.cuts import LAYERS
 from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
 from jvpipe.trace.primitives import flops
 from jvpipe.trace.sums import parameters_behind
 
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 """Returns how long each of some equations takes, if they make some outputs."""
-
-_EVEN = 0.05
-"""Cuts are alike if their slower halves differ by less than this share of the layer: then the
-fewest bytes decide.
-"""
 
 
 def layer_signature(body: Body) -> Hashable:
@@ -63,7 +59,7 @@ def split_points(
 
     def evenness(place: CutPlace) -> tuple[int, int, int]:
         slower = max(place.share, 1 - place.share)
-        return round(slower / _EVEN), place.sent_bytes, place.before_end
+        return round(slower / LAYERS.even), place.sent_bytes, place.before_end
 
     return [place.before_end for place in sorted(places, key=evenness)]
 
