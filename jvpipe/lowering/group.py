@@ -48,6 +48,7 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     passing = {b for b in ended if touched[b] == 1}
     made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
+    # Which row ends a buffer is found again: a group touches less than its parts did.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 

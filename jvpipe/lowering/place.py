@@ -478,6 +478,7 @@ class Placer(BufferTable):
         """
         versions = []
         for value, _ in self.current:
+            # The parts of replicas are named by their examples, the whole has none.
             is_whole = value.kind is ValueKind.STATE and value.examples is None
             if is_whole and value.index == k:
                 versions.append(value)

@@ -140,6 +140,7 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
+        # The least of all replicas: each of them lets go of as much.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 

@@ -55,11 +55,7 @@ def programs_of(
         kept = sorted(share.kept[number])
     else:
         kept = kept_names([c.name for c in layer.candidates], share)
-    return store.layer(
-        body,
-        kept,
-        partial_inputs(traced.graph, layer),
-    )
+    return store.layer(body, kept, partial_inputs(traced.graph, layer))
 
 
 def partial_inputs(graph: LayerGraph, layer: Layer) -> list[int]:

@@ -27,7 +27,7 @@ class LayerEffort:
 
     Attributes:
         scales: how many weighted operations to either side a narrow place is compared with, and
-            across how many a value that is no skip connection lives at most: from the usual scale
+            across how many a value lives at most, except for skip connections: from the usual scale
             to the closest look.
         few_layers: a model of fewer ones is looked at more closely.
         large_operations: a layer of more weighted ones is cut again if it can be.
