@@ -4,7 +4,6 @@ Nothing runs: layers are estimated from their shapes, and the rows of a step tha
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -102,10 +101,9 @@ def simulated(question: Question, cluster: Cluster, fates: Mapping[str, str]) ->
         return seconds(row, lowered, costs, cluster)
 
     *devices, host = peaks(lowered, question.stages)
-    timed = partial(simulate, lowered, row_s, buffers_wait=cluster.device.buffers_wait)
     return Simulated(
-        timed().step_s,
-        timed(both_ways(lowered)).step_s,
+        simulate(lowered, row_s).step_s,
+        simulate(lowered, row_s, both_ways(lowered)).step_s,
         max(peak.bytes for peak in devices),
         host.bytes,
     )

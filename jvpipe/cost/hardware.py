@@ -109,13 +109,6 @@ class Accelerator:
             infinite=True,
         )
 
-    @property
-    def buffers_wait(self) -> bool:
-        """Tells whether a buffer can be used only after all that was enqueued before it was made,
-        as CUDA orders it.
-        """
-        return self.platform == "cuda"
-
     def products_per_s(self, dtype: str) -> float:
         """Returns the floating-point operations per second of products, of a similar dtype if need
         be.
