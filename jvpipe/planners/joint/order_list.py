@@ -52,7 +52,6 @@ class Listing:
         self,
         loads: Loads,
         cap_bytes: Sequence[float],
-        patience: float,
         *,
         eager: bool = False,
         in_flight: Sequence[int] = (),
@@ -62,12 +61,10 @@ class Listing:
         Args:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
-            patience: for how much of a second half a device lets the next thing wait, as a share of its seconds.
             eager: whether a forward that is ready comes before a backward.
             in_flight: micro-batches that each stage may have in flight; none: as many as there is room for.
         """
         self.loads = loads
-        self.patience = patience
         self.eager = eager
         self.most = in_flight or [loads.microbatches] * len(loads.places)
         on = [loads.stages_on(d) for d in range(len(cap_bytes))]
@@ -102,10 +99,10 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
-        # Nothing is ready: a second half may fill the gap, if it ends in time or the device has patience.
+        # Nothing is ready: a second half may fill the gap, if it ends in time.
         if device.late:
             seconds = self.loads.seconds[Kind.W][device.late[0][0]]
-            if following == NEVER or now + (1 - self.patience) * seconds <= following:
+            if following == NEVER or now + seconds <= following:
                 self._run(now, d, Kind.W, *device.late.popleft())
                 return
         if following < NEVER:
