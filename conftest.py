@@ -22,6 +22,7 @@ for limit in (
 # bits under its usual settings are looked at in tests/end_to_end/test_usual_settings.py.
 flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+    flags += ["--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE"]
     flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 for flag in flags:
     if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):

@@ -1,6 +1,6 @@
 """An import hook: the functions and classes of a package check their annotations when they are called.
 
-The first calls of each function are checked, and then the first few in each test. While they are, the function has
+The first calls of each function are checked, and then the first in each test. While they are, the function has
 the code of its checker; in between it has its own, and costs nothing: a wrapper that counts calls took a tenth of the
 suite, and checking them all a quarter of the tests of planners. Functions defined inside a function are not checked,
 unlike with `beartype.claw`: they would be compiled anew in each call around them, which took a third of some tests.
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from beartype import beartype
 
 CHECK = "__import__('tests.checked', fromlist=['checking']).checking"
-FIRST, IN_EACH_TEST = 200, 3
+FIRST, IN_EACH_TEST = 200, 1
 """How many calls of a function are checked at first, and how many in each test that follows."""
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.absent_hardware.table import forecast
 from jvpipe._jax import absent_device
-from jvpipe.cli.job import keep_compiled
+from jvpipe.cli.job import keep_compiled, stay_on_cpus
 from jvpipe.cost.targets import find_target
 from jvpipe.programs.store import ProgramStore
 from jvpipe.session.question import Question
@@ -66,6 +66,7 @@ def summed(question: Question, found: Any, name: str) -> list[int]:
 
 def main(model: str, hardware: str, stages: str) -> None:
     """Prints both sums for each stage."""
+    stay_on_cpus()
     keep_compiled()
     jax.config.update("jax_enable_compilation_cache", False)
     found = forecast(model, hardware, int(stages))

@@ -11,7 +11,7 @@ import sys
 import jax
 
 from experiments.absent_hardware.table import MIB, planned
-from jvpipe.cli.job import keep_compiled
+from jvpipe.cli.job import keep_compiled, stay_on_cpus
 from jvpipe.cost.archive import Archive
 from jvpipe.cost.compiling import compiler_of
 from jvpipe.cost.target_store import TargetStore
@@ -23,6 +23,7 @@ from jvpipe.programs.store import shared_store
 
 def main(model: str, hardware: str, stages: str = "2", layer: str = "", kind: str = "") -> None:
     """Prints a line for each distinct program, or the equations of one."""
+    stay_on_cpus()
     keep_compiled()
     found = planned(model, hardware, int(stages), planner="even")
     assert found.question

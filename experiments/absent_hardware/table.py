@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jvpipe
-from jvpipe.cli.job import keep_compiled
+from jvpipe.cli.job import keep_compiled, stay_on_cpus
 from jvpipe.cli.own_model import find_model
 
 MIB = 2**20
@@ -95,6 +95,7 @@ def rows() -> Iterator[str]:
 
 def main(models: str = "", hardware: str = "", stages: str = "") -> None:
     """Measures what is asked for, or what is missing, and prints the table."""
+    stay_on_cpus()
     keep_compiled()
     every = product(
         models.split(",") if models else WORKLOADS,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 
 from experiments.compiled_bits.kernels import Kernel, kernels
 from jvpipe._jax import absent_device
@@ -80,20 +79,11 @@ class Asked:
 
 
 def traced(model: str, size: str, dtype: str) -> Traced:
-    """A model of the command line, cut into layers; in bfloat16 it computes with rounded parameters."""
-    workload = load(model, size)
-
-    def low(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
-
-    def loss_fn(params: Any, *others: Any) -> Any:
-        return workload.loss_fn(low(params), *others)
-
+    """Traces a model of the command line, which computes in a type, and cuts it into layers."""
+    workload = load(model, size, dtype=dtype)
     key = jax.random.key(0)
     return trace_model(
-        workload.loss_fn if dtype == "float32" else loss_fn,
+        workload.loss_fn,
         jax.eval_shape(workload.init, key),
         workload.abstract_batch(EXAMPLES),
         key,

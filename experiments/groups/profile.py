@@ -4,7 +4,7 @@
 
 A row of the table is a kind of program of one layer, its seconds those of all micro-batches of a step, as the monitor
 measures them. Beside them stands how long its products take if each is a program of its own, on operands that lie as
-they would like them: what is over is layouts, transposes, all that is no product, sums, and threads that wake.
+they would like them: what is over is layouts, transposes, whatever else is computed, sums, and threads that wake.
 """
 
 import argparse

@@ -232,6 +232,7 @@ def main() -> None:
         for _ in range(told.rounds):
             for cell in cells:
                 found[cell].append(started(cell, told.starts, told.steps))
+                print(cell, found[cell][-1], file=sys.stderr, flush=True)
         over_s = step_of(found[cells[0]])
         for cell, rounds in found.items():
             print(shown(cell, rounds, over_s), flush=True)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import optax
@@ -97,12 +98,20 @@ class Question:
 @contextmanager
 def perturbed(factor: float, rng: random.Random) -> Iterator[None]:
     """Meanwhile seconds are measured as they are times a random factor, from its inverse to itself."""
-    seconds: Callable[..., list[float]] = measure._in_turns
-    measure._in_turns = lambda *given: [s * factor ** rng.uniform(-1, 1) for s in seconds(*given)]
+    plain: Callable[..., list[list[float]]] = measure._in_turns
+
+    def in_turns(*given: Any) -> list[list[float]]:
+        drawn = []
+        for seconds in plain(*given):
+            by = factor ** rng.uniform(-1, 1)
+            drawn.append([s * by for s in seconds])
+        return drawn
+
+    measure._in_turns = in_turns
     try:
         yield
     finally:
-        measure._in_turns = seconds
+        measure._in_turns = plain
 
 
 def asked_limits(question: Question, count: int) -> Iterator[int]:

@@ -1,9 +1,10 @@
-"""Splits of graph files over devices that experts made; they lie beside the files of dnn-partitioning.
+"""Splits of graph files over devices that experts made;
+they lie beside the files of dnn-partitioning.
 
 The load of a device is the seconds of its nodes and of its transfers: an output that other devices
-read is sent once, an output of others is received once, and so are their cotangents. The largest load
-is the time per sample, which the paper (Tarnawski et al., 2020) minimises. The field `load` of a file
-is not read: it is -1 if nobody computed it.
+read is sent once, an output of others is received once, and so are their cotangents. The largest
+load is the time per sample, which the paper (Tarnawski et al., 2020) minimises. The field `load` of
+a file is not read: it is -1 if nobody computed it.
 """
 
 from collections import Counter
@@ -54,9 +55,12 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
     >>> split_loads_s(graph, [(4,), (5,)]), split_loads_s(graph, [(4, 5), ()])
     ((3.2, 3.2), (6.0, 0.0))
     """
-    device_of = {node: d for d, nodes in enumerate(split) for node in nodes}
+    device_of: dict[int, int] = {}
+    for d, nodes in enumerate(split):
+        device_of |= dict.fromkeys(nodes, d)
     if missing := [node for node in graph.costs.ids if node not in device_of]:
         raise ValueError(f"the split leaves out nodes {missing}: each needs a device")
+    # By layer: backward nodes have no place in `ids`.
     device = [device_of[node] for node in graph.costs.ids]
     loads = [0.0] * len(split)
     for d, layer in zip(device, graph.costs.layers, strict=True):
@@ -67,5 +71,6 @@ def split_loads_s(graph: GraphFile, split: Sequence[Sequence[int]]) -> tuple[flo
         if away:
             times = 2 if edge.differentiable else 1  # the cotangent comes back
             for d in {home, *away}:
+                # Both ends of a link are busy while a value passes.
                 loads[d] += graph.link.seconds(edge.bytes) * times
     return tuple(loads)

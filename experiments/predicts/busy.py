@@ -70,8 +70,10 @@ def measured(model: str, schedule: str) -> Measured:
         microbatches=MICROBATCHES,
         schedule=schedule,
         devices=jax.devices()[:STAGES],
+        has_aux=workload.has_aux,
+        has_state=workload.has_state,
     )
-    state = pipe.init(workload.init, batch, jax.random.key(0))
+    state = pipe.init(workload.init, batch, jax.random.key(0), workload.initial_state())
     assert pipe.session.planned is not None, "a planner was asked"
     before = _used_s()
     taken_s = step_s(pipe, state, batch, warm=WARM, steps=STEPS)

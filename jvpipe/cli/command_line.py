@@ -128,7 +128,7 @@ def _is_needless(options: Mapping[str, Option], word: str) -> bool:
     """Tells whether a word, once an option, says what holds anyway; warns of it for one release."""
     if word != "--no-lossy" or "lossy" not in options:
         return False
-    warning = f"warning: {word} holds anyway, and is no option from the next release on"
+    warning = f"warning: {word} holds anyway, and is refused from the next release on"
     print(warning, file=sys.stderr)
     return True
 

@@ -462,6 +462,12 @@ def keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def stay_on_cpus() -> None:
+    """Leaves the plugins of accelerators asleep, unless platforms are named: what plans runs on none."""
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def _search(
     options: TrainOptions, workload: models.Workload, hosts: Hosts
 ) -> ArchitectureSearch | None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.console import Console
 
 from jvpipe.cli.command_line import read_options
-from jvpipe.cli.job import keep_compiled
+from jvpipe.cli.job import keep_compiled, stay_on_cpus
 from jvpipe.cli.options import ModelOptions, check_each, fields_of, file_option, name_option
 from jvpipe.cli.outputs import check_figure, check_outputs, progress, writing
 from jvpipe.cli.own_model import find_model
@@ -200,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _planned(options: PlanOptions, names: Sequence[str]) -> Forecast:
     """Asks planners; while a compiler is asked too, says how far it is."""
+    stay_on_cpus()
     if options.graph is not None:
         return of_graph(options, names)
     if not options.compile:

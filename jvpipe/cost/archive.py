@@ -1,8 +1,9 @@
-"""Measured numbers on disk, beside the compilation cache: two runs of a command then plan on the same numbers.
+"""Measured numbers on disk, beside the compilation cache:
+two runs of a command then plan on the same numbers.
 
-What was measured and where is a tuple of texts, the description. The numbers of each description lie
-in a file of their own, named by a digest of it: processes do not wait for each other, and a damaged
-file is treated as if it did not exist.
+What was measured and where is a tuple of texts, the description. The numbers of each description
+lie in a file of their own, named by a digest of it: processes do not wait for each other, and a
+damaged file is treated as if it did not exist.
 """
 
 import hashlib
@@ -40,7 +41,9 @@ class Archive:
 
     @staticmethod
     def beside_the_cache(*, again: bool = False, busy: bool = False) -> "Archive":
-        """Returns the archive in the folder of the compilation cache, if JAX has one on a local disk."""
+        """Returns the archive in the folder of the compilation cache, if JAX has one on a local
+        disk.
+        """
         cache = jax.config.values["jax_compilation_cache_dir"]
         local = cache and "://" not in cache and jax.config.values["jax_enable_compilation_cache"]
         return Archive(Path(cache) / FOLDER if local else None, again, busy)
@@ -61,7 +64,9 @@ class Archive:
         count: int,
         measure: Callable[[list[int]], Sequence[list[float]]],
     ) -> list[list[float]]:
-        """Returns the numbers of several things; those that are not kept are measured now, and kept.
+        """Returns the numbers of several things.
+
+        Numbers that are not kept are measured now, and kept.
 
         Args:
             what: returns the description of the i-th; it is not called without a folder.
@@ -79,6 +84,7 @@ class Archive:
             if numbers is not None and len(numbers) == count:
                 kept[description] = numbers
             else:
+                # Things with equal descriptions leave one entry: they are measured once.
                 missing[description] = i
         measured = measure(list(missing.values())) if missing else ()
         for description, numbers in zip(missing, measured, strict=True):
@@ -125,7 +131,9 @@ def _digest(numbers: Sequence[float]) -> str:
 
 
 def surroundings(device: Device) -> str:
-    """Describes what seconds depend on beside the program: kind and number of devices, cores, versions, flags."""
+    """Describes what seconds depend on beside the program: kind and number of devices, cores,
+    versions, flags.
+    """
     cores = (
         os.environ.get("NPROC", ""),
         str(os.cpu_count()),

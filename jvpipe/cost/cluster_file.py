@@ -79,7 +79,8 @@ def read_cluster(path: Path) -> Cluster:
         "name devices_per_machine machines networks peer_uses_host host_memory_bytes "
         "device devices host peer network"
     )
-    devices, machines = _devices(table), table.count("machines", 1)
+    devices = _devices(table)
+    machines = table.count("machines", 1)
     # Devices of a list are shared out evenly unless the file says otherwise.
     default = max(1, len(devices) // machines) if devices else None
     per_machine = table.count("devices_per_machine", default)
@@ -132,7 +133,12 @@ def _device(table: "_Table") -> Accelerator:
     return _accelerator(table, "device", entry, "device.")
 
 
-def _accelerator(table: "_Table", key: str, entry: Any, prefix: str) -> Accelerator:
+def _accelerator(
+    table: "_Table",
+    key: str,
+    entry: Any,
+    prefix: str,
+) -> Accelerator:
     """Reads a device.
 
     Args:
@@ -287,8 +293,8 @@ class _Table:
 def _line_of(text: str, key: str) -> int | None:
     """Returns the line of a dotted key; if it is missing, the line of its table.
 
-    The parser of Python's library reports no lines. So headers, inline tables and keys are looked for
-    line by line; the n-th `[[name]]` is called `name[n]`.
+    The parser of Python's library reports no lines. So headers, inline tables and keys are looked
+    for line by line; the n-th `[[name]]` is called `name[n]`.
     """
     lines = text.splitlines()
     *tables, last = key.split(".")

@@ -38,7 +38,12 @@ def with_compiled_bytes(
         partial = partial_inputs(traced.graph, layer)
         backwards.append([])
         for option in of_layer:
-            kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
+            kept = left_by(
+                traced.graph,
+                layer,
+                option.fates,
+                lambda info: info.saved,
+            )
             if (key, kept) not in program_of:
                 programs = store.layer(body, sorted(kept), partial)
                 program_of[key, kept] = backward_program(programs)
@@ -46,10 +51,9 @@ def with_compiled_bytes(
     # All at once: the store compiles side by side.
     distinct = {program.key: program for program in program_of.values()}
     executables = store.compile([(program, device) for program in distinct.values()])
-    analyses = [executable.memory_analysis() for executable in executables]
-    temporary = {
-        key: analysis.temp_size_in_bytes for key, analysis in zip(distinct, analyses, strict=True)
-    }
+    temporary: dict[Hashable, int] = {}
+    for key, executable in zip(distinct, executables, strict=True):
+        temporary[key] = executable.memory_analysis().temp_size_in_bytes
     compiled = []
     for of_layer, programs in zip(options, backwards, strict=True):
         least, *others = (temporary[program.key] for program in programs)

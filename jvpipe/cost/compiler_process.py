@@ -1,7 +1,8 @@
-"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target, and reports the bytes of each.
+"""`python -m jvpipe.cost.compiler_process`: compiles programs for a target,
+and reports the bytes of each.
 
-It runs as a child, so that plugins are loaded in it alone. It reads and writes lines of JSON, and runs
-no program.
+It runs as a child, so that plugins are loaded in it alone. It reads and writes lines of JSON, and
+runs no program.
 
     in    {"platform", "topology", "config"}, then for each program {"id", "bytes"}, followed by that
           many bytes of StableHLO
@@ -45,7 +46,12 @@ def main(incoming: BinaryIO, outgoing: BinaryIO) -> None:
             pool.submit(_compile, program["id"], text, device, say)
 
 
-def _compile(number: int, text: str, device: Device, say: Callable[[dict[str, Any]], None]) -> None:
+def _compile(
+    number: int,
+    text: str,
+    device: Device,
+    say: Callable[[dict[str, Any]], None],
+) -> None:
     try:
         header, sizes = compiled_sizes(text, device)
         arguments, results = entry_bytes(header)

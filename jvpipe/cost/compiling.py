@@ -1,7 +1,9 @@
-"""A target's compiler, which tells the bytes of programs: it runs in a child process, once for each program.
+"""A target's compiler, which tells the bytes of programs: it runs in a child process,
+once for each program.
 
 Its answers lie in the archive, by the text of the program, the target, its versions and flags. The
-child is `compiler_process.py`; several programs are on their way at once, as many as it has threads.
+child is `compiler_process.py`; several programs are on their way at once, as many as it has
+threads.
 """
 
 import json
@@ -57,7 +59,9 @@ class Sizes:
 
     @property
     def numbers(self) -> list[float]:
-        """All of it in a row, as the archive keeps it: totals, the number of arguments, sizes of arrays."""
+        """All of it in a row, as the archive keeps it: totals, the number of arguments, sizes of
+        arrays.
+        """
         totals = self.arguments, self.results, self.aliased, self.temporary, self.code
         arrays = (*self.each_argument, *self.each_result)
         return [float(x) for x in (*totals, len(self.each_argument), *arrays)]
@@ -72,7 +76,14 @@ class Sizes:
         """
         arguments, results, aliased, temporary, code, count, *argument_sizes = map(int, numbers)
         apart = tuple(argument_sizes[:count]), tuple(argument_sizes[count:])
-        return Sizes(arguments, results, aliased, temporary, code, *apart)
+        return Sizes(
+            arguments,
+            results,
+            aliased,
+            temporary,
+            code,
+            *apart,
+        )
 
 
 class Refusal(ValueError):  # noqa: N818 - it is the compiler's word
@@ -123,14 +134,17 @@ class _Child:
             return json.loads(line)
         code = self.process.wait()
         self.complaints.seek(0)
-        last = self.complaints.read().decode(errors="replace").strip().splitlines()[-1:]
+        complaints = self.complaints.read().decode(errors="replace")
+        last = complaints.strip().splitlines()[-1:]
         said = f": {last[0]}" if last else ""
         raise ValueError(f"the compiler for {self.target.name} ended (exit code {code}){said}")
 
 
 @dataclass
 class Compiler:
-    """The compiler of a target; a child starts when there are programs that the archive does not know.
+    """The compiler of a target.
+
+    A child starts when there are programs that the archive does not know.
 
     Attributes:
         target: that it compiles for.
@@ -156,6 +170,7 @@ class Compiler:
         self.target.check()
         size_of = {text: self._known(text) for text in dict.fromkeys(texts)}
         missing = [text for text, numbers in size_of.items() if numbers is None]
+        # A child takes seconds to start, so it starts only if it has something to compile.
         if missing:
             for text, numbers in self._compiled(missing):
                 self.archive.keep(numbers, *self._words(text))
@@ -190,7 +205,12 @@ class Compiler:
                 self.asked += 1
                 if time.monotonic() - told_s > _BETWEEN_S:
                     told_s = time.monotonic()
-                    _log.info("compiled %d of %d for %s", done, len(texts), self.target.name)
+                    _log.info(
+                        "compiled %d of %d for %s",
+                        done,
+                        len(texts),
+                        self.target.name,
+                    )
                 argument_sizes = answer["arguments"]
                 numbers = (
                     *answer["sizes"],
@@ -238,7 +258,13 @@ def _child(target: Target) -> Iterator[_Child]:
         )
         assert process.stdin
         assert process.stdout
-        child = _Child(target, process, process.stdin, process.stdout, complaints)
+        child = _Child(
+            target,
+            process,
+            process.stdin,
+            process.stdout,
+            complaints,
+        )
         try:
             child.say({name: getattr(target, name) for name in ("platform", "topology", "config")})
             if refused := child.answer().get("refused"):

@@ -1,12 +1,13 @@
 """The costs of a model, layer by layer: the numbers that planners and the simulator read.
 
-All numbers are for one micro-batch on one device. They may be measured (`measure.py`), estimated from
-the jaxpr (`estimate.py`), or read from a profile of others (`profiles/`).
+All numbers are for one micro-batch on one device. They may be measured (`measure.py`), estimated
+from the jaxpr (`estimate.py`), or read from a profile of others (`profiles/`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 from jvpipe.ir.outline import Outline
@@ -17,7 +18,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to treat what a layer's forward leaves for its backward: a point of the layer's frontier.
+    """One way to treat what a layer's forward leaves for its backward: a point of the layer's
+    frontier.
 
     Attributes:
         kept_bytes: that stay on the device, per micro-batch in flight.
@@ -76,11 +78,11 @@ class LayerCost:
         options: the first keeps everything that may be kept.
         parameter_bytes: of one version of its parameters.
         gradient_bytes: of what a step sums up or collects.
-        optimizer_bytes: of all that lasts in a single version: optimizer's state, model state, captured
-            arrays, frozen parameters.
+        optimizer_bytes: of all that lasts in a single version: optimizer's state, model state,
+            captured arrays, frozen parameters.
         input_bytes: of inputs that no other layer's backward reads, per micro-batch in flight.
-        temporary_bytes: that a program of the layer needs while it runs, with gradients of inputs and
-            outputs.
+        temporary_bytes: that a program of the layer needs while it runs, with gradients of inputs
+            and outputs.
         split: the backward in halves; None if it always runs whole.
         state_bytes: the part of `optimizer_bytes` that only one of several replicas keeps.
         update_s: of its update.
@@ -123,7 +125,10 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that one layer makes and others read; readers on other stages receive it and return its cotangent."""
+    """A value that one layer makes and others read.
+
+    Readers on other stages receive it and return its cotangent.
+    """
 
     producer: int
     readers: tuple[int, ...]
@@ -134,10 +139,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Bytes that a stage holds once if any of `layers` is in it: a tensor of several readers, or a tied parameter.
+    """Bytes that a stage holds once if any of `layers` is in it: a tensor of several readers, or a
+    tied parameter.
 
-    A tensor counts per micro-batch in flight, a tied parameter per version. The `parameter_bytes` of
-    its owner do not contain a tied parameter.
+    A tensor counts per micro-batch in flight, a tied parameter per version. The `parameter_bytes`
+    of its owner do not contain a tied parameter.
     """
 
     layers: tuple[int, ...]
@@ -154,7 +160,10 @@ def bounds_inside(groups: Iterable[Sequence[int]]) -> set[int]:
     >>> sorted(bounds_inside([(1, 3), (5,)]))
     [2, 3]
     """
-    return {bound for group in groups for bound in range(min(group) + 1, max(group) + 1)}
+    bounds: set[int] = set()
+    for group in groups:
+        bounds.update(range(min(group) + 1, max(group) + 1))
+    return bounds
 
 
 @dataclass(frozen=True)
@@ -167,8 +176,8 @@ class Costs:
         shared: bytes that several layers hold together.
         together: groups of layers that must share a stage.
         ids: the layers' names outside: the nodes of a graph file, or the ids of a layer graph.
-        carried: groups of layers through which model state goes to the next micro-batch; on a device
-            that runs several stages each group must share one.
+        carried: groups of layers through which model state goes to the next micro-batch; on a
+            device that runs several stages each group must share one.
         outline: the model as exports need it.
     """
 
@@ -182,11 +191,13 @@ class Costs:
 
     def edges_at(self, i: int, j: int) -> Iterable[Edge]:
         """Returns the edges that layers [i, j) make or read, each once."""
-        return {id(edge): edge for at in self._edges_at[i:j] for edge in at}.values()
+        edges = chain.from_iterable(self._edges_at[i:j])
+        return {id(edge): edge for edge in edges}.values()
 
     def shared_at(self, i: int, j: int) -> Iterable[Shared]:
         """Returns the shared bytes that layers [i, j) hold, each once."""
-        return {id(shared): shared for at in self._shared_at[i:j] for shared in at}.values()
+        shared = chain.from_iterable(self._shared_at[i:j])
+        return {id(values): values for values in shared}.values()
 
     def gives_cotangent(self, layer: int) -> bool:
         """Tells whether a layer before this one waits for a cotangent of its backward."""
@@ -194,8 +205,8 @@ class Costs:
 
     def made_bytes(self, layer: int) -> int:
         """Counts the bytes of the cotangents that other layers return to a layer."""
-        edges = self.edges_at(layer, layer + 1)
-        return sum(edge.bytes for edge in edges if edge.differentiable and edge.producer == layer)
+        own_edges = (edge for edge in self.edges_at(layer, layer + 1) if edge.producer == layer)
+        return sum(edge.bytes for edge in own_edges if edge.differentiable)
 
     @cached_property
     def _give_cotangents(self) -> frozenset[int]:

@@ -1,8 +1,9 @@
-"""The costs of a model on hardware that is not here, from its jaxprs alone: nothing is compiled or allocated.
+"""The costs of a model on hardware that is not here, from its jaxprs alone:
+nothing is compiled or allocated.
 
 Seconds come from the roofline (`roofline.py`), temporaries from rules about what compilers do
-(`temporaries.py`). The answers of the device's compiler, if it was asked, replace them where they are
-more. Layers with equal programs are looked at once.
+(`temporaries.py`). The answers of the device's compiler, if it was asked, replace them where they
+are more. Layers with equal programs are looked at once.
 """
 
 from dataclasses import replace
@@ -81,18 +82,30 @@ def estimate(
     works = [work_of[id(of_layer)] for of_layer in programs]
     if optimizer is not None:
         works = with_update_seconds(
-            works, graph.loss_layer, optimizer, partial(_update_s, device=device)
+            works,
+            graph.loss_layer,
+            optimizer,
+            partial(_update_s, device=device),
         )
         if said:
             numbered = enumerate(works)
             works = [with_said_updates(work, graph, i, optimizer, said) for i, work in numbered]
     options = None
     if fates:
+        # Seconds of recomputation come from the roofline here, and not from measurements.
         recomputed = recomputes(traced, layer_programs(store, traced, "nothing"), device)
         options = layer_options(traced, own_inputs(graph, signatures), recomputed)
         options = with_said_options(traced, works, options, store, said)
     splits = split_costs(graph, programs, partial(_halves_s, device=device)) if split else None
-    return costs_of(graph, signatures, works, options, optimizer, microbatches, splits)
+    return costs_of(
+        graph,
+        signatures,
+        works,
+        options,
+        optimizer,
+        microbatches,
+        splits,
+    )
 
 
 def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, float]:
@@ -104,8 +117,8 @@ def _halves_s(programs: LayerPrograms, device: Accelerator) -> tuple[float, floa
 def _update_s(piece: Piece, device: Accelerator) -> float:
     """Estimates the seconds of a piece of the optimizer.
 
-    If it has no products the compiler makes one kernel of it, which reads the inputs once and writes
-    the results; the roofline would count several.
+    If it has no products the compiler makes one kernel of it, which reads the inputs once and
+    writes the results; the roofline would count several.
     """
     if product_flops(piece.program.eqns):
         return roofline.seconds(piece.program, device)

@@ -1,8 +1,9 @@
-"""The shares of their data sheets that devices reach, by families of devices, with the source of each number.
+"""The shares of their data sheets that devices reach, by families of devices,
+with the source of each number.
 
-The constants are few and none belongs to one device alone, so that they hold for devices that nobody
-measured. `experiments/predicts` fitted those whose source says so to one half of the published
-throughputs; the other half judges them.
+The constants are few and none belongs to one device alone, so that they hold for devices that
+nobody measured. `experiments/predicts` fitted those whose source says so to one half of the
+published throughputs; the other half judges them.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ class Family:
     winograd: Constant | None = None
 
     def share(self, dtype: str) -> float:
-        """Returns the share of the peak that products of a type reach; it was measured for float32 alone."""
+        """Returns the share of the peak that products of a type reach.
+
+        It was measured for float32 alone.
+        """
         return self.products.value if dtype == "float32" else SHEET.products.value
 
     @property
@@ -64,15 +68,29 @@ SHEET = Family(
     _LAUNCH_S,
 )
 """The assumption where nothing was measured: products are dealt out without loss."""
-PASCAL = Family(Constant(0.78, _BY_IMAGES), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
+PASCAL = Family(
+    Constant(0.78, _BY_IMAGES),
+    _MEMORY,
+    _LAUNCH_S,
+    _START,
+    _WINOGRAD,
+)
 """The P40."""
-VOLTA = Family(Constant(0.85, _BY_BERT), _MEMORY, _LAUNCH_S, _START, _WINOGRAD)
+VOLTA = Family(
+    Constant(0.85, _BY_BERT),
+    _MEMORY,
+    _LAUNCH_S,
+    _START,
+    _WINOGRAD,
+)
 """Volta and Turing, with products of float32 on the ordinary cores."""
 
 # An operation of PyTorch costs the host 5 to 25 us ("From PyTorch op to kernel launch").
 _HOST_S = 1e-5
 PYTORCH = Framework("PyTorch", passes=1.2, host_s=_HOST_S)
-"""Norms and activations are kernels of their own. Fusing spares up to 23% of the bytes that BERT moves (Ivanov et al.,
-"Data movement is all you need", MLSys 2021): 1.3 times; experiments/predicts, fitted half, finds 1.2 times."""
+"""Norms and activations are kernels of their own. Fusing spares up to 23% of the bytes that BERT
+moves (Ivanov et al., "Data movement is all you need", MLSys 2021): 1.3 times; experiments/predicts,
+fitted half, finds 1.2 times.
+"""
 TENSORFLOW = Framework("TensorFlow 1", fuses=False, host_s=_HOST_S)
 """Each operation is a kernel, without XLA."""

@@ -1,4 +1,6 @@
-"""Frameworks that run programs: how many kernels they make of equations, and how many bytes these move."""
+"""Frameworks that run programs: how many kernels they make of equations,
+and how many bytes these move.
+"""
 
 from dataclasses import dataclass
 
@@ -9,8 +11,10 @@ class Framework:
 
     Attributes:
         name: of it.
-        fuses: whether elementwise operations join the kernels that read them; if not, each is a kernel.
-        passes: the bytes that kernels other than products move, in units of those that fused kernels move.
+        fuses: whether elementwise operations join the kernels that read them; if not, each is a
+            kernel.
+        passes: the bytes that kernels other than products move, in units of those that fused
+            kernels move.
         host_s: seconds of the host per kernel; the device waits if its kernels take less.
     """
 

@@ -1,9 +1,9 @@
 """The options of a layer for its residuals: (bytes kept, bytes swapped, seconds more, bytes more).
 
 A candidate is kept, swapped to the host and back, or recomputed in the backward; elementwise values
-are always recomputed. Options that another one beats in every respect are left out, and what remains
-need not be convex. If more remain than a layer may have, some are chosen: those that are best at some
-prices of a byte and of link time, then those farthest from the chosen ones.
+are always recomputed. Options that another one beats in every respect are left out, and what
+remains need not be convex. If more remain than a layer may have, some are chosen: those that are
+best at some prices of a byte and of link time, then those farthest from the chosen ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,13 @@ class Calibration:
 
 
 def recomputes(
-    traced: Traced, nothing: Sequence[LayerPrograms], device: Accelerator
+    traced: Traced,
+    nothing: Sequence[LayerPrograms],
+    device: Accelerator,
 ) -> list[Recompute]:
-    """Finds what dropping candidates costs each layer, by the roofline; equal layers share an object.
+    """Finds what dropping candidates costs each layer, by the roofline.
+
+    Equal layers share an object.
 
     Args:
         traced: the model.
@@ -44,8 +48,9 @@ def recomputes(
     seconds = partial(equation_seconds, device=device)
     cache: dict[tuple[int, tuple[str, ...]], Recompute] = {}
     by_layer = []
-    for layer, body, programs in zip(traced.graph.layers, traced.bodies, nothing, strict=True):
-        sizes = {c.name: c.bytes for c in layer.candidates}
+    layers = traced.graph.layers
+    for layer, body, programs in zip(layers, traced.bodies, nothing, strict=True):
+        sizes = {candidate.name: candidate.bytes for candidate in layer.candidates}
         key = id(programs), tuple(sizes)
         if key not in cache:
             outputs = (v for v in body.outputs if not isinstance(v, _jax.Literal))
@@ -75,18 +80,23 @@ def layer_options(
         arrays = [traced.graph.tensors[t].array for t in inputs[layer.id]]
         recompute = recomputed[layer.id]
         input_bytes = sum(array.bytes for array in arrays)
+        # Layers with equal programs, and inputs of equal size, have options alike but in names.
         key = id(recompute), input_bytes
-        # Layers with equal programs, and inputs of equal size, have options that differ in names alone.
         if key not in cache:
             options = options_of(recompute, input_bytes)
-            cache[key] = calibrated(options, measured[layer.id]) if measured else options
+            if measured:
+                options = calibrated(options, measured[layer.id])
+            cache[key] = options
+        label = traced.graph.label(layer)
         names = [array.name for array in arrays]
-        by_layer.append(named(cache[key], traced.graph.label(layer), names))
+        by_layer.append(named(cache[key], label, names))
     return by_layer
 
 
 def options_of(
-    recompute: Recompute, input_bytes: int = 0, count: int = OPTIONS.options
+    recompute: Recompute,
+    input_bytes: int = 0,
+    count: int = OPTIONS.options,
 ) -> tuple[Option, ...]:
     """Returns a layer's options: the first keeps everything, the last recomputes everything.
 
@@ -102,10 +112,14 @@ def options_of(
     others = []
     for kept in recompute.subsets():
         for option in _swapping(recompute, kept, input_bytes):
+            # Both are in the list anyway, first and last.
             if option not in (everything, nothing):
                 others.append(option)
-    points = np.array([_point(option, input_bytes) for option in [everything, nothing, *others]])
-    chosen = [others[i - 2] for i in _thinned(points, count) if i >= 2]
+    compared = [everything, nothing, *others]
+    points = np.array([_point(option, input_bytes) for option in compared])
+    # The first two are always chosen, and have their places.
+    places = _thinned(points, count)
+    chosen = [others[i - 2] for i in places if i >= 2]
     chosen.sort(key=_rank)
     if nothing == everything and not chosen:
         return (everything,)
@@ -120,10 +134,12 @@ def _rank(option: Option) -> tuple[bool, float, int]:
 
 def calibrated(options: Sequence[Option], measured: Calibration) -> tuple[Option, ...]:
     """Returns options with seconds that agree with the measured ones, interpolated between these."""
-    modelled_s, measured_s = np.array(sorted([(0.0, 0.0), *measured.extra_s])).T
+    points = sorted([(0.0, 0.0), *measured.extra_s])
+    modelled_s, measured_s = np.array(points).T
     # Noise must not make it cheaper to recompute more.
     measured_s = np.maximum.accumulate(measured_s)
-    extras_s = np.interp([option.extra_s for option in options], modelled_s, measured_s)
+    estimates_s = [option.extra_s for option in options]
+    extras_s = np.interp(estimates_s, modelled_s, measured_s)
     pairs = zip(options, extras_s.tolist(), strict=True)
     return tuple(replace(option, extra_s=extra_s) for option, extra_s in pairs)
 
@@ -154,9 +170,13 @@ def _option(
     """Makes an option; kept candidates that nobody needs are dropped, unless all are kept."""
     used, recomputed = recompute.dropping(kept)
     swapped = used.intersection(swapped)
-    dropped = frozenset() if kept == recompute.choices else recompute.choices - used
-    fates = {recompute.names[c]: Fate.RECOMPUTE for c in sorted(dropped)}
-    fates |= {recompute.names[c]: Fate.SWAP for c in sorted(swapped)}
+    keeps_all = kept == recompute.choices
+    dropped = frozenset() if keeps_all else recompute.choices - used
+    fates: dict[str, Fate] = {}
+    for candidate in sorted(dropped):
+        fates[recompute.names[candidate]] = Fate.RECOMPUTE
+    for candidate in sorted(swapped):
+        fates[recompute.names[candidate]] = Fate.SWAP
     return Option(
         kept_bytes=recompute.kept_bytes(used - swapped),
         swapped_bytes=recompute.kept_bytes(swapped),
@@ -177,15 +197,17 @@ def _swapping(recompute: Recompute, kept: frozenset[int], input_bytes: int) -> I
     for order in (rising, rising[::-1]):
         growing = accumulate(([c] for c in order), initial=list[int]())
         swaps.update(map(frozenset, growing))
-    for swapped, with_input in product(swaps, (False, True) if input_bytes else (False,)):
+    input_choices = (False, True) if input_bytes else (False,)
+    for swapped, with_input in product(swaps, input_choices):
         yield _option(recompute, kept, swapped, with_input)
 
 
 def _point(option: Option, input_bytes: int) -> tuple[int, int, float, int]:
-    """Returns what options are compared by, of which less is better: kept, swapped, seconds, bytes."""
-    swapped = input_bytes if option.swaps_input else 0
-    kept = option.kept_bytes + input_bytes - swapped
-    return kept, option.swapped_bytes + swapped, option.extra_s, option.extra_bytes
+    """Returns what options are compared by, less being better: kept, swapped, seconds, bytes."""
+    input_swapped = input_bytes if option.swaps_input else 0
+    kept = option.kept_bytes + input_bytes - input_swapped
+    swapped = option.swapped_bytes + input_swapped
+    return kept, swapped, option.extra_s, option.extra_bytes
 
 
 def _thinned(points: np.ndarray, count: int) -> list[int]:
@@ -195,29 +217,37 @@ def _thinned(points: np.ndarray, count: int) -> list[int]:
         points: (points, 4), of which less is better in every column.
         count: the most places that are returned.
     """
+    # Each point is compared with all others: n^2.
     efficient = [i for i in range(2, len(points)) if not _is_beaten(points, i)]
     if len(efficient) + 2 <= count:
         return [0, 1, *efficient]
     span = points.max(0)
     ids = np.array([0, 1, *efficient])
     scaled = (points / np.where(span > 0, span, 1))[ids]
-    # 13 x 13 prices of a kept and of a swapped byte in seconds, with extra bytes free or at half price.
+    # 13 x 13 prices of a kept and of a swapped byte in seconds; extra bytes are free or at half
+    # price.
     grid = np.geomspace(1e-3, 1e3, 13)
-    byte, link, more = (prices.ravel() for prices in np.meshgrid(grid, grid, [0.0, 0.5]))
+    meshes = np.meshgrid(grid, grid, [0.0, 0.5])
+    byte, link, more = (prices.ravel() for prices in meshes)
     price = np.stack([byte, link, np.ones_like(byte), more * byte])
     # The point that is best at most prices comes first.
-    picked, times = np.unique((scaled @ price).argmin(0), return_counts=True)
+    best = (scaled @ price).argmin(0)
+    picked, times = np.unique(best, return_counts=True)
     by_times = picked[np.argsort(-times, kind="stable")].tolist()
     chosen = list(dict.fromkeys([0, 1, *by_times]))[: max(count, 2)]
-    distance = np.abs(scaled[:, None] - scaled[None, chosen]).sum(2).min(1)
+    # The rest are added one by one, each the farthest from all that are chosen already.
+    apart = scaled[:, None] - scaled[None, chosen]
+    distance = np.abs(apart).sum(2).min(1)
     while len(chosen) < count:
         chosen.append(int(distance.argmax()))
-        distance = np.minimum(distance, np.abs(scaled - scaled[chosen[-1]]).sum(1))
+        from_last = np.abs(scaled - scaled[chosen[-1]]).sum(1)
+        distance = np.minimum(distance, from_last)
     return ids[chosen].tolist()
 
 
 def _is_beaten(points: np.ndarray, i: int) -> bool:
-    """Tells whether another point is at least as good as point i, which is no earlier duplicate of it."""
+    """Tells whether another point is better than point i in no way worse, or its earlier duplicate."""
     as_good = (points <= points[i]).all(1)
     same = (points == points[i]).all(1)
-    return bool((as_good & ~same).any() or same[:i].any())
+    is_worse = (as_good & ~same).any()
+    return bool(is_worse or same[:i].any())

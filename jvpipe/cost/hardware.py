@@ -70,10 +70,12 @@ class Accelerator:
         name: of it.
         memory_bytes: its memory.
         memory_bytes_per_s: the rate at which kernels read and write it.
-        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all cores.
+        flops_per_s: the rate of matrix products, by dtype; with a `tiling`, of those that fill all
+            cores.
         launch_s: seconds of each kernel beside its work. So kernels of few bytes reach less of the
             memory's rate, half of it at `launch_s * memory_bytes_per_s` bytes.
-        elementwise_per_s: elementwise operations per second, where these and not bytes are the limit.
+        elementwise_per_s: elementwise operations per second, where these and not bytes are the
+            limit.
         platform: `cuda`, `tpu` or `cpu`; its compiler makes the programs.
         cores: the multiprocessors of a GPU; 0 if the number is not known.
         tiling: how products are dealt out to the cores; None if they are dealt out without loss.
@@ -100,15 +102,23 @@ class Accelerator:
         for dtype, rate in self.flops_per_s.items():
             _check(what, f"flops_per_s[{dtype!r}]", rate)
         _check(what, "launch_s", self.launch_s, zero=True)
-        _check(what, "elementwise_per_s", self.elementwise_per_s, infinite=True)
+        _check(
+            what,
+            "elementwise_per_s",
+            self.elementwise_per_s,
+            infinite=True,
+        )
 
     @property
     def buffers_wait(self) -> bool:
-        """Tells whether a buffer can be used only after all that was enqueued before it was made, as CUDA orders it."""
+        """Tells whether a buffer can be used only after all that was enqueued before it was made,
+        as CUDA orders it.
+        """
         return self.platform == "cuda"
 
     def products_per_s(self, dtype: str) -> float:
-        """Returns the floating-point operations per second of products, of a similar dtype if need be.
+        """Returns the floating-point operations per second of products, of a similar dtype if need
+        be.
 
         >>> Accelerator("small", 10**9, 1e9, {"float32": 4e9}).products_per_s("float64")
         2000000000.0
@@ -171,13 +181,16 @@ class Cluster:
         return tuple(device // self.devices_per_machine for device in devices)
 
     def reducing(self, devices: Sequence[int]) -> Link:
-        """Describes an all-reduce as a link for the bytes of one summand; each of the devices holds one.
+        """Describes an all-reduce as a link for the bytes of one summand.
+
+        Each of the devices holds one.
 
             in each machine       reduce-scatter in a ring: every device has the sum of its part
             between machines      the parts are summed in other rings, as many at once as there are networks
             in each machine       all-gather in the ring: every device has all parts
 
-        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run between.
+        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run
+        between.
 
         Args:
             devices: their numbers, machine by machine.
@@ -190,14 +203,17 @@ class Cluster:
         if len(devices) < 2:
             return INFINITE
         devices_on = Counter(self.machines_of(devices))
+        # Rings between machines need a device on each of them, and a network of their own.
         at_once = min(*devices_on.values(), self.networks)
         inside = _ring(self.peer, max(devices_on.values()))
         between = _ring(self.network, len(devices_on), at_once)
+        # The rings follow one another, so their seconds per byte add up.
         byte_s = 1 / inside.bytes_per_s + 1 / between.bytes_per_s
         return Link(1 / byte_s if byte_s else math.inf, inside.latency_s + between.latency_s)
 
     def least_reduce_s(self, count: int, size: int | float) -> float:
-        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever they are.
+        """Bounds from below the seconds of an all-reduce over `count` devices or more, wherever
+        they are.
 
         For each number of machines the devices are spread evenly, which makes the fullest machine's
         ring the shortest, and as many rings as possible run between machines.
@@ -216,6 +232,7 @@ class Cluster:
         at_once = min(self.networks, self.devices_per_machine)
         least_s = math.inf
         for machines in range(1, min(count, self.machines) + 1):
+            # Spread evenly: a fuller machine would have the longer ring.
             per_machine = -(-count // machines)
             if per_machine <= self.devices_per_machine:
                 inside_s = _ring(self.peer, per_machine).seconds(size)
@@ -224,7 +241,8 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Describes as one link the way of a value from devices that hold slices to devices that read slices.
+        """Describes as one link the way of a value from devices that hold slices to devices that
+        read slices.
 
         Slices are equal and pass at once, between machines as many as there are networks.
 
@@ -240,8 +258,10 @@ class Cluster:
         >>> cluster.way([0], [1]).seconds(8e9), cluster.way([0, 1], [2, 3]).seconds(8e9)
         (2.0, 8.0)
         """
-        at, to = self.machines_of(senders), self.machines_of(readers)
-        ways, link = min(len(at), len(to)), self.peer
+        at = self.machines_of(senders)
+        to = self.machines_of(readers)
+        ways = min(len(at), len(to))
+        link = self.peer
         # If slice by slice sender and reader share a machine, nothing crosses the network.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))

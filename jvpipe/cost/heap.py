@@ -1,4 +1,5 @@
-"""Buffers of a program's steps: what they take at once, and which of them lie where a result will be.
+"""Buffers of a program's steps: what they take at once,
+and which of them lie where a result will be.
 
 By the number of the step:
 
@@ -34,16 +35,18 @@ class Room(NamedTuple):
 def without_lodgers(buffers: Iterable[Buffer], rooms: Iterable[Room]) -> list[Buffer]:
     """Returns the buffers that do not lie in a result.
 
-    The largest find room first, in the smallest result that holds them; of equal ones those that are
-    read last.
+    The largest find room first, in the smallest result that holds them; of equal ones those that
+    are read last.
 
     >>> without_lodgers([Buffer(4, 0, 1), Buffer(4, 1, 2), Buffer(2, 1, 1)], [Room(5, 2)])
     [Buffer(bytes=4, first=1, last=2), Buffer(bytes=2, first=1, last=1)]
     """
+    # By rising size: the first that holds a buffer is the smallest.
     lodgers: list[tuple[Room, list[Buffer]]] = [(room, []) for room in sorted(rooms)]
     left = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.bytes, -buffer.last)):
         for room, there in lodgers:
+            # In a room buffers follow one another, and all have gone when the result is written.
             holds = room.bytes >= buffer.bytes and buffer.last < room.written
             if holds and all(b.last < buffer.first or buffer.last < b.first for b in there):
                 there.append(buffer)
@@ -68,6 +71,7 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
         is_small = buffer.bytes < scratch_bytes // _SMALL
         changes[is_small][buffer.first] += buffer.bytes
         changes[is_small][buffer.last + 1] -= buffer.bytes
+    # Only where a buffer begins or ends can the sums change.
     small = large = peak = 0
     for i in sorted({*changes[True], *changes[False]}):
         small += changes[True][i]

@@ -30,11 +30,14 @@ def lent_share(alone_s: float, together_s: float, devices: int) -> float:
     >>> lent_share(20.0, 20.0, 2), lent_share(20.0, 40.0, 2), lent_share(20.0, 30.0, 2)
     (0.0, 1.0, 0.5)
     """
-    return min(max((together_s / alone_s - 1) / (devices - 1), 0.0), 1.0)
+    share = (together_s / alone_s - 1) / (devices - 1)
+    # Noise may put it a little outside of the range.
+    return min(max(share, 0.0), 1.0)
 
 
 def devices_per_core(devices: Sequence[Device]) -> float:
-    """Counts the CPU devices of this process for each core that it may use; 0 for devices that share none.
+    """Counts the CPU devices of this process for each core that it may use; 0 for devices that
+    share none.
 
     Args:
         devices: of the pipeline.
@@ -60,11 +63,13 @@ def measured_lending(
     Returns:
         0 for devices that are not CPUs.
     """
+    # Only CPUs take their time from the same cores.
     if len(devices) < 2 or devices[0].platform != "cpu":
         return 0.0
 
     def description() -> tuple[str, ...]:
-        count, text = str(len(devices)), store.text(program, devices[0])
+        count = str(len(devices))
+        text = store.text(program, devices[0])
         return "lent", surroundings(devices[0]), count, text
 
     archive = archive or Archive()
@@ -74,7 +79,10 @@ def measured_lending(
 
 def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) -> float:
     runs = store.compile([(program, device) for device in devices])
-    inputs = [[jax.device_put(example_of(a), device) for a in program.inputs] for device in devices]
+    inputs = []
+    for device in devices:
+        examples = (example_of(shape) for shape in program.inputs)
+        inputs.append([jax.device_put(example, device) for example in examples])
     calls = list(zip(runs, inputs, strict=True))
 
     def taken_s(count: int, times: int) -> float:
@@ -89,6 +97,7 @@ def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) 
     shares = []
     for _ in range(MEASURING.lending_turns):
         # Alone and together in turns: a slow moment of the machine hits both.
-        alone_s, together_s = taken_s(1, times), taken_s(len(devices), times)
+        alone_s = taken_s(1, times)
+        together_s = taken_s(len(devices), times)
         shares.append(lent_share(alone_s, together_s, len(devices)))
     return statistics.median(shares)

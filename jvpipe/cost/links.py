@@ -1,8 +1,8 @@
 """The links of the devices at hand, measured by copies of two sizes.
 
 OUT goes from a device to the pinned memory of its host, IN back, SEND to another device. A line
-through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and SEND
-share a link.
+through the seconds of both sizes gives rate and latency; two copies at once tell whether OUT and
+SEND share a link.
 """
 
 import statistics
@@ -62,7 +62,9 @@ def known_links() -> dict[tuple[str, str], Links]:
 
 
 def links_between(
-    device: Device, other: Device | None = None, archive: Archive | None = None
+    device: Device,
+    other: Device | None = None,
+    archive: Archive | None = None,
 ) -> Links:
     """Returns the links of a device, measured once per process for devices of these kinds.
 
@@ -109,10 +111,12 @@ def measure_links(
 
     out_s = seconds(out, here)
     back_s = seconds(lambda x: jax.device_put(x, here), pinned)
-    out_link, back_link = link_through(sizes, out_s), link_through(sizes, back_s)
+    out_link = link_through(sizes, out_s)
+    back_link = link_through(sizes, back_s)
     if other is None:
         return Links(out_link, back_link, INFINITE, send_uses_host=False)
     send_s = seconds(send, here)
+    # Large copies, so that latencies do not count.
     large = [_arrays(sizes[1], here) for _ in range(2)]
     together_s = _seconds([out, send], large)
     shared = together_s > MEASURING.shared * max(out_s[1], send_s[1])
@@ -126,7 +130,9 @@ def _host_memory(device: Device) -> str:
 
 
 def _arrays(size: int, place: SingleDeviceSharding) -> list[jax.Array]:
-    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the first."""
+    """Makes an array per run, and one to warm up: a second copy of one array may be answered by the
+    first.
+    """
     values = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     runs = range(MEASURING.copies + 1)
     return jax.block_until_ready([jax.device_put(values, place, may_alias=False) for _ in runs])
@@ -143,6 +149,7 @@ def _seconds(copies: Sequence[Copy], arrays: Sequence[Sequence[jax.Array]]) -> f
     for run in zip(*arrays, strict=True):
         start = time.perf_counter()
         jax.block_until_ready([copy(x) for copy, x in zip(copies, run, strict=True)])
+        # The first run warms up, and does not count.
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 

@@ -1,9 +1,10 @@
-"""The costs of a model as a function of the local batch: the examples of a micro-batch that one replica works on.
+"""The costs of a model as a function of the local batch:
+the examples of a micro-batch that one replica works on.
 
-Legend: b examples. At the measured sizes costs are as measured. Between two of them each number lies
-on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as they
-were measured. With one size, all is in proportion. The options of a layer are those of the larger
-size, in proportion to what the layer takes.
+Legend: b examples. At the measured sizes costs are as measured. Between two of them each number
+lies on a line, beyond them on the line of the nearest two; so small shares stay as inefficient as
+they were measured. With one size, all is in proportion. The options of a layer are those of the
+larger size, in proportion to what the layer takes.
 """
 
 from bisect import bisect_left
@@ -57,9 +58,11 @@ class LocalCosts:
 
     def _mixed(self, b: int) -> Costs:
         last = len(self.batches) - 1
+        # Beyond the measured sizes the line of the nearest two goes on.
         high = min(max(bisect_left(self.batches, b), 1), last)
         low = max(high - 1, 0)
-        at, to = self.batches[low], self.batches[high]
+        at = self.batches[low]
+        to = self.batches[high]
         share = (b - at) / (to - at) if low < high else 0.0
 
         def in_proportion(near: float | int, far: float | int) -> float | int:
@@ -90,7 +93,12 @@ def _mixed_costs(near: Costs, far: Costs, mix: Mix) -> Costs:
         # What counts per version is a parameter, whatever the batch.
         size = x.bytes if x.per_version else round(mix(a.bytes, x.bytes))
         shared.append(replace(x, bytes=size))
-    return replace(far, layers=tuple(layers), edges=tuple(edges), shared=tuple(shared))
+    return replace(
+        far,
+        layers=tuple(layers),
+        edges=tuple(edges),
+        shared=tuple(shared),
+    )
 
 
 def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
@@ -104,6 +112,7 @@ def _layer(near: LayerCost, far: LayerCost, mix: Mix) -> LayerCost:
     forward_s = mix(near.forward_s, far.forward_s)
     backward_s = mix(near.backward_s, far.backward_s)
     kept_bytes = mix(near.options[0].kept_bytes, far.options[0].kept_bytes)
+    # The first option keeps everything, so what the others hold is in proportion to it.
     bytes_share = _ratio(kept_bytes, far.options[0].kept_bytes)
     backward_share = _ratio(backward_s, far.backward_s)
     # What runs again is of the kind of the forward; where that takes nothing, of the backward's.

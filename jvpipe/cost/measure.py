@@ -1,7 +1,7 @@
 """The costs of a model's layers on a device at hand: each distinct program is run and timed once.
 
-A program that the device has no room for is estimated by the roofline, at the pace of those that ran.
-All seconds may come from the archive instead, if an earlier process measured them.
+A program that the device has no room for is estimated by the roofline, at the pace of those that
+ran. All seconds may come from the archive instead, if an earlier process measured them.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from jvpipe._jax import ClosedJaxpr, Device
 from jvpipe.cost import roofline
 from jvpipe.cost.archive import Archive, surroundings
 from jvpipe.cost.compiled import with_compiled_bytes
-from jvpipe.cost.costs import Costs
+from jvpipe.cost.costs import Costs, Option
 from jvpipe.cost.effort import MEASURING
 from jvpipe.cost.frontier import Calibration, layer_options, recomputes
 from jvpipe.cost.model import Work, costs_of, own_inputs, split_costs, with_update_seconds
@@ -44,14 +44,17 @@ from jvpipe.trace.graph import Traced
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of all processors."""
+    """A program that runs alone: its seconds, its bytes beside inputs and results, the seconds of
+    all processors.
+    """
 
     seconds: float
     temporary_bytes: int
     processor_s: float = 0.0
 
     def beside(self, devices_per_core: float) -> "Run":
-        """Returns the run while all devices are busy, when none has more of the cores than its share.
+        """Returns the run while all devices are busy, when none has more of the cores than its
+        share.
 
         >>> Run(3.0, 0, processor_s=5.0).beside(0.5).seconds, Run(3.0, 0, processor_s=5.0).beside(1.0).seconds
         (3.0, 5.0)
@@ -93,12 +96,19 @@ def measure_programs(
             temporary.append(needs.temp_size_in_bytes)
 
     def description(i: int) -> tuple[str, ...]:
-        return "seconds", surroundings(device), store.text(fitting[i][0], device)
+        program, _ = fitting[i]
+        return "seconds", surroundings(device), store.text(program, device)
 
     def measure(missing: Sequence[int]) -> list[list[float]]:
         return _in_turns([fitting[i] for i in missing], device)
 
-    seconds = (archive or Archive()).each(description, len(fitting), 2, measure)
+    # Programs that an earlier process has timed are compiled, for their bytes, but not run.
+    seconds = (archive or Archive()).each(
+        description,
+        len(fitting),
+        2,
+        measure,
+    )
     for (program, _), (s, processor_s), size in zip(fitting, seconds, temporary, strict=True):
         runs[program.key] = Run(s, size, processor_s)
     return runs
@@ -121,8 +131,8 @@ def measured_costs(
     """Measures the costs of a model on a device at hand.
 
     With fates, backwards are also measured with half of the candidates kept and with none, and the
-    modelled seconds of recomputation are made to agree with these. The extra bytes of each option are
-    those of its backward as compiled.
+    modelled seconds of recomputation are made to agree with these. The extra bytes of each option
+    are those of its backward as compiled.
 
     Args:
         traced: the model.
@@ -133,9 +143,11 @@ def measured_costs(
         fates: whether layers have options other than keeping everything.
         split: whether the halves of backwards are measured too.
         earlier: earlier measurements, to which new ones are added.
-        room_bytes: the bytes that the device has for a program; programs that need more are estimated.
+        room_bytes: the bytes that the device has for a program; programs that need more are
+            estimated.
         archive: where seconds of earlier processes are found, and new ones kept.
-        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were busy.
+        devices_per_core: of the pipeline, if they are CPUs; its layers are timed as if all were
+            busy.
     """
     shares: tuple[Share, ...] = ("all", "half", "nothing") if fates else ("all",)
     kept = {share: [p.on_trial for p in layer_programs(store, traced, share)] for share in shares}
@@ -148,36 +160,108 @@ def measured_costs(
     pairs += _halves(kept["all"]) if split else ()
     updates = optimizer.update if optimizer is not None else ()
     pairs += ((piece_program(piece), piece.program) for piece in updates)
-    # A program without results, such as the backward of a frozen layer, is never dispatched.
-    idle = {program.key: Run(0.0, 0) for program, jaxpr in pairs if not jaxpr.jaxpr.outvars}
-    busy = {program.key: (program, jaxpr) for program, jaxpr in pairs if program.key not in idle}
-    to_run = [program for program, _ in busy.values()]
-    runs = measure_programs(store, to_run, device, earlier, room_bytes, archive)
-    runs = idle | runs | _estimated(store, device, runs, busy)
+    runs = _all_runs(store, pairs, device, earlier, room_bytes, archive)
     runs = {key: run.beside(devices_per_core) for key, run in runs.items()}
-    works = []
-    for forward, backward in zip(forwards, backwards["all"], strict=True):
-        f, b = runs[forward.key], runs[backward.key]
-        works.append(Work(f.seconds, b.seconds, f.temporary_bytes, b.temporary_bytes))
+    both = zip(forwards, backwards["all"], strict=True)
+    works = [_work(runs[forward.key], runs[backward.key]) for forward, backward in both]
     if optimizer is not None:
+        update_s = partial(_update_s, runs)
         works = with_update_seconds(
-            works, traced.graph.loss_layer, optimizer, partial(_update_s, runs)
+            works,
+            traced.graph.loss_layer,
+            optimizer,
+            update_s,
         )
     signatures = [programs.signature for programs in kept["all"]]
     options = None
     if fates:
-        recomputed = recomputes(traced, kept["nothing"], accelerator_of(device))
-        measured = []
-        for layer, recompute in enumerate(recomputed):
-            by_share: dict[Share, Run] = {}
-            for share in shares:
-                by_share[share] = runs[backwards[share][layer].key]
-            measured.append(_calibration(recompute, by_share))
-        options = layer_options(traced, own_inputs(traced.graph, signatures), recomputed, measured)
-        alike = [id(programs) for programs in kept["nothing"]]
-        options = with_compiled_bytes(traced, options, alike, store, device)
+        measured: list[dict[Share, Run]] = []
+        for layer in range(len(forwards)):
+            measured.append({share: runs[backwards[share][layer].key] for share in shares})
+        inputs = own_inputs(traced.graph, signatures)
+        options = _measured_options(
+            traced,
+            inputs,
+            kept["nothing"],
+            measured,
+            store,
+            device,
+        )
     splits = split_costs(traced.graph, kept["all"], partial(_halves_s, runs)) if split else None
     return costs_of(traced.graph, signatures, works, options, optimizer, microbatches, splits)
+
+
+def _work(forward: Run, backward: Run) -> Work:
+    return Work(
+        forward.seconds,
+        backward.seconds,
+        forward.temporary_bytes,
+        backward.temporary_bytes,
+    )
+
+
+def _all_runs(
+    store: ProgramStore,
+    pairs: Iterable[tuple[Program, ClosedJaxpr]],
+    device: Device,
+    earlier: Runs | None,
+    room_bytes: int | None,
+    archive: Archive | None,
+) -> Runs:
+    """Measures programs, or estimates those for which the device has no room.
+
+    Args:
+        store: where they are compiled.
+        pairs: the programs with their jaxprs.
+        device: where they run.
+        earlier: earlier measurements, to which new ones are added.
+        room_bytes: the bytes that the device has for a program.
+        archive: where seconds of earlier processes are found, and new ones kept.
+    """
+    # A program without results, such as the backward of a frozen layer, is never dispatched.
+    idle: Runs = {}
+    busy: dict[Hashable, tuple[Program, ClosedJaxpr]] = {}
+    for program, jaxpr in pairs:
+        if jaxpr.jaxpr.outvars:
+            busy[program.key] = program, jaxpr
+        else:
+            idle[program.key] = Run(0.0, 0)
+    to_run = [program for program, _ in busy.values()]
+    runs = measure_programs(
+        store,
+        to_run,
+        device,
+        earlier,
+        room_bytes,
+        archive,
+    )
+    return idle | runs | _estimated(store, device, runs, busy)
+
+
+def _measured_options(
+    traced: Traced,
+    inputs: Sequence[Sequence[int]],
+    nothing: Sequence[LayerPrograms],
+    measured: Sequence[Mapping[Share, Run]],
+    store: ProgramStore,
+    device: Device,
+) -> list[tuple[Option, ...]]:
+    """Returns the options of each layer, with measured seconds, and with bytes as compiled.
+
+    Args:
+        traced: the model.
+        inputs: the tensors that each layer holds alone.
+        nothing: the programs of its layers with no candidate kept.
+        measured: of each layer, its backward by the share of candidates that is kept.
+        store: where backwards are compiled.
+        device: where they run.
+    """
+    recomputed = recomputes(traced, nothing, accelerator_of(device))
+    calibrations = list(map(_calibration, recomputed, measured))
+    options = layer_options(traced, inputs, recomputed, calibrations)
+    # Equal layers share their programs: one of them is compiled.
+    alike = [id(programs) for programs in nothing]
+    return with_compiled_bytes(traced, options, alike, store, device)
 
 
 def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, ClosedJaxpr]]:
@@ -189,7 +273,9 @@ def _halves(programs: Iterable[LayerPrograms]) -> Iterator[tuple[Program, Closed
 
 
 def _halves_s(runs: Runs, programs: LayerPrograms) -> tuple[float, float]:
-    return runs[input_program(programs).key].seconds, runs[weight_program(programs).key].seconds
+    halves = input_program(programs), weight_program(programs)
+    input_s, weight_s = (runs[half.key].seconds for half in halves)
+    return input_s, weight_s
 
 
 def _update_s(runs: Runs, piece: Piece) -> float:
@@ -202,13 +288,16 @@ def _estimated(
     runs: Runs,
     programs: Mapping[Hashable, tuple[Program, ClosedJaxpr]],
 ) -> Runs:
-    """Estimates the programs that were not run by the roofline, at the median pace of those that were."""
+    """Estimates the programs that were not run by the roofline, at the median pace of those that
+    were.
+    """
     missing = [key for key in programs if key not in runs]
     if not missing:
         return {}
     modelled_s = {
         key: roofline.seconds(jaxpr, accelerator_of(device)) for key, (_, jaxpr) in programs.items()
     }
+    # The roofline is too fast by about the same factor for all programs of a device.
     paces = [runs[key].seconds / s for key, s in modelled_s.items() if key in runs and s]
     pace = statistics.median(paces) if paces else 1.0
     executables = store.compile([(programs[key][0], device) for key in missing])
@@ -226,6 +315,7 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         recompute: the model of what dropping candidates costs.
         runs: of the backward, by the share of candidates that is kept.
     """
+    # With everything kept nothing is computed again.
     least_s = runs["all"].seconds
     points = []
     for share, run in runs.items():
@@ -234,18 +324,22 @@ def _calibration(recompute: Recompute, runs: Mapping[Share, Run]) -> Calibration
         names = kept_names(recompute.candidates, share)
         kept = [i for i, name in enumerate(recompute.names) if name in names]
         _, recomputed = recompute.dropping(kept)
-        points.append((recompute.extra_s(recomputed), max(run.seconds - least_s, 0.0)))
+        measured_s = max(run.seconds - least_s, 0.0)
+        points.append((recompute.extra_s(recomputed), measured_s))
     return Calibration(tuple(points))
 
 
 def _needed_bytes(needs: Any) -> int:
-    """Counts the bytes of a program while it runs: arguments and results, less those in place, and temporaries."""
+    """Counts the bytes of a program while it runs: arguments and results, less those in place, and
+    temporaries.
+    """
     arrays_bytes = needs.argument_size_in_bytes + needs.output_size_in_bytes
     return arrays_bytes - needs.alias_size_in_bytes + needs.temp_size_in_bytes
 
 
 def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[list[float]]:
-    """Returns the least of each program's `_seconds` in several turns, in which all run one after another."""
+    """Returns the least of each program's `_seconds` in several turns, in which all run in a row."""
+    # The first turn measures every program, the others only those that are short, and so noisy.
     least = [_seconds(executable, program, device) for program, executable in programs]
     for _ in range(MEASURING.turns - 1):
         for i, (program, executable) in enumerate(programs):
@@ -256,13 +350,14 @@ def _in_turns(programs: Sequence[tuple[Program, Any]], device: Device) -> list[l
 
 
 def _seconds(executable: Any, program: Program, device: Device) -> list[float]:
-    """Returns the median seconds of a few runs after one to warm up, and those of all processors together.
+    """Returns the median seconds of a few runs, and those of all processors together.
 
-    Donated inputs are put there again for each run.
+    One run before them warms up. Donated inputs are put there again for each run.
     """
     examples = [example_of(a) for a in program.inputs]
     kept: dict[int, jax.Array] = {}
     for i, example in enumerate(examples):
+        # An input that is not donated stays as it is, so it is put there once.
         if i not in program.donated:
             kept[i] = jax.device_put(example, device)
     runs_s, processor_s = list[float](), list[float]()
@@ -288,7 +383,8 @@ def example_of(shape: Any) -> Any:
         return _keys(shape)
     if not jnp.issubdtype(shape.dtype, jnp.floating):
         return np.zeros(shape.shape, shape.dtype)  # may be indices, which must be in range
-    return np.random.default_rng(0).uniform(-1, 1, shape.shape).astype(shape.dtype)
+    rng = np.random.default_rng(0)
+    return rng.uniform(-1, 1, shape.shape).astype(shape.dtype)
 
 
 def _keys(shape: Any) -> jax.Array:
@@ -300,4 +396,5 @@ def _keys(shape: Any) -> jax.Array:
         return jax.random.key_data(keys)
 
     words = jax.eval_shape(words_of, shape)
-    return jax.random.wrap_key_data(jnp.ones(words.shape, words.dtype), impl=impl[0])
+    ones = jnp.ones(words.shape, words.dtype)
+    return jax.random.wrap_key_data(ones, impl=impl[0])

@@ -1,9 +1,9 @@
 """A traced model as planners see it: seconds and bytes of its layers, and the values between them.
 
-The bytes follow the buffer table of a lowered step, so that the bytes of a stage are never fewer than
-what it will hold. A value is held if a backward reads it: from its making until then, per micro-batch
-in flight. All other values pass: they are alive while a few layers run, and count among the
-temporaries of these layers.
+The bytes follow the buffer table of a lowered step, so that the bytes of a stage are never fewer
+than what it will hold. A value is held if a backward reads it: from its making until then, per
+micro-batch in flight. All other values pass: they are alive while a few layers run, and count among
+the temporaries of these layers.
 
     layers of a stage       0   1   2   3
     a value                 w---r-------r            w: layer 0 writes it; r: layers 1 and 3 read it
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jvpipe.cost.costs import Costs, Edge, LayerCost, Option, Shared, SplitCost
-from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature
+from jvpipe.ir.layers import Layer, LayerGraph, Ref, Signature, Tensor
 from jvpipe.ir.outline import outline_of
 from jvpipe.ir.values import ValueKind
 from jvpipe.programs.layer import LayerPrograms
@@ -31,9 +31,9 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The seconds and bytes of a layer's programs on one micro-batch, with all candidates kept, and of its update.
+    """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    Temporaries are what a program needs beside its inputs and results.
+    All candidates are kept. Temporaries are what a program needs beside its inputs and results.
     """
 
     forward_s: float
@@ -60,8 +60,10 @@ def with_update_seconds(
     """
     updates_s = [0.0] * len(works)
     for piece in optimizer.update:
-        updates_s[loss if piece.layer is None else piece.layer] += seconds(piece)
-    return [replace(work, update_s=s) for work, s in zip(works, updates_s, strict=True)]
+        layer = loss if piece.layer is None else piece.layer
+        updates_s[layer] += seconds(piece)
+    pairs = zip(works, updates_s, strict=True)
+    return [replace(work, update_s=update_s) for work, update_s in pairs]
 
 
 def costs_of(
@@ -87,37 +89,18 @@ def costs_of(
     model = _Model(graph, signatures)
     layers = []
     for layer, signature, work in zip(graph.layers, signatures, works, strict=True):
-        everything = Option(sum(a.bytes for a in signature.residuals))
-        trained = (p for p in graph.parameters if p.readers == (layer.id,) and not p.frozen)
-        lasting_bytes = model.lasting_bytes(layer.id) + _state_bytes(graph, layer.id, optimizer)
-        inputs = (graph.tensors[t].array for t in model.own_inputs(layer))
-        forward_bytes = work.forward_temporary_bytes + model.passing_forward_bytes(layer)
-        backward_bytes = work.backward_temporary_bytes + model.passing_backward_bytes(layer)
-        update_bytes = work.update_temporary_bytes + _update_bytes(graph, layer.id, optimizer)
-        ending_bytes = _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0
-        cost = LayerCost(
-            name=layer.name,
-            forward_s=work.forward_s,
-            backward_s=work.backward_s,
-            options=(everything,) if options is None else tuple(options[layer.id]),
-            parameter_bytes=sum(p.array.bytes for p in trained),
-            gradient_bytes=_summed_bytes(graph, layer, microbatches),
-            optimizer_bytes=lasting_bytes,
-            input_bytes=sum(array.bytes for array in inputs),
-            # Programs of a device run one after another, so the largest counts.
-            temporary_bytes=max(forward_bytes, backward_bytes, update_bytes, ending_bytes),
-            split=None if splits is None else splits[layer.id],
-            state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
-            update_s=work.update_s,
+        everything = Option(sum(array.bytes for array in signature.residuals))
+        cost = _layer_cost(model, layer, work, optimizer, microbatches)
+        layers.append(
+            replace(
+                cost,
+                options=(everything,) if options is None else tuple(options[layer.id]),
+                split=None if splits is None else splits[layer.id],
+            )
         )
-        layers.append(cost)
-    edges = [
-        Edge(t.producer, t.readers, t.array.bytes, t.array.name, t.differentiable)
-        for t in graph.tensors
-    ]
     return Costs(
         tuple(layers),
-        tuple(edges),
+        tuple(map(_edge, graph.tensors)),
         tuple(model.shared()),
         ids=tuple(layer.id for layer in graph.layers),
         carried=carried(graph),
@@ -125,11 +108,61 @@ def costs_of(
     )
 
 
-def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
-    """Finds the groups of layers that a leaf of the model state goes through, from its reader to its writer.
+def _edge(tensor: Tensor) -> Edge:
+    return Edge(
+        tensor.producer,
+        tensor.readers,
+        tensor.array.bytes,
+        tensor.array.name,
+        tensor.differentiable,
+    )
 
-    The written leaf is read by the next micro-batch. If a device ran the first and the last of a group
-    as two stages, its next forward would wait for a later stage; so it runs them as one.
+
+def _layer_cost(
+    model: "_Model",
+    layer: Layer,
+    work: Work,
+    optimizer: OptimizerCut | None,
+    microbatches: int,
+) -> LayerCost:
+    """Returns the cost of a layer, without its options and its backward in halves.
+
+    Args:
+        model: that has the layer.
+        layer: whose cost.
+        work: the seconds and temporaries of its programs.
+        optimizer: its state and what its update needs; None if neither is counted.
+        microbatches: in a step.
+    """
+    graph = model.graph
+    own_tensors = (graph.tensors[t] for t in model.own_inputs(layer))
+    trained = (p for p in graph.parameters if p.readers == (layer.id,) and not p.frozen)
+    lasting_bytes = model.lasting_bytes(layer.id)
+    forward_bytes = work.forward_temporary_bytes + model.passing_forward_bytes(layer)
+    backward_bytes = work.backward_temporary_bytes + model.passing_backward_bytes(layer)
+    update_bytes = work.update_temporary_bytes + _update_bytes(graph, layer.id, optimizer)
+    ending_bytes = _metric_bytes(graph, microbatches) if layer.id == graph.loss_layer else 0
+    return LayerCost(
+        name=layer.name,
+        forward_s=work.forward_s,
+        backward_s=work.backward_s,
+        options=(),
+        parameter_bytes=sum(p.array.bytes for p in trained),
+        gradient_bytes=_summed_bytes(graph, layer, microbatches),
+        optimizer_bytes=lasting_bytes + _state_bytes(graph, layer.id, optimizer),
+        input_bytes=sum(tensor.array.bytes for tensor in own_tensors),
+        # Programs of a device run one after another, so the largest counts.
+        temporary_bytes=max(forward_bytes, backward_bytes, update_bytes, ending_bytes),
+        state_bytes=0 if optimizer is None else _bytes_held(optimizer, layer.id),
+        update_s=work.update_s,
+    )
+
+
+def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
+    """Finds the groups of layers that a leaf of the model state goes through, reader to writer.
+
+    The written leaf is read by the next micro-batch. If a device ran the first and the last of a
+    group as two stages, its next forward would wait for a later stage; so it runs them as one.
     """
     groups = []
     for leaf in range(len(graph.state)):
@@ -146,7 +179,9 @@ def split_costs(
     programs: Sequence[LayerPrograms],
     seconds: Callable[[LayerPrograms], tuple[float, float]],
 ) -> list[SplitCost | None]:
-    """Returns the costs of each layer's backward in halves; None for a layer whose backward has none.
+    """Returns the costs of each layer's backward in halves.
+
+    None for a layer whose backward has none.
 
     Args:
         graph: the layers.
@@ -187,7 +222,12 @@ def _split_cost(
     read += [layer.writes[i] for i in split.weight.cotangents]
     tensors = [graph.tensors[ref.index] for ref in read if ref.kind == ValueKind.TENSOR]
     kept_bytes += sum(tensor.array.bytes for tensor in tensors)
-    return SplitCost(input_s, weight_s, sum(a.bytes for a in split.handed), kept_bytes)
+    return SplitCost(
+        input_s,
+        weight_s,
+        sum(a.bytes for a in split.handed),
+        kept_bytes,
+    )
 
 
 def own_inputs(graph: LayerGraph, signatures: Sequence[Signature]) -> list[list[int]]:
@@ -211,30 +251,35 @@ class _Model:
         self.touching: dict[Ref, tuple[int, ...]] = {}
         for layer, signature in zip(graph.layers, signatures, strict=True):
             values = {"input": layer.reads, "output": layer.writes}
-            for ref in {values[kind][i] for kind, i in signature.sources if kind != "residual"}:
-                self.holders[ref] = (*self.holders.get(ref, ()), layer.id)
+            left = [(kind, i) for kind, i in signature.sources if kind != "residual"]
+            for ref in {values[kind][i] for kind, i in left}:
+                _append(self.holders, ref, layer.id)
             for ref in {*layer.reads, *layer.writes}:
-                self.touching[ref] = (*self.touching.get(ref, ()), layer.id)
-        sizes: dict[ValueKind, list[int]] = {
-            ValueKind.TENSOR: [t.array.bytes for t in graph.tensors],
-            ValueKind.BATCH: [a.bytes for a in graph.batch],
-            ValueKind.SEED: [graph.seed_bytes],
-            ValueKind.STATE: [a.bytes for a in graph.state],
-            ValueKind.CONSTANT: [a.bytes for a in graph.constants],
-        }
+                _append(self.touching, ref, layer.id)
         self.bytes: dict[Ref, int] = {}
-        for kind, of_kind in sizes.items():
-            for i, size in enumerate(of_kind):
-                self.bytes[Ref(kind, i)] = size
+        self._add_bytes(ValueKind.TENSOR, [tensor.array.bytes for tensor in graph.tensors])
+        self._add_bytes(ValueKind.BATCH, [array.bytes for array in graph.batch])
+        self._add_bytes(ValueKind.SEED, [graph.seed_bytes])
+        self._add_bytes(ValueKind.STATE, [array.bytes for array in graph.state])
+        self._add_bytes(ValueKind.CONSTANT, [array.bytes for array in graph.constants])
+
+    def _add_bytes(self, kind: ValueKind, sizes: Sequence[int]) -> None:
+        for i, size in enumerate(sizes):
+            self.bytes[Ref(kind, i)] = size
 
     def own_inputs(self, layer: Layer) -> list[int]:
         """Returns the tensors that a layer's forward reads, and of all backwards only its own."""
-        read = layer.reading(ValueKind.TENSOR)
-        return [t for t in read if self.holders.get(Ref(ValueKind.TENSOR, t)) == (layer.id,)]
+        alone = []
+        for tensor in layer.reading(ValueKind.TENSOR):
+            ref = Ref(ValueKind.TENSOR, tensor)
+            if self.holders.get(ref) == (layer.id,):
+                alone.append(tensor)
+        return alone
 
     def shared(self) -> Iterator[Shared]:
         """Yields what a stage holds once, however many of its layers read it."""
         for ref, size in self.bytes.items():
+            # What no layer touches lies with the first.
             touching = self.touching.get(ref, (0,))
             if ref.kind in _LASTING and len(touching) > 1:
                 yield Shared(touching, size, per_version=True)
@@ -248,7 +293,7 @@ class _Model:
         holders = self.holders.get(ref, ())
         if len(holders) != 1 or ref.kind is not ValueKind.TENSOR:
             return bool(holders)
-        # An output that only its own layer's backward reads is held, but no layer has it as an input.
+        # An output that only its own layer's backward reads is held, but no input of a layer.
         return holders == (self.graph.tensors[ref.index].producer,)
 
     def lasting_bytes(self, layer: int) -> int:
@@ -262,10 +307,13 @@ class _Model:
         return total
 
     def passing_forward_bytes(self, layer: Layer) -> int:
-        """Counts values that pass while a layer's forward runs, because no backward of its stage reads them."""
+        """Counts values that pass while a layer's forward runs: no backward of its stage reads
+        them.
+        """
         total = sum(self.graph.aux[i].bytes for i in layer.writing(ValueKind.AUX))
         for ref, layers in self.touching.items():
-            if ref.kind not in _PASSING or not layers[0] <= layer.id <= layers[-1]:
+            is_alive = layers[0] <= layer.id <= layers[-1]
+            if ref.kind not in _PASSING or not is_alive:
                 continue
             holders = self.holders.get(ref, ())
             is_held = bool(holders) if ref.kind == ValueKind.TENSOR else layer.id in holders
@@ -275,17 +323,27 @@ class _Model:
 
     def passing_backward_bytes(self, layer: Layer) -> int:
         """Counts cotangents that are alive while a layer's backward runs."""
-        flowing = (t for t in self.graph.tensors if t.differentiable)
-        return sum(t.array.bytes for t in flowing if t.producer <= layer.id <= t.readers[-1])
+        total = 0
+        for tensor in self.graph.tensors:
+            # The cotangent flows from the last reader back to the producer.
+            is_alive = tensor.producer <= layer.id <= tensor.readers[-1]
+            if tensor.differentiable and is_alive:
+                total += tensor.array.bytes
+        return total
+
+
+def _append(layers: dict[Ref, tuple[int, ...]], ref: Ref, layer: int) -> None:
+    layers[ref] = (*layers.get(ref, ()), layer)
 
 
 def _summed_bytes(graph: LayerGraph, layer: Layer, microbatches: int) -> int:
-    """Counts what a step sums up or collects: gradients; with the loss also what each micro-batch yields."""
+    """Counts what a step sums up or collects: gradients; with the loss, what a micro-batch yields."""
     trained = graph.trained(layer.reading(ValueKind.PARAMETER))
     total = sum(graph.parameters[p].array.bytes for p in trained)
     if layer.id == graph.loss_layer:
         losses = 1 + graph.weighted  # a weighted loss is a total and a weight
-        total += microbatches * (losses * graph.loss_bytes + sum(a.bytes for a in graph.aux))
+        aux_bytes = sum(array.bytes for array in graph.aux)
+        total += microbatches * (losses * graph.loss_bytes + aux_bytes)
     return total
 
 
@@ -299,7 +357,10 @@ def _metric_bytes(graph: LayerGraph, microbatches: int) -> int:
 
 
 def holders_of(graph: LayerGraph, layer: int) -> tuple[int | None, ...]:
-    """Names the holders of the optimizer's pieces and state that lie with a layer; None is the global program."""
+    """Names the holders of the optimizer's pieces and state that lie with a layer.
+
+    None is the global program, which lies with the loss.
+    """
     return (layer, None) if layer == graph.loss_layer else (layer,)
 
 
@@ -317,17 +378,25 @@ def _bytes_held(optimizer: OptimizerCut, holder: int | None) -> int:
 def _update_bytes(graph: LayerGraph, layer: int, optimizer: OptimizerCut | None) -> int:
     """Counts what an update needs beside a layer's own gradients, parameters and state.
 
-    That is the gradients of other layers that read a tied parameter, and values that pieces exchange.
+    That is the gradients of other layers that read a tied parameter, and values that pieces
+    exchange.
     """
     if optimizer is None:
         return 0
-    tied = (p for p in graph.tied() if p.owner == layer and not p.frozen)
-    total = sum((len(p.readers) - 1) * p.array.bytes for p in tied)
+    total = 0
+    for parameter in graph.tied():
+        if parameter.owner == layer and not parameter.frozen:
+            # The gradient of its own reader is counted with the layer already.
+            others = len(parameter.readers) - 1
+            total += others * parameter.array.bytes
     # Pieces share slots: each counts once.
     sizes: dict[Slot, int] = {}
     for piece in optimizer.update:
-        if piece.layer in holders_of(graph, layer):
-            avals = (*piece.program.in_avals, *piece.program.out_avals)
-            for slot, aval in zip((*piece.reads, *piece.writes), avals, strict=True):
-                sizes[slot] = aval.size * aval.dtype.itemsize
-    return total + sum(size for slot, size in sizes.items() if slot.kind in _EXCHANGED)
+        if piece.layer not in holders_of(graph, layer):
+            continue
+        slots = (*piece.reads, *piece.writes)
+        avals = (*piece.program.in_avals, *piece.program.out_avals)
+        for slot, aval in zip(slots, avals, strict=True):
+            sizes[slot] = aval.size * aval.dtype.itemsize
+    exchanged = (size for slot, size in sizes.items() if slot.kind in _EXCHANGED)
+    return total + sum(exchanged)

@@ -5,7 +5,8 @@ Figures are sustained ones: what the maker states, times what training programs 
     products, memory    what the family of the device reaches (`families.py`)
     links               0.8 of one direction's raw rate: large copies through PCIe, NVLink, a TPU's ICI or a network
 
-`float32` products run as TF32 where a device has it, for that is what XLA does unless told otherwise.
+`float32` products run as TF32 where a device has it, for that is what XLA does unless told
+otherwise.
 """
 
 from collections.abc import Mapping
@@ -78,20 +79,56 @@ def _tpu(
 _AMPERE = {"float32": 156.0, "bfloat16": 312.0}
 _HOPPER = {"float32": 495.0, "bfloat16": 989.0}
 
-RTX_2080TI = _gpu("RTX 2080 Ti", 11, 616e9, {"float32": 13.4, "float16": 53.8}, 13.4, 68)
+RTX_2080TI = _gpu(
+    "RTX 2080 Ti",
+    11,
+    616e9,
+    {"float32": 13.4, "float16": 53.8},
+    13.4,
+    68,
+)
 # 22 of 24 GB, as torchgpipe counts its memory.
-P40 = _gpu("Tesla P40", 22, 346e9, {"float32": 11.8, "float16": 11.8}, 11.8, 30)
-V100 = _gpu("V100 16 GB", 16, 900e9, {"float32": 15.7, "float16": 125.0}, 15.7, 80)
+P40 = _gpu(
+    "Tesla P40",
+    22,
+    346e9,
+    {"float32": 11.8, "float16": 11.8},
+    11.8,
+    30,
+)
+V100 = _gpu(
+    "V100 16 GB",
+    16,
+    900e9,
+    {"float32": 15.7, "float16": 125.0},
+    15.7,
+    80,
+)
 A100_40GB = _gpu("A100 40 GB", 40, 1555e9, _AMPERE, 19.5, 108)
 A100_80GB = _gpu("A100 80 GB", 80, 2039e9, _AMPERE, 19.5, 108)
 H100 = _gpu("H100 80 GB", 80, 3350e9, _HOPPER, 67.0, 132)
 H200 = _gpu("H200 141 GB", 139, 4800e9, _HOPPER, 67.0, 132)
-RTX_4090 = _gpu("RTX 4090", 24, 1008e9, {"float32": 82.6, "bfloat16": 165.2}, 82.6, 128)
+RTX_4090 = _gpu(
+    "RTX 4090",
+    24,
+    1008e9,
+    {"float32": 82.6, "bfloat16": 165.2},
+    82.6,
+    128,
+)
 TPU_V4 = _tpu("TPU v4", 32, 1228e9, 275.0, 8.6)
 TPU_V5E = _tpu("TPU v5e", 16, 819e9, 197.0, 12.2, 128)
 TPU_V5P = _tpu("TPU v5p", 95, 2765e9, 459.0, 28.0)
 TPU_V6E = _tpu("TPU v6e", 32, 1640e9, 918.0, 14.4, 128)
-CORE = Accelerator("CPU core", 4 * GIB, 8e9, {"float32": 1e11, "bfloat16": 5e10}, 2e-6, 1e10, "cpu")
+CORE = Accelerator(
+    "CPU core",
+    4 * GIB,
+    8e9,
+    {"float32": 1e11, "bfloat16": 5e10},
+    2e-6,
+    1e10,
+    "cpu",
+)
 
 
 def _link(gigabytes_per_s: float, latency_s: float) -> Link:
@@ -99,7 +136,8 @@ def _link(gigabytes_per_s: float, latency_s: float) -> Link:
 
 
 _PCIE3, _PCIE4, _PCIE5 = (_link(rate, 10e-6) for rate in (15.75, 31.5, 63.0))
-# One of the six NVLinks of a V100, of which a pair of devices has one or two; all links of an A100 and an H100.
+# One of the six NVLinks of a V100, of which a pair of devices has one or two; all links of an A100
+# and an H100.
 _NVLINK_V100, _NVLINK_A100, _NVLINK_H100 = (_link(rate, 5e-6) for rate in (25.0, 300.0, 450.0))
 # One link of a chip to a neighbour.
 _ICI_50, _ICI_100 = (_link(rate, 2e-6) for rate in (50.0, 100.0))
@@ -143,7 +181,8 @@ def _cluster(
 _OF_PAPERS = (
     # vPipe's machines: four devices on PCIe 3, 40 Gbps between machines.
     _cluster("2080ti", RTX_2080TI, 4, 2, _PCIE3, 40.0),
-    # DAPPLE, table III: 8 devices with NVLink and 25 Gbps; one device per machine at 25 and at 10 Gbps.
+    # DAPPLE, table III: 8 devices with NVLink and 25 Gbps; one device per machine at 25 and at 10
+    # Gbps.
     _cluster("v100-a", V100, 8, 2, _PCIE3, 25.0, _NVLINK_V100),
     _cluster("v100-b", V100, 1, 16, _PCIE3, 25.0),
     _cluster("v100-c", V100, 1, 16, _PCIE3, 10.0),

@@ -1,6 +1,7 @@
 """Matrix products, and convolutions as products, as equations have them.
 
-A convolution has as many rows as its result has pixels, and sums over the pixels of a kernel and its inputs.
+A convolution has as many rows as its result has pixels, and sums over the pixels of a kernel and
+its inputs.
 """
 
 import math
@@ -16,7 +17,9 @@ SINGLE = 4, 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A batch of b products of m x k by k x n; the bytes of an element of each operand, and of the result.
+    """A batch of b products of m x k by k x n.
+
+    The bytes of an element of each operand, and of the result.
 
     `three` names the array of a dense convolution that has 3 x 3 pixels: the kernel, or, if the
     convolution computes the gradient of a kernel, the result.
@@ -36,17 +39,20 @@ class Product:
 
     @property
     def minimal(self) -> "Product | None":
-        """The products that Winograd's algorithm F(2 x 2, 3 x 3) makes of this; None if it cannot be used.
+        """The products that Winograd's algorithm F(2 x 2, 3 x 3) makes of this.
 
-        Four pixels of a result take 16 multiplications in place of 36 (Lavin and Gray, "Fast algorithms for
-        convolutional neural networks", CVPR 2016): 16 products of a quarter of the rows and a ninth of the sums.
+        Four pixels of a result take 16 multiplications in place of 36 (Lavin and Gray, "Fast
+        algorithms for convolutional neural networks", CVPR 2016): 16 products of a quarter of the
+        rows and a ninth of the sums. None if the algorithm cannot be used.
         """
         if self.three is None:
             return None
         if self.three == "kernel":
-            m, k = -(-self.m // 4), self.k // 9
+            m = -(-self.m // 4)
+            k = self.k // 9
         else:
-            m, k = self.m // 9, -(-self.k // 4)
+            m = self.m // 9
+            k = -(-self.k // 4)
         return Product(16 * self.b, m, self.n, k, self.itemsizes)
 
 
@@ -69,30 +75,51 @@ def product_of(eqn: JaxprEqn) -> Product | None:
 def _matrices(eqn: JaxprEqn) -> Product:
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     left, right = (_jax.aval(v) for v in eqn.invars)
-    b, k = (math.prod(left.shape[d] for d in dims) for dims in (batch, summed))
+    b = math.prod(left.shape[d] for d in batch)
+    k = math.prod(left.shape[d] for d in summed)
     shared = max(1, b * k)  # 1 for empty operands
-    return Product(b, left.size // shared, right.size // shared, k, _itemsizes(eqn))
+    return Product(
+        b,
+        left.size // shared,
+        right.size // shared,
+        k,
+        _itemsizes(eqn),
+    )
 
 
 def _convolution(eqn: JaxprEqn) -> Product:
-    """Returns the product that a convolution computes; zeros between dilated inputs are not multiplied."""
+    """Returns the product that a convolution computes.
+
+    Zeros between dilated inputs are not multiplied.
+    """
     params = eqn.params
     numbers = params["dimension_numbers"]
-    kernel = [_jax.aval(eqn.invars[1]).shape[d] for d in numbers.rhs_spec]
-    result = [_jax.aval(eqn.outvars[0]).shape[d] for d in numbers.out_spec]
+    kernel_shape = _jax.aval(eqn.invars[1]).shape
+    result_shape = _jax.aval(eqn.outvars[0]).shape
+    kernel = [kernel_shape[d] for d in numbers.rhs_spec]
+    result = [result_shape[d] for d in numbers.out_spec]
     groups = params["feature_group_count"] * params["batch_group_count"]
     spread = math.prod(params["lhs_dilation"])
-    strides = math.prod(params["window_strides"]), math.prod(params["rhs_dilation"])
-    dense = spread == 1 and strides == (1, 1)
+    stride = math.prod(params["window_strides"])
+    dense = spread == stride == math.prod(params["rhs_dilation"]) == 1
     three = None
     if dense and kernel[2:] == [3, 3]:
         three = "kernel"
     elif dense and result[2:] == [3, 3]:
         three = "result"
     # Rows are the pixels of all images; sums go over the pixels of the kernel and its inputs.
-    m = -(-result[0] * math.prod(result[2:]) // spread)
+    pixels = result[0] * math.prod(result[2:])
+    m = -(-pixels // spread)
+    # Each sum goes over the inputs of a group and the pixels of the kernel.
     k = kernel[1] * math.prod(kernel[2:])
-    return Product(groups, m, result[1] // groups, k, _itemsizes(eqn), three)
+    return Product(
+        groups,
+        m,
+        result[1] // groups,
+        k,
+        _itemsizes(eqn),
+        three,
+    )
 
 
 def _itemsizes(eqn: JaxprEqn) -> tuple[int, int, int]:

@@ -10,9 +10,10 @@ if c is dropped, and e1 too if a is dropped, because e2 reads a. A candidate is 
 equation, or one of the cotangents', reads it; kept candidates that nobody needs cost no bytes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -51,11 +52,14 @@ class Recompute:
     def dropping(self, kept: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Finds which of these kept candidates are needed, and which others are recomputed.
 
-        Walks from what the backward needs to what that is made of, and stops at kept candidates. Each
-        candidate is expanded once.
+        Walks from what the backward needs to what that is made of, and stops at kept candidates.
+        Each candidate is expanded once.
         """
+        # Results of the layer exist anyway, so nothing behind them runs again for the backward.
         kept = self.free.union(kept)
-        used, recomputed, todo = set(), set(), set(self.parents[-1])
+        used = set()
+        recomputed = set()
+        todo = set(self.parents[-1])
         while todo:
             c = todo.pop()
             if c in kept:
@@ -66,7 +70,7 @@ class Recompute:
         return frozenset(used), frozenset(recomputed)
 
     def extra_s(self, recomputed: Collection[int]) -> float:
-        """Returns the seconds that recomputing these candidates takes; equations that they share run once."""
+        """Returns the seconds of recomputing these candidates; equations they share run once."""
         if not recomputed:
             return 0.0
         repeated = self.behind[sorted(recomputed)].any(0)
@@ -90,12 +94,12 @@ class Recompute:
         """
         order = sorted(self.choices)
         if len(order) <= OPTIONS.all_subsets:
-            every = range(2 ** len(order))
-            tried = [frozenset(c for i, c in enumerate(order) if bits >> i & 1) for bits in every]
+            tried = [frozenset(compress(order, chosen)) for chosen in _choices(len(order))]
         else:
             cuts = [frozenset[int](), self.choices, *map(self.cut, self._prices())]
             hull = {self.dropping(kept)[0] for kept in cuts}
-            tried = [*hull, *(kept ^ {c} for kept in hull for c in order)]
+            neighbours = [kept ^ {c} for kept in hull for c in order]
+            tried = [*hull, *neighbours]
         return self._pareto({self.dropping(kept)[0] for kept in tried})
 
     def _pareto(self, subsets: Iterable[frozenset[int]]) -> list[frozenset[int]]:
@@ -121,10 +125,11 @@ class Recompute:
         return np.geomspace(highest * 1e-5, highest * 2, OPTIONS.prices)
 
     def cut(self, price: float) -> frozenset[int]:
-        """Finds the candidates to keep so that seconds + price x bytes kept are least: a minimum cut.
+        """Finds the candidates to keep so that seconds + price x bytes kept are least: a minimum
+        cut.
 
-        Each candidate has two nodes, needed and recomputed, each equation one. The nodes on the side
-        of the source are true:
+        Each candidate has two nodes, needed and recomputed, each equation one. The nodes on the
+        side of the source are true:
 
             source -> needed[p]              p is needed by the backward itself
             needed[c] -> recomputed[c]       cut if c is kept, at its price
@@ -140,27 +145,39 @@ class Recompute:
         needed = np.arange(n) + 2
         recomputed = needed + n
         equation = np.arange(columns) + 2 + 2 * n
-        weights = np.array([0.0 if c in self.free else price * self.bytes[c] for c in range(n)])
-        scale = OPTIONS.flow_units / max(weights.sum() + self.seconds.sum(), 1e-300)
+        size = 2 + 2 * n + columns
+        weights = np.array([price * size_bytes for size_bytes in self.bytes], float)
+        weights[list(self.free)] = 0.0
+        total = weights.sum() + self.seconds.sum()
+        scale = OPTIONS.flow_units / max(total, 1e-300)
         # More than all finite capacities together, so that no minimum cut contains such an edge.
         endless = 2 * OPTIONS.flow_units
         edges = [(source, needed[p], endless) for p in self.parents[-1]]
         for c in range(n):
             edges.append((needed[c], recomputed[c], int(weights[c] * scale)))
             edges += [(recomputed[c], needed[p], endless) for p in self.parents[c]]
-            edges += [(recomputed[c], equation[e], endless) for e in self.behind[c].nonzero()[0]]
+            repeated = self.behind[c].nonzero()[0]
+            edges += [(recomputed[c], equation[e], endless) for e in repeated]
         for e in range(columns):
-            edges.append((equation[e], sink, max(int(self.seconds[e] * scale), 1)))
-        rows, cols, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
-        size = 2 + 2 * n + columns
-        graph = csr_array((capacity, (rows, cols)), shape=(size, size))
+            # At least one unit: an equation whose seconds round to nothing is not free.
+            capacity = max(int(self.seconds[e] * scale), 1)
+            edges.append((equation[e], sink, capacity))
+        rows, cols, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
+        graph = csr_array((capacities, (rows, cols)), shape=(size, size))
         residual = graph - maximum_flow(graph, source, sink).flow
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
-        reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
-        is_true = np.isin(np.arange(size), list(reached))
+        # What the source still reaches is its side of a minimum cut.
+        reached = breadth_first_order(residual, source, return_predecessors=False)
+        is_true = np.isin(np.arange(size), reached)
         is_kept = is_true[needed] & ~is_true[recomputed]
         return frozenset(c for c in self.choices if is_kept[c])
+
+
+def _choices(n: int) -> Iterator[list[bool]]:
+    """Yields for each subset of n things whether it has each of them: 2^n lists."""
+    for digits in range(2**n):
+        yield [bool(digits >> i & 1) for i in range(n)]
 
 
 def recompute_of(
@@ -179,24 +196,35 @@ def recompute_of(
     """
     backward = merged_equations(nothing.backward).jaxpr
     repeated, needed = _repeated(backward, len(nothing.signature.sources))
-    maker = {v: i for i in repeated for v in backward.eqns[i].outvars}
-    names_of_makers = {v: _name(backward.eqns[i]) for v, i in maker.items()}
-    named = {v: name for v, name in names_of_makers.items() if name in sizes}
+    maker: dict[Var, int] = {}
+    named: dict[Var, str] = {}
+    for i in repeated:
+        name = _name(backward.eqns[i])
+        for v in backward.eqns[i].outvars:
+            maker[v] = i
+            if name in sizes:
+                named[v] = name
+
+    def operands_of(v: Var) -> list[Var]:
+        return jaxprs.variables(backward.eqns[maker[v]].invars)
 
     def made_of(start: Iterable[Var]) -> tuple[set[str], set[int]]:
         """Finds the candidates that some values are made of, and the equations since then."""
-        names, eqns, todo = set(), set(), list(start)
+        names = set()
+        eqns = set()
+        todo = list(start)
         while todo:
             v = todo.pop()
             if v in named:
                 names.add(named[v])
             elif v in maker and maker[v] not in eqns:
                 eqns.add(maker[v])
-                todo += jaxprs.variables(backward.eqns[maker[v]].invars)
+                todo += operands_of(v)
         return names, eqns
 
     direct, always = made_of(needed)
-    operands = {name: jaxprs.variables(backward.eqns[maker[v]].invars) for v, name in named.items()}
+    operands = {name: operands_of(v) for v, name in named.items()}
+    # Ends: the lineage of each name is found once.
     lineage: dict[str, tuple[set[str], set[int]]] = {}
     todo = sorted(direct)
     while todo:
@@ -209,20 +237,25 @@ def recompute_of(
     # Equations that are always repeated, and those that take no time, decide nothing.
     behind_any = set[int]().union(*(eqns for _, eqns in lineage.values()))
     columns = [i for i in sorted(behind_any - always) if seconds_of[i]]
-    behind = np.array([[i in lineage[name][1] for i in columns] for name in names], bool)
+    behind = np.zeros((len(names), len(columns)), bool)
+    for c, name in enumerate(names):
+        _, eqns = lineage[name]
+        behind[c] = [i in eqns for i in columns]
+    free = [c for c, name in enumerate(names) if name in results]
+    places = (frozenset(map(names.index, needs)) for needs in parents)
     return Recompute(
         candidates=tuple(sizes),
         names=tuple(names),
         bytes=tuple(sizes[name] for name in names),
-        free=frozenset(c for c, name in enumerate(names) if name in results),
-        parents=tuple(frozenset(map(names.index, needs)) for needs in parents),
-        behind=behind.reshape(len(names), len(columns)),
+        free=frozenset(free),
+        parents=tuple(places),
+        behind=behind,
         seconds=np.array([seconds_of[i] for i in columns], float),
     )
 
 
 def _repeated(backward: Jaxpr, sources: int) -> tuple[list[int], list[Var]]:
-    """Finds the equations that depend on no cotangent, and their values that others and the results read.
+    """Finds the equations that depend on no cotangent, and their values that are read elsewhere.
 
     Args:
         backward: that keeps nothing.

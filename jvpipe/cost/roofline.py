@@ -1,15 +1,16 @@
 """Seconds and bytes of equations on a device, from their shapes alone.
 
-XLA fuses elementwise operations into the kernels that read them, so few values reach memory: results
-and operands of products and the like, reductions, and results of the program. Each of these has a
-kernel here, which reads the values in memory that it is made of:
+XLA fuses elementwise operations into the kernels that read them, so few values reach memory:
+results and operands of products and the like, reductions, and results of the program. Each of these
+has a kernel here, which reads the values in memory that it is made of:
 
     x --exp--> . --add--> . --dot--> y --tanh--> . --sum--> z        in memory: x, add's result, y, z
       [   first kernel    ] [second  ] [    third kernel    ]
 
 A kernel takes (Williams et al., "Roofline", CACM 2009)
 
-    launch + max(flops / rate of products, elementwise operations / their rate, bytes / rate of memory)
+    launch + max(flops / rate of products, elementwise operations / their rate, bytes / rate of
+    memory)
 
 On a device with a tiling the first of the three is the seconds of waves of tiles (`tiling.py`).
 Frameworks that do not fuse have a kernel for each equation that is not just another name of its
@@ -77,22 +78,41 @@ def nbytes(atom: Atom) -> int:
 def seconds(closed: ClosedJaxpr, device: Accelerator) -> float:
     """Estimates the seconds of a program."""
     jaxpr = merged_equations(closed).jaxpr
-    kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform, fuses=device.framework.fuses)
-    busy_s = sum(_kernel_seconds(jaxpr.eqns[i], kernel, device) for i, kernel in kernels.of.items())
-    return float(max(busy_s, len(kernels.of) * device.framework.host_s))
+    kernels = Kernels(
+        jaxpr.eqns,
+        jaxpr.outvars,
+        device.platform,
+        fuses=device.framework.fuses,
+    )
+    # Kernels run one after another.
+    busy_s = 0.0
+    for i, kernel in kernels.of.items():
+        busy_s += _kernel_seconds(jaxpr.eqns[i], kernel, device)
+    # The host starts one kernel after another, while earlier ones run.
+    starting_s = len(kernels.of) * device.framework.host_s
+    return float(max(busy_s, starting_s))
 
 
 def equation_seconds(
-    eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], device: Accelerator
+    eqns: Sequence[JaxprEqn],
+    outputs: Iterable[Atom],
+    device: Accelerator,
 ) -> list[float]:
-    """Estimates the seconds of each equation's kernel; 0 if an equation is part of another's kernel.
+    """Estimates the seconds of each equation's kernel.
+
+    0 if an equation is part of another's kernel.
 
     Args:
         eqns: of a program.
         outputs: its results.
         device: that would run it.
     """
-    kernels = Kernels(eqns, outputs, device.platform, fuses=device.framework.fuses)
+    kernels = Kernels(
+        eqns,
+        outputs,
+        device.platform,
+        fuses=device.framework.fuses,
+    )
     return [_kernel_seconds(eqn, kernels.of.get(i), device) for i, eqn in enumerate(eqns)]
 
 
@@ -137,7 +157,8 @@ class Kernels:
                 self.root.setdefault(v, v)
             source = eqn.invars[0] if eqn.primitive.name in _ALIASES else None
             if isinstance(source, Var) and len(eqn.outvars) == 1:
-                self.root[eqn.outvars[0]] = self.root[source]
+                (alias,) = eqn.outvars
+                self.root[alias] = self.root[source]
         self.written = self._written(eqns, outputs, platform, fuses)
         self.of: dict[int, _Kernel] = {}
         self.fused: dict[Var, tuple[dict[Var, int], dict[int, float]]] = {}
@@ -146,7 +167,8 @@ class Kernels:
             if not self.written.isdisjoint(eqn.outvars):
                 self.of[i] = _Kernel(reads, sum(operations.values()), _written_bytes(eqn))
             for v in eqn.outvars:
-                self.fused[v] = ({v: nbytes(v)}, {}) if v in self.written else (reads, operations)
+                in_memory = ({v: nbytes(v)}, {})
+                self.fused[v] = in_memory if v in self.written else (reads, operations)
 
     def _written(
         self,
@@ -155,7 +177,11 @@ class Kernels:
         platform: str,
         fuses: bool,
     ) -> set[Var]:
-        """Finds the values that reach memory: results, and those that a kernel writes or cannot make itself."""
+        """Finds the values that reach memory: results, and what a kernel writes or cannot make
+        itself.
+        """
+        # A value reaches memory if it is a result, if its kernel cannot be part of another, or if a
+        # kernel reads it that cannot make it.
         needed = list(jaxprs.variables(outputs))
         for eqn in eqns:
             fused = fuses or _is_free(eqn)
@@ -176,13 +202,16 @@ class Kernels:
                 reads[u] = max(size, reads.get(u, 0))
             operations |= since
         if eqn.primitive.name in _PARTIAL:
+            # It reads no more of its operands than it yields.
             limit = sum(map(nbytes, eqn.outvars))
             reads = {u: min(size, limit) for u, size in reads.items()}
         return reads, operations
 
 
 def _written_bytes(eqn: JaxprEqn) -> int:
-    """Counts the bytes that an equation writes: of a scatter or an update in place, those of the update."""
+    """Counts the bytes that an equation writes: of a scatter or an update in place, those of the
+    update.
+    """
     if eqn.primitive.name in (*SCATTERS, "dynamic_update_slice"):
         return nbytes(eqn.invars[-1])
     return sum(map(nbytes, eqn.outvars))
@@ -196,8 +225,8 @@ def _is_free(eqn: JaxprEqn) -> bool:
 def _is_kernel(eqn: JaxprEqn, platform: str) -> bool:
     """Tells whether an equation's results reach memory, whatever reads them.
 
-    Random bits of threefry are elementwise, except on CPUs. A scatter that puts one value into each row is a
-    comparison with the numbers of columns on a TPU.
+    Random bits of threefry are elementwise, except on CPUs. A scatter that puts one value into each
+    row is a comparison with the numbers of columns on a TPU.
     """
     if eqn.primitive.name in SCATTERS:
         return platform != "tpu" or not eqn.params["dimension_numbers"].operand_batching_dims
@@ -221,7 +250,8 @@ def _operations(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _ALIASES or (is_heavy(eqn) and flops(eqn)):
         return 0.0
-    looped = eqn.invars if name in REDUCTIONS or name == "sort" else eqn.outvars
+    loops_over_inputs = name in REDUCTIONS or name == "sort"
+    looped = eqn.invars if loops_over_inputs else eqn.outvars
     size = max((math.prod(_jax.aval(v).shape) for v in looped), default=0)
     if is_random(eqn) or name == "threefry2x32":
         return _RANDOM_OPERATIONS * size
@@ -245,15 +275,24 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
-    rate = device.products_per_s(str(_jax.aval(eqn.invars[0]).dtype))
+    dtype = _jax.aval(eqn.invars[0]).dtype
+    rate = device.products_per_s(str(dtype))
     product = product_of(eqn)
     if device.tiling is None or product is None or not device.cores:
         return work / rate
-    return product_s(product, device.tiling, device.cores, rate, device.memory_bytes_per_s)
+    return product_s(
+        product,
+        device.tiling,
+        device.cores,
+        rate,
+        device.memory_bytes_per_s,
+    )
 
 
 def _loop_seconds(eqn: JaxprEqn, bodies: Sequence[Jaxpr], device: Accelerator) -> float:
-    """Estimates an equation with bodies: a scan's as often as it runs, a while's once, the longest branch."""
+    """Estimates an equation with bodies: a scan's as often as it runs, a while's once, the longest
+    branch.
+    """
     body_seconds = [sum(equation_seconds(body.eqns, body.outvars, device)) for body in bodies]
     if eqn.primitive.name == "cond":
         return max(body_seconds)

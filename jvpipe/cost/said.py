@@ -1,8 +1,9 @@
-"""The answers of a target's compiler about a model's programs, where they exceed what the roofline counts.
+"""The answers of a target's compiler about a model's programs,
+where they exceed what the roofline counts.
 
-A plan uses few of the programs that its model has, and the compiler was asked about these alone. Its
-answer for one way to treat a layer is carried over to the other ways of that layer, by how much they
-compute again.
+A plan uses few of the programs that its model has, and the compiler was asked about these alone.
+Its answer for one way to treat a layer is carried over to the other ways of that layer, by how much
+they compute again.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -50,7 +51,11 @@ def with_said_work(work: Work, programs: LayerPrograms, said: Said) -> Work:
 
 
 def with_said_updates(
-    work: Work, graph: LayerGraph, layer: int, optimizer: OptimizerCut, said: Said
+    work: Work,
+    graph: LayerGraph,
+    layer: int,
+    optimizer: OptimizerCut,
+    said: Said,
 ) -> Work:
     """Returns the work of a layer with the temporaries of its update.
 
@@ -64,8 +69,9 @@ def with_said_updates(
     holders = holders_of(graph, layer)
     pieces = [piece for piece in optimizer.update if piece.layer in holders]
     programs = [piece_program(piece, keeps=keeps) for piece in pieces for keeps in (False, True)]
-    update = _largest(said, *programs) or 0
-    return replace(work, update_temporary_bytes=max(work.update_temporary_bytes, update))
+    said_bytes = _largest(said, *programs) or 0
+    largest = max(work.update_temporary_bytes, said_bytes)
+    return replace(work, update_temporary_bytes=largest)
 
 
 def with_said_options(
@@ -92,7 +98,12 @@ def with_said_options(
         said_bytes: dict[int, int] = {0: 0}
         extras: list[int | None] = []
         for option in of_layer:
-            kept = left_by(traced.graph, layer, option.fates, lambda info: info.saved)
+            kept = left_by(
+                traced.graph,
+                layer,
+                option.fates,
+                lambda info: info.saved,
+            )
             programs = store.known_layer(body, kept, partial)
             extra = None if programs is None else _extra_bytes(said, programs, work)
             extras.append(extra)
@@ -100,6 +111,7 @@ def with_said_options(
                 modelled = option.extra_bytes
                 said_bytes[modelled] = max(said_bytes.get(modelled, 0), extra)
         pairs = zip(of_layer, extras, strict=True)
+        # Only now are the bytes of all options known that share modelled ones.
         layers.append(tuple(_with_extra(option, extra, said_bytes) for option, extra in pairs))
     return layers
 
@@ -118,11 +130,14 @@ def _extra_bytes(said: Said, programs: LayerPrograms, work: Work) -> int | None:
         return None
     # The forward may use what is set aside for the backward: they never run at once.
     set_aside = max(work.forward_temporary_bytes, work.backward_temporary_bytes)
-    return max(0, (backward or 0) - work.backward_temporary_bytes, (forward or 0) - set_aside)
+    more_backward = (backward or 0) - work.backward_temporary_bytes
+    more_forward = (forward or 0) - set_aside
+    return max(0, more_backward, more_forward)
 
 
 def _with_extra(option: Option, said: int | None, said_bytes: Mapping[int, int]) -> Option:
-    """Returns an option with the compiler's bytes, or those of options that compute about as much again.
+    """Returns an option with the compiler's bytes, or those of options that compute about as much
+    again.
 
     Args:
         option: as it is modelled.

@@ -11,9 +11,9 @@ from jvpipe.programs.optimizer import OptimizerCut
 def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]) -> Costs:
     """Returns the costs of a model without the state that is away, and with room for fetching it.
 
-    A device fetches the state of a few updates at a time (`lowering/prefetch.py`). Which layer of the
-    device has the largest depends on the cut, so the model's largest is counted. It is counted as a
-    temporary, beside whatever runs, because the first state comes before the last backward.
+    A device fetches the state of a few updates at a time (`lowering/prefetch.py`). Which layer of
+    the device has the largest depends on the cut, so the model's largest is counted. It is counted
+    as a temporary, beside whatever runs, because the first state comes before the last backward.
 
     Args:
         costs: of whole layers, each with all of its state.
@@ -22,8 +22,10 @@ def with_state_away(costs: Costs, optimizer: OptimizerCut, away: Collection[int]
     """
     sizes = [0] * len(costs.layers)
     for leaf, layer in optimizer.holders:
-        if layer is not None and optimizer.state[leaf].parameter in away:
-            sizes[layer] += optimizer.state[leaf].array.bytes
+        state = optimizer.state[leaf]
+        if layer is not None and state.parameter in away:
+            sizes[layer] += state.array.bytes
+    # State comes back layer by layer for the updates, a few layers at a time.
     fetched_bytes = min(UPDATES_HELD * max(sizes), sum(sizes))
     layers = []
     for layer, size in zip(costs.layers, sizes, strict=True):

@@ -39,7 +39,9 @@ class RefusedProgram(ValueError):  # noqa: N818 - it is the compiler's word
 
 
 class TargetStore(ProgramStore):
-    """Programs as a target's compiler makes them; the devices at hand stand for those of the target.
+    """Programs as a target's compiler makes them.
+
+    The devices at hand stand for those of the target.
 
     Args:
         compiler: of the target.
@@ -56,16 +58,19 @@ class TargetStore(ProgramStore):
         return self._store.layer(body, kept, partial)
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[AbsentProgram]:
-        """Returns what programs take; equal ones are compiled once, whatever device stands for the target.
+        """Returns what programs take.
+
+        Equal ones are compiled once, whatever device stands for the target.
 
         Raises:
             RefusedProgram: the compiler refuses one of them.
             ValueError: the compiler cannot be asked; the message says why.
         """
         platform = self.compiler.target.platform
-        missing = {p.key: (p, d) for p, d in programs if p.key not in self.sizes}
-        texts = [self._store.text(p, d, platform) for p, d in missing.values()]
+        missing = {pair[0].key: pair for pair in programs if pair[0].key not in self.sizes}
+        texts = [self._store.text(*pair, platform) for pair in missing.values()]
         try:
+            # Answers come in the order of the texts.
             self.sizes.update(zip(missing, self.compiler.sizes(texts), strict=True))
         except Refusal as refusal:
             refused = list(missing)[texts.index(refusal.text)]

@@ -1,7 +1,7 @@
 """Compile targets: devices that a compiler can be asked about though they are not here.
 
-A GPU is told to its compiler by a description, written here from its maker's data sheet; a TPU by the name of a
-topology, which its compiler knows.
+A GPU is told to its compiler by a description, written here from its maker's data sheet; a TPU by
+the name of a topology, which its compiler knows.
 """
 
 import re

@@ -45,7 +45,7 @@ from functools import partial
 from typing import Any
 
 from jvpipe import _jax
-from jvpipe._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jvpipe._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jvpipe.cost.hardware import Accelerator
 from jvpipe.cost.heap import Buffer, Room, peak_bytes, without_lodgers
 from jvpipe.cost.products import product_of
@@ -67,10 +67,11 @@ Size = Callable[[Var], int]
 
 
 def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
-    """Counts the largest number of bytes that a program holds in memory beside its inputs and results.
+    """Counts the largest number of bytes that a program holds in memory beside its inputs and
+    results.
 
-    Walks through the kernels in their order: each adds what it writes, and frees what no later kernel
-    reads.
+    Walks through the kernels in their order: each adds what it writes, and frees what no later
+    kernel reads.
 
     Args:
         closed: the program.
@@ -86,7 +87,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         jaxpr = _without_twins(jaxpr)
     kernels = Kernels(jaxpr.eqns, jaxpr.outvars, device.platform)
-    elsewhere = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    elsewhere = _roots(kernels, jaxpr.outvars)
     size = nbytes
     steps = list(_steps(jaxpr, kernels, device))
     if device.platform != "cpu":
@@ -102,6 +103,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     if device.platform != "cpu":
         steps = _with_results_early(steps, elsewhere)
     last = {v: i for i, step in enumerate(steps) for v in step.reads}
+    # The first step that writes a value, the last one that reads it.
     made = {v: i for i, step in reversed([*enumerate(steps)]) for v in step.writes}
     buffers = [Buffer(size(v), i, last.get(v, i)) for v, i in made.items() if v not in elsewhere]
     buffers += [Buffer(step.own_bytes, i, i) for i, step in enumerate(steps)]
@@ -110,17 +112,32 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     return peak_bytes(buffers, device.scratch_bytes)
 
 
+def _roots(kernels: Kernels, atoms: Iterable[Atom]) -> set[Var]:
+    """Returns the first names of values."""
+    return {kernels.root.get(v, v) for v in jaxprs.variables(atoms)}
+
+
+def _readers(kernels: Kernels) -> Counter[Var]:
+    """Counts the kernels that read each value."""
+    return Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+
+
 def _without_twins(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns a jaxpr in which no equation computes what one before it has computed; its results stay as they are."""
+    """Returns a jaxpr in which no equation repeats one before it; its results stay as they are."""
     results = {*jaxprs.variables(jaxpr.outvars)}
     # A barrier keeps apart what it is given, so two of them are two.
     firsts = first_of_same(e for e in jaxpr.eqns if e.primitive.name != "optimization_barrier")
     twins = {v for v, first in firsts.items() if v is not first}
+
+    def first_of(atom: Atom) -> Atom:
+        return firsts.get(atom, atom) if isinstance(atom, Var) else atom
+
     eqns = []
     for eqn in jaxpr.eqns:
-        if twins.isdisjoint(eqn.outvars) or not results.isdisjoint(eqn.outvars):
-            read = [firsts.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-            eqns.append(eqn.replace(invars=read))
+        is_first = twins.isdisjoint(eqn.outvars)
+        is_result = not results.isdisjoint(eqn.outvars)
+        if is_first or is_result:
+            eqns.append(eqn.replace(invars=[first_of(a) for a in eqn.invars]))
     return jaxpr.replace(eqns=eqns)
 
 
@@ -151,14 +168,20 @@ def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Ste
         if eqn.primitive.name == "dot_general":
             own_bytes += sum(map(nbytes, turned.intersection(kernel.reads)))
         elif device.platform == "cuda" and _copies_filter(eqn):
-            own_bytes += sum(
-                map(nbytes, inputs.intersection(map(kernels.root.get, eqn.invars[1:])))
-            )
-        yield _Step(frozenset(kernel.reads), frozenset(outputs), _loop(eqn), own_bytes)
+            filters = inputs & _roots(kernels, eqn.invars[1:])
+            own_bytes += sum(map(nbytes, filters))
+        yield _Step(
+            frozenset(kernel.reads),
+            frozenset(outputs),
+            _loop(eqn),
+            own_bytes,
+        )
 
 
 def _copies_filter(eqn: JaxprEqn) -> bool:
-    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies otherwise."""
+    """Tells whether a convolution reads images as pixels of channels, and a kernel that lies
+    otherwise.
+    """
     if eqn.primitive.name != "conv_general_dilated":
         return False
     numbers = eqn.params["dimension_numbers"]
@@ -176,6 +199,7 @@ def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
         read = [kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)]
         if eqn.primitive.name in REDUCTIONS:
             for v in read:
+                # Sums over the same axes are one kernel, which makes the value only once.
                 axes.setdefault(v, set()).add(tuple(eqn.params["axes"]))
                 sums.setdefault(v, set()).update(eqn.outvars)
         elif (loop := _loop(eqn)) is not None:
@@ -197,20 +221,25 @@ def _with_once(steps: Iterable[_Step], once: Mapping[Var, set[Var]]) -> list[_St
 
 
 def _turned_scatters(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Returns the scattered sums that are transposed: they lie as what they are added to, so that is a copy."""
-    turned = {
-        kernels.root.get(v, v)
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "transpose"
-        for v in jaxprs.variables(eqn.invars)
-    }
-    return {v for eqn in jaxpr.eqns if eqn.primitive.name in SCATTERS for v in eqn.outvars} & turned
+    """Returns the scattered sums that are transposed.
+
+    A sum lies as what it is added to, so transposing it is a copy.
+    """
+    turned: set[Var] = set()
+    scattered: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "transpose":
+            turned |= _roots(kernels, eqn.invars)
+        if eqn.primitive.name in SCATTERS:
+            scattered.update(eqn.outvars)
+    return scattered & turned
 
 
 def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
     """Counts the bytes that a kernel of a GPU needs for itself."""
     name = eqn.primitive.name
-    if name == "dot_general" and device.cores and (product := product_of(eqn)):
+    product = product_of(eqn) if name == "dot_general" and device.cores else None
+    if product:
         return split_bytes(product, device.cores)
     if name == "select_and_scatter_add" and device.platform == "cuda":
         pooled = eqn.invars[0]
@@ -219,7 +248,7 @@ def _own_bytes(eqn: JaxprEqn, device: Accelerator) -> int:
 
 
 def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """Returns the shape that an elementwise kernel, or a reduction, loops over; None for any other."""
+    """Returns the shape that an elementwise kernel or a reduction loops over; None for others."""
     if is_heavy(eqn) or eqn.primitive.name in SCATTERS:
         return None
     over = eqn.invars[0] if eqn.primitive.name in REDUCTIONS else eqn.outvars[0]
@@ -227,14 +256,18 @@ def _loop(eqn: JaxprEqn) -> tuple[int, ...] | None:
 
 
 def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the values that lie where a result will: one elementwise kernel alone reads them, and makes it.
+    """Finds the values that lie where a result will: one elementwise kernel reads them, and makes
+    it.
 
-    If the kernel also reads an input of that size, the result overwrites the input; then only products
-    and scattered sums do without a buffer, because they are added up in place.
+    If the kernel also reads an input of that size, the result overwrites the input; then only
+    products and scattered sums do without a buffer, because they are added up in place.
     """
-    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
-    summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
-    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    results = _roots(kernels, jaxpr.outvars)
+    summed: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _SUMMED:
+            summed.update(eqn.outvars)
+    readers = _readers(kernels)
     inputs = set(jaxpr.invars)
     inside: set[Var] = set()
     for i, kernel in kernels.of.items():
@@ -242,12 +275,14 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         is_elementwise = _loop(eqn) is not None and eqn.primitive.name not in REDUCTIONS
         if not is_elementwise or results.isdisjoint(eqn.outvars):
             continue
-        alike = {v for v in kernel.reads if nbytes(v) == nbytes(eqn.outvars[0])}
-        alone = {v for v in kernel.reads if v in alike and readers[v] == 1} - {*jaxpr.invars}
+        result_bytes = nbytes(eqn.outvars[0])
+        alike = {v for v in kernel.reads if nbytes(v) == result_bytes}
+        alone = {v for v in kernel.reads if v in alike and readers[v] == 1} - inputs
         inside |= alone & summed
-        # Only one operand that is not a sum can lie where the result will. If an input is added to, that
-        # input is overwritten instead.
-        if not (eqn.primitive.name in _ADDED and inputs.intersection(jaxprs.variables(eqn.invars))):
+        # Only one operand that is not a sum can lie where the result will. If an input is added
+        # to, that input is overwritten instead.
+        reads_input = not inputs.isdisjoint(jaxprs.variables(eqn.invars))
+        if not (eqn.primitive.name in _ADDED and reads_input):
             inside |= set(list(alone - summed)[:1])
     return inside
 
@@ -255,27 +290,36 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
 def _inner_sums(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     """Finds the reductions of which another of their kind alone is made: both are one."""
     kind = {v: eqn.primitive for eqn in jaxpr.eqns for v in eqn.outvars}
-    readers = Counter(v for kernel in kernels.of.values() for v in kernel.reads)
+    readers = _readers(kernels)
     reductions = (jaxpr.eqns[i] for i in kernels.of)
     reductions = (eqn for eqn in reductions if eqn.primitive.name in REDUCTIONS)
-    read = {kernels.root.get(v, v): eqn for eqn in reductions for v in jaxprs.variables(eqn.invars)}
-    return {v for v, eqn in read.items() if kind.get(v) is eqn.primitive and readers[v] == 1}
+    read: dict[Var, JaxprEqn] = {}
+    for eqn in reductions:
+        read |= dict.fromkeys(_roots(kernels, eqn.invars), eqn)
+    alone = {v: eqn for v, eqn in read.items() if readers[v] == 1}
+    return {v for v, eqn in alone.items() if kind.get(v) is eqn.primitive}
 
 
 def _rooms(
-    jaxpr: Jaxpr, kernels: Kernels, steps: Sequence[_Step], elsewhere: Collection[Var]
+    jaxpr: Jaxpr,
+    kernels: Kernels,
+    steps: Sequence[_Step],
+    elsewhere: Collection[Var],
 ) -> Iterator[Room]:
-    """Yields the results that are not written over an input; they are taken from where something lies in them."""
-    results = {kernels.root.get(v, v) for v in jaxprs.variables(jaxpr.outvars)}
+    """Yields the results that are not written over an input; they are taken from where something
+    lies in them.
+    """
+    results = _roots(kernels, jaxpr.outvars)
     inputs = {*jaxpr.invars}
     for eqn in jaxpr.eqns:
-        read = {kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)}
+        read = _roots(kernels, eqn.invars)
         if eqn.primitive.name in _ADDED and not inputs.isdisjoint(read):
             results.difference_update(eqn.outvars)
     taken: dict[Var, int] = {}
     for i, step in enumerate(steps):
         inside = [taken[v] for v in step.reads if v in taken]
         for v in step.writes.intersection(elsewhere):
+            # A result that takes over the memory of a value that lies in it exists since then.
             taken[v] = min((i, *inside))
             if v in results:
                 yield Room(nbytes(v), taken[v])
@@ -283,32 +327,44 @@ def _rooms(
 
 def _is_batched(eqn: JaxprEqn) -> bool:
     """Tells whether an equation is a batch of products."""
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return bool(batch)
 
 
 def _images(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the values that lie as convolutions want them: what these read and make, and all of such a shape."""
+    """Finds the values that lie as convolutions want them.
+
+    That is what these read and make, and all of such a shape.
+    """
     shapes: set[tuple[int, ...]] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":
             left, right, made = (_jax.aval(v).shape for v in (*eqn.invars, *eqn.outvars))
-            # Of the gradient of a kernel both operands are images.
+            # Both operands of a kernel's gradient are images.
             is_gradient = eqn.params["dimension_numbers"].lhs_spec[0] != 0
+            # Filters lie differently, so of both operands and the result two count.
             shapes |= {left, right if is_gradient else made}
     every = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    return {v for v in every if _jax.aval(v).shape in shapes and _is_wider(_jax.aval(v))}
+    alike = {v for v in every if _jax.aval(v).shape in shapes}
+    return {v for v in alike if _is_wider(_jax.aval(v))}
 
 
 def _is_wider(aval: Any) -> bool:
-    """Tells whether an array takes more bytes with its last dimension along columns than at its best."""
+    """Tells whether an array takes more bytes with its last dimension along columns than at its
+    best.
+    """
     itemsize = aval.dtype.itemsize
-    return tiled_bytes(aval.shape, itemsize, aval.ndim - 1) > tiled_bytes(aval.shape, itemsize)
+    along_columns = tiled_bytes(aval.shape, itemsize, aval.ndim - 1)
+    return along_columns > tiled_bytes(aval.shape, itemsize)
 
 
 def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
-    """Finds the values of float32 that elementwise kernels make for products alone, none of which is batched.
+    """Finds the values of float32 that elementwise kernels make for unbatched products alone.
 
-    Reductions that read them do not count: they run where the values are made. So do copies of images for convolutions.
+    Reductions that read them do not count: they run where the values are made. So do copies of
+    images for convolutions.
     """
     made_in_loops = images.intersection(jaxpr.invars)
     read_by_others: set[Var] = set()
@@ -318,27 +374,33 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
             made_in_loops.update(eqn.outvars)
         if eqn.primitive.name not in (*_PRODUCTS, *REDUCTIONS) or _is_batched(eqn):
             read_by_others.update(kernel.reads)
-    return {v for v in made_in_loops - read_by_others if _jax.aval(v).dtype == "float32"}
+    for_products = made_in_loops - read_by_others
+    return {v for v in for_products if _jax.aval(v).dtype == "float32"}
 
 
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the inputs that lie like results of batches of products: of the same shape, and elementwise in use."""
+    """Finds the inputs that lie like results of batched products: of their shape, in elementwise
+    use.
+    """
     shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}
     return {v for v in jaxpr.invars if _jax.aval(v).shape in shapes} - operands
 
 
 def _laid_twice(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
-    """Finds the results that are products with a transposed table, of which kernels read a copy in another layout."""
+    """Finds the results that are products with a transposed table and are read in another layout."""
     transposed = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose"}
     read = {v for kernel in kernels.of.values() for v in kernel.reads}
     twice: set[Var] = set()
     for eqn in jaxpr.eqns:
-        product = eqn.outvars[0] if eqn.outvars else None
-        if eqn.primitive.name != "dot_general" or _is_batched(eqn) or product not in read:
+        if eqn.primitive.name != "dot_general" or _is_batched(eqn):
             continue
+        product = eqn.outvars[0]
         has_table = not transposed.isdisjoint(jaxprs.variables(eqn.invars))
-        if has_table and _jax.aval(product).shape[-2:][0] > _LANES:
+        if product not in read or not has_table:
+            continue
+        rows = _jax.aval(product).shape[-2:][0]
+        if rows > _LANES:
             twice.add(product)
     return twice
 
@@ -347,13 +409,16 @@ def _with_relaid(steps: Sequence[_Step], relaid: set[Var]) -> list[_Step]:
     """Returns the steps, of which the first that reads a relaid input also writes the copy of it."""
     marked, without_copy = [], set(relaid)
     for step in steps:
-        marked.append(replace(step, writes=step.writes | (step.reads & without_copy)))
+        copied = step.reads & without_copy
+        marked.append(replace(step, writes=step.writes | copied))
         without_copy -= step.reads
     return marked
 
 
-def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> list[_Step]:
-    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what they need."""
+def _with_results_early(steps: Sequence[_Step], elsewhere: set[Var]) -> list[_Step]:
+    """Returns the steps, of which those that write nothing but `elsewhere` come right behind what
+    they need.
+    """
     made_at: dict[Var, int] = {}
     places = []
     for i, step in enumerate(steps):
@@ -362,16 +427,20 @@ def _with_results_early(steps: Sequence[_Step], elsewhere: Collection[Var]) -> l
         place = max(needed) if is_early else i
         made_at |= dict.fromkeys(step.writes, place)
         places.append(place)
-    return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
+    order = sorted(range(len(steps)), key=places.__getitem__)
+    return [steps[i] for i in order]
 
 
 def _with_turned(steps: Sequence[_Step], images: set[Var], size: Size) -> list[_Step]:
-    """Returns the steps, of which convolutions take their results once more: with examples along rows."""
+    """Returns the steps, of which convolutions take their results once more: with examples along
+    rows.
+    """
     turned = [step.writes & images if step.loop is None else () for step in steps]
-    return [
-        replace(step, own_bytes=step.own_bytes + sum(map(size, twice)))
-        for step, twice in zip(steps, turned, strict=True)
-    ]
+    result = []
+    for step, twice in zip(steps, turned, strict=True):
+        copies_bytes = sum(map(size, twice))
+        result.append(replace(step, own_bytes=step.own_bytes + copies_bytes))
+    return result
 
 
 def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
@@ -384,11 +453,12 @@ def _tpu_bytes(v: Var, halves: set[Var], images: set[Var]) -> int:
     """
     aval = _jax.aval(v)
     lanes = aval.ndim - 1 if v in images else None
-    return tiled_bytes(aval.shape, aval.dtype.itemsize // (2 if v in halves else 1), lanes)
+    itemsize = aval.dtype.itemsize
+    return tiled_bytes(aval.shape, itemsize // 2 if v in halves else itemsize, lanes)
 
 
 def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
-    """Returns the steps with siblings as one, each as near to its last member's place as its inputs allow.
+    """Returns the steps with siblings as one, each as near to its last member as its inputs allow.
 
     A step joins the first group over its shape that shares a large input with it, unless one waits
     for the other: joined, they would wait for themselves. So the groups never form a cycle.
@@ -412,7 +482,8 @@ def _with_siblings(steps: Sequence[_Step]) -> list[_Step]:
         else:
             groups.append([i])
     every = [group for groups in groups_over.values() for group in groups]
-    return [_joined([steps[j] for j in group]) for group in _in_order(every, behind)]
+    in_order = _in_order(every, behind)
+    return [_joined([steps[j] for j in group]) for group in in_order]
 
 
 def _share(a: _Step, b: _Step) -> bool:
@@ -422,7 +493,7 @@ def _share(a: _Step, b: _Step) -> bool:
 
 
 def _join(behind: list[int], group: int) -> None:
-    """Makes steps one: whoever waits for one waits for all, and they for whatever any of them waits for.
+    """Makes steps one: whoever waits for one waits for all, and all for what any of them awaits.
 
     Args:
         behind: by step, the steps that it waits for (bits); changed in place.
@@ -451,9 +522,7 @@ def _in_order(groups: Sequence[list[int]], behind: Sequence[int]) -> Iterator[li
 
 def _joined(several: Sequence[_Step]) -> _Step:
     """Makes one step of several."""
-    return _Step(
-        reads=frozenset[Var]().union(*(step.reads for step in several)),
-        writes=frozenset[Var]().union(*(step.writes for step in several)),
-        loop=several[0].loop,
-        own_bytes=sum(step.own_bytes for step in several),
-    )
+    reads = frozenset[Var]().union(*(step.reads for step in several))
+    writes = frozenset[Var]().union(*(step.writes for step in several))
+    own_bytes = sum(step.own_bytes for step in several)
+    return _Step(reads, writes, several[0].loop, own_bytes)

@@ -1,4 +1,5 @@
-"""The bytes of arrays as a compiler lays them out: on TPUs the last dimensions are filled up to whole tiles.
+"""The bytes of arrays as a compiler lays them out:
+on TPUs the last dimensions are filled up to whole tiles.
 
 an array of 100 x 64 of float32, in tiles of 8 x 128, takes 104 x 128 x 4 bytes:
 
@@ -21,7 +22,8 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::((?:T\([\d,]*\)|\([\d,]*
 
 
 def laid_bytes(shape: str) -> int:
-    """Counts the bytes of an array as an HLO module writes it: type, dimensions, minor to major, tiles.
+    """Counts the bytes of an array as an HLO module writes it: type, dimensions, minor to major,
+    tiles.
 
     Args:
         shape: of one array.
@@ -88,12 +90,13 @@ def entry_bytes(header: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tiled_bytes(sizes: Sequence[int], itemsize: int, lanes: int | None = None) -> int:
-    """Counts the bytes of an array in tiles, with the order of dimensions that leaves the least unused.
+    """Counts the bytes of an array in tiles, in the order of dimensions that leaves least unused.
 
     Args:
         sizes: of its dimensions.
         itemsize: bytes of an element.
-        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the least.
+        lanes: the dimension that goes along the 128 columns of a tile; None: whichever leaves the
+            least.
 
     >>> tiled_bytes((100, 64), 4), tiled_bytes((3, 5, 7), 4), tiled_bytes((), 4)
     (32768, 10240, 512)

@@ -17,7 +17,8 @@ BACKWARD = 2
 
 
 def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
-    """Counts the floating-point operations of products and convolutions, by the type of their operands.
+    """Counts the floating-point operations of products and convolutions, by the type of their
+    operands.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
@@ -31,13 +32,15 @@ def product_flops(eqns: Iterable[JaxprEqn]) -> Counter[str]:
             for body in bodies:
                 for dtype, count in product_flops(body.eqns).items():
                     by_dtype[dtype] += times * count
+        # An equation with bodies has no operations of its own.
         elif count := flops(eqn):
             by_dtype[str(_jax.aval(eqn.invars[0]).dtype)] += count
     return by_dtype
 
 
 def ideal_s(traced: Traced, microbatches: int, kinds: Iterable[str]) -> float | None:
-    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them evenly.
+    """Computes the seconds of a step's products at the makers' peaks, all devices sharing them
+    evenly.
 
     Products of the forward count three times because the backward has two for each of them. Neither
     recomputation nor elementwise operations count. A step's utilisation is this over its seconds.

@@ -1,4 +1,6 @@
-"""Compares the plan of another system with ours: both are simulated on the costs that ours was planned with."""
+"""Compares the plan of another system with ours:
+both are simulated on the costs that ours was planned with.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -31,8 +33,13 @@ def judged(problem: Problem, plan: Plan) -> Judged:
     Raises:
         ValueError: the layers have no choice with the fates of the plan.
     """
-    schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(plan.schedule or "1f1b")
-    plan_problem = replace(problem, stages=len(plan.stages), schedule=schedule)
+    name = plan.schedule or "1f1b"
+    schedule = given_lists(plan.tasks) if plan.tasks else find_schedule(name)
+    plan_problem = replace(
+        problem,
+        stages=len(plan.stages),
+        schedule=schedule,
+    )
     decision = decision_of(problem.costs, plan)
     stages = evaluate_decision(plan_problem, decision).stages
     step_s = simulated_step_s(plan_problem, stages)
@@ -49,7 +56,11 @@ def decision_of(costs: Costs, plan: Plan) -> Decision:
     return Decision(bounds, tuple(choices))
 
 
-def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
+def _choice(
+    costs: Costs,
+    layer: int,
+    dropped: dict[str, Fate],
+) -> int:
     """Returns the choice of a layer: one of its options, or a whole forward again.
 
     Args:
@@ -58,7 +69,8 @@ def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
         dropped: the fates of all values of its stage that are not kept.
     """
     edges = costs.edges
-    inputs = [edge.name for edge in edges if edge.producer == layer - 1 and layer in edge.readers]
+    before = [edge for edge in edges if edge.producer == layer - 1]
+    inputs = [edge.name for edge in before if layer in edge.readers]
     outputs = [edge.name for edge in edges if edge.producer == layer]
     # A layer whose input is not kept repeats its forward from the input of the layer before it.
     if any(dropped.get(name) == Fate.RECOMPUTE for name in inputs):
@@ -72,7 +84,8 @@ def _choice(costs: Costs, layer: int, dropped: dict[str, Fate]) -> int:
     for number, option in enumerate(options):
         if dict(option.fates) == fates:
             return number
-    raise ValueError(f"layer {layer} ({costs.layers[layer].name}) has no choice with fates {fates}")
+    name = costs.layers[layer].name
+    raise ValueError(f"layer {layer} ({name}) has no choice with fates {fates}")
 
 
 def beside(name: str, theirs: Judged, ours: Judged) -> str:

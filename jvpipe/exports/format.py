@@ -1,4 +1,5 @@
-"""The format of another system: which parts of a plan it covers, and how an export is refused that would lose some.
+"""The format of another system: which parts of a plan it covers,
+and how an export is refused that would lose some.
 
 A plan is written, what was written is read back, and the two plans are compared (`losses`). So no
 format has a list of what it cannot say: whatever comes back changed is lost, and is named.
@@ -11,7 +12,7 @@ from enum import StrEnum
 
 from jvpipe.ir.outline import Outline
 from jvpipe.ir.plan import Plan
-from jvpipe.ir.task import TaskLists
+from jvpipe.ir.task import Task, TaskLists
 from jvpipe.schedules import find_schedule
 from jvpipe.schedules.auto import lines_of
 from jvpipe.schedules.interleaved import Interleaved
@@ -37,8 +38,8 @@ class Format:
     """A format, with the functions that write and read it.
 
     `write` may change what the format cannot say to the nearest that it can. `silent` are the parts
-    that the system expects in another file, so their absence is not a loss. `comment` begins a comment
-    line; it is empty if the format has no comments.
+    that the system expects in another file, so their absence is not a loss. `comment` begins a
+    comment line; it is empty if the format has no comments.
     """
 
     name: str
@@ -56,7 +57,13 @@ class Format:
         """
         outline = outline_for(plan)
         text = self.write(plan, outline)
-        lost = list(losses(plan, self.read(text, outline), self.silent))
+        lost = list(
+            losses(
+                plan,
+                self.read(text, outline),
+                self.silent,
+            )
+        )
         if lost and not lossy:
             raise ValueError(
                 f"{self.name} cannot say all of this plan; lost would be {'; '.join(lost)}. "
@@ -64,6 +71,7 @@ class Format:
             )
         if not self.comment:
             return text
+        # By the first line a file of another version is refused; the others name what was lost.
         head = [
             f"jvpipe {self.name} {VERSION}",
             *(f"nearest; lost: {loss}" for loss in lost),
@@ -74,12 +82,14 @@ class Format:
         """Reads a plan.
 
         Raises:
-            ValueError: the text is not of this format or version, or does not fit the model; in one line.
+            ValueError: the text is not of this format or version, or does not fit the model; in one
+                line.
         """
         first_line = text.partition("\n")[0]
         words = first_line.removeprefix(self.comment).split() if self.comment else []
         # Files that another program wrote have no line of ours, and are read without a check.
-        if words[:1] == ["jvpipe"] and words[1:] != [self.name, str(VERSION)]:
+        is_ours = words[:1] == ["jvpipe"]
+        if is_ours and words[1:] != [self.name, str(VERSION)]:
             raise ValueError(
                 f"this is '{' '.join(words)}', and 'jvpipe {self.name} {VERSION}' can be read: export again"
             )
@@ -98,10 +108,11 @@ def outline_for(plan: Plan) -> Outline:
 def lists_for(plan: Plan, microbatches: int) -> TaskLists:
     """Returns the task lists of a plan's step.
 
-    Other systems update once per step: a plan without a schedule, or one that updates within a step,
-    is exported as 1F1B. `losses` reports the second.
+    Other systems update once per step: a plan without a schedule, or one that updates within a
+    step, is exported as 1F1B. `losses` reports the second.
     """
     schedule = rule_named(plan.schedule or "1f1b")
+    # Weights of several versions, which no other system has.
     if not schedule.synchronous:
         plan, schedule = plan.with_schedule("1f1b"), find_schedule("1f1b")
     return lists_of(plan, schedule, microbatches)
@@ -128,14 +139,22 @@ def rules_with(names: Sequence[str], chunks: int) -> list[Schedule]:
 
 def by_device(plan: Plan, lists: TaskLists) -> TaskLists:
     """Sorts task lists by device, as other systems expect them; a plan sorts them by first stage."""
-    return tuple(sorted(lists, key=lambda tasks: plan.stages[tasks[0].stage].devices))
+
+    def devices_of(tasks: Sequence[Task]) -> tuple[int, ...]:
+        return plan.stages[tasks[0].stage].devices
+
+    return tuple(sorted(lists, key=devices_of))
 
 
 def ranks_of(lists: TaskLists) -> dict[int, int]:
-    """Returns the number of the list that runs each stage; raises ValueError unless it is exactly one."""
+    """Returns the number of the list that runs each stage.
+
+    Raises ValueError unless it is exactly one.
+    """
     rank: dict[int, int] = {}
     for r, tasks in enumerate(lists):
         for task in tasks:
+            # All tasks of a stage must be in one list, because its parameters lie there.
             if rank.setdefault(task.stage, r) != r:
                 raise ValueError(
                     f"stage {task.stage} is on rank {rank[task.stage]} and on rank {r}"
@@ -145,7 +164,11 @@ def ranks_of(lists: TaskLists) -> dict[int, int]:
     return rank
 
 
-def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
+def rule_of(
+    plan: Plan,
+    microbatches: int,
+    names: tuple[str, ...],
+) -> str:
     """Returns the name of the rule whose task lists a plan has, or else of the nearest rule.
 
     The nearest is the first with as many chunks.
@@ -160,6 +183,7 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
     """
     devices = plan.device_count
     chunks = max(1, len(plan.stages) // devices)
+    # Chunks in the shape of a V lie on other devices than those that loop.
     fitting = [rule for rule in rules_with(names, chunks) if not rule.vee]
     if not fitting:
         raise ValueError(
@@ -170,7 +194,11 @@ def rule_of(plan: Plan, microbatches: int, names: tuple[str, ...]) -> str:
     return next(same, fitting[0]).name
 
 
-def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]:
+def losses(
+    plan: Plan,
+    back: Plan,
+    silent: frozenset[PlanPart],
+) -> Iterator[str]:
     """Yields in words each difference between a plan and what its exported file is read back as.
 
     Args:
@@ -180,6 +208,7 @@ def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]
     """
     microbatches = outline_for(plan).microbatches
     if plan.replicated:
+        # What follows compares one turn: replicas run the same tasks.
         yield f"devices of replicated stages: {list(plan.replicas)}"
         plan = plan.turn(0)
     if plan.keep_last:
@@ -191,14 +220,16 @@ def losses(plan: Plan, back: Plan, silent: frozenset[PlanPart]) -> Iterator[str]
         yield f"devices of the stages: {[d for (d,) in places]}"
     if not rule_named(plan.schedule or "1f1b").synchronous:
         yield f"updates before the step ends: schedule {plan.schedule}"
-    elif PlanPart.ORDER not in silent and lists_for(plan, microbatches) != _lists(
-        back, microbatches
-    ):
-        yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
+    elif PlanPart.ORDER not in silent:
+        lists = lists_for(plan, microbatches)
+        nearest = _lists(back, microbatches)
+        if lists != nearest:
+            yield f"the order of tasks of schedule {plan.schedule}, the nearest is {back.schedule}"
     if plan.unsplit != back.unsplit:
         yield f"which backwards of a split stage stay whole: those of layers {list(plan.unsplit)}"
     fates = [dict(stage.fates) for stage in plan.stages]
-    if PlanPart.FATES not in silent and fates != [dict(stage.fates) for stage in back.stages]:
+    fates_back = [dict(stage.fates) for stage in back.stages]
+    if PlanPart.FATES not in silent and fates != fates_back:
         count = sum(map(len, fates))
         kinds = sorted({str(fate) for of_stage in fates for fate in of_stage.values()})
         yield f"fates of {count} values ({', '.join(kinds) or 'all are kept'})"
@@ -219,7 +250,11 @@ def _cuts(plan: Plan) -> str:
     return ":".join(map(str, plan.cuts))
 
 
-def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
+def with_lists(
+    plan: Plan,
+    lists: TaskLists,
+    names: tuple[str, ...],
+) -> Plan:
     """Gives a plan the schedule with these task lists.
 
     It is the first rule that makes just these lists. If none does, the plan holds the lists itself.
@@ -244,6 +279,10 @@ def with_lists(plan: Plan, lists: TaskLists, names: tuple[str, ...]) -> Plan:
     for rule in rules_with(names, chunks):
         if rule.tasks(len(lists), count) == lists:
             return replace(plan, schedule=rule.name)
-    with_own_lists = replace(plan, schedule="auto", tasks=lines_of(lists))
+    with_own_lists = replace(
+        plan,
+        schedule="auto",
+        tasks=lines_of(lists),
+    )
     lists_for(with_own_lists, count)  # raises ValueError unless the lists are a whole step
     return with_own_lists

@@ -1,4 +1,6 @@
-"""All formats, by name. They register themselves with `Plan.export`, which stands on a lower floor."""
+"""All formats, by name. They register themselves with `Plan.export`,
+which stands on a lower floor.
+"""
 
 from jvpipe.exports.format import Format
 from jvpipe.exports.jaxpp import JAXPP

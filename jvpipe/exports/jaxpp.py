@@ -85,7 +85,8 @@ def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
     parts = list[Task]()
     for task in tasks:
         on_first_stage = task.stage == 0
-        if task.kind == Kind.B or (task.kind == Kind.I and on_first_stage):
+        is_whole = task.kind == Kind.B or (task.kind == Kind.I and on_first_stage)
+        if is_whole:
             parts += [task._replace(kind=Kind.I), task._replace(kind=Kind.W)]
         elif task.kind != Kind.W or not on_first_stage:
             parts.append(task)
@@ -111,11 +112,18 @@ def _read(text: str, outline: Outline) -> Plan:
     if (rank := ranks_of(lists)) != dict(enumerate(devices)):
         raise ValueError(f"DEVICES are {devices}, the lines of ORDER are of {sorted(rank.items())}")
     with_sends(lists)  # raises ValueError if tasks wait for each other
-    return with_lists(Plan.from_cuts(counts, devices, outline=outline), merged(lists), RULES)
+    return with_lists(
+        Plan.from_cuts(counts, devices, outline=outline),
+        merged(lists),
+        RULES,
+    )
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the lists of literals that a file assigns to names; raises ValueError if one is missing."""
+    """Returns the lists of literals that a file assigns to names.
+
+    Raises ValueError if one is missing.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:
@@ -124,7 +132,9 @@ def _tables(text: str) -> dict[str, list[Any]]:
         ) from None
     tables = dict[str, list[Any]]()
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        if not isinstance(node, ast.Assign):
+            continue
+        if not isinstance(node.targets[0], ast.Name):
             continue
         try:
             value = ast.literal_eval(node.value)

@@ -1,9 +1,9 @@
 """MaxText: a configuration with equal stages, all of whose forwards run before the first backward.
 
-The file is a complete configuration: it names MaxText's `base.yml` as the source of all other fields.
-MaxText runs the embedding and the head outside its pipeline; here they belong to the first and last stage.
-Unless `set_remat_policy_on_pipeline_iterations` is false, MaxText keeps the inputs of blocks and nothing
-else, even if `remat_policy` is none.
+The file is a complete configuration: it names MaxText's `base.yml` as the source of all other
+fields. MaxText runs the embedding and the head outside its pipeline; here they belong to the first
+and last stage. Unless `set_remat_policy_on_pipeline_iterations` is false, MaxText keeps the inputs
+of blocks and nothing else, even if `remat_policy` is none.
 """
 
 import re
@@ -37,7 +37,10 @@ def _write(plan: Plan, outline: Outline) -> str:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the fields, written as lines of YAML or as `name=value`; raises ValueError if they do not fit."""
+    """Reads the fields, written as lines of YAML or as `name=value`.
+
+    Raises ValueError if they do not fit.
+    """
     fields = dict[str, str]()
     for line in text.splitlines():
         if match := _LINE.fullmatch(line.strip()):
@@ -65,11 +68,23 @@ def _read(text: str, outline: Outline) -> Plan:
     policy = fields.get("remat_policy", "full")
     if policy not in ("none", "full"):
         raise ValueError(f"remat_policy '{policy}' cannot be read: none and full can")
-    iterations = _flag(fields, "set_remat_policy_on_pipeline_iterations", True)
-    layers = _flag(fields, "set_remat_policy_on_layers_per_stage", False)
+    iterations = _flag(
+        fields,
+        "set_remat_policy_on_pipeline_iterations",
+        True,
+    )
+    layers = _flag(
+        fields,
+        "set_remat_policy_on_layers_per_stage",
+        False,
+    )
     recomputes = iterations or (layers and policy == "full")
     again = per_stage if recomputes else 0
-    return plan_of(Layout((per_stage,) * stages, again, "gpipe", stages), outline, strict=False)
+    return plan_of(
+        Layout((per_stage,) * stages, again, "gpipe", stages),
+        outline,
+        strict=False,
+    )
 
 
 def _number(fields: dict[str, str], name: str, default: int) -> int:

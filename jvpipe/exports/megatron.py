@@ -2,8 +2,8 @@
 
     Et*3|t*4|t*4|t*3L    four stages: E the embedding, t a block, L the head and the loss
 
-Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks of
-each stage, as many as `--recompute-num-layers` says, keep only their inputs.
+Stages go round the ranks, chunk after chunk. With `full` recomputation by `block`, the first blocks
+of each stage, as many as `--recompute-num-layers` says, keep only their inputs.
 """
 
 import re
@@ -51,18 +51,28 @@ def _read(text: str, outline: Outline) -> Plan:
     blocks = _number(options, "--num-layers", len(joined) - 2)
     if blocks != len(joined) - 2:
         raise ValueError(f"--num-layers is {blocks}, the layout has {len(joined) - 2} blocks t")
-    devices = _number(options, "--pipeline-model-parallel-size", len(stages))
+    devices = _number(
+        options,
+        "--pipeline-model-parallel-size",
+        len(stages),
+    )
     chunks, rest = divmod(len(stages), devices) if devices else (0, 1)
     if rest:
         raise ValueError(f"{len(stages)} stages cannot be shared by {devices} ranks")
     rule = "1f1b" if chunks == 1 else Interleaved(chunks=chunks).name
     counts = tuple(stage.count("t") for stage in stages)
     again = _again(options, max(counts))
-    return plan_of(Layout(counts, again, rule, devices), outline, strict=False)
+    return plan_of(
+        Layout(counts, again, rule, devices),
+        outline,
+        strict=False,
+    )
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """Returns options by name, flags with an empty value. Words before the first option are the layout."""
+    """Returns options by name, flags with an empty value. Words before the first option are the
+    layout.
+    """
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = {"--pipeline-model-parallel-layout": "".join(words[:first])} if first else {}
     name = ""

@@ -1,4 +1,6 @@
-"""Plans of stacks: models of an embedding, equal blocks and a head, the only ones that most systems can cut."""
+"""Plans of stacks: models of an embedding, equal blocks and a head,
+the only ones that most systems can cut.
+"""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -31,7 +33,9 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them whole."""
+    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them
+    whole.
+    """
 
     counts: tuple[int, ...]
     again: int
@@ -44,7 +48,8 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 
     Args:
         outline: of its layers.
-        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike sizes.
+        strict: refuses several stacks, such as an encoder and a decoder, and blocks of unlike
+            sizes.
 
     Raises:
         ValueError: the model is not a stack; the message says what it has instead.
@@ -61,6 +66,7 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
     if strict and (numbers := [number for _, number in names]) != list(range(len(names))):
         raise ValueError(f"the blocks of the model are not in order: {numbers}")
     end = 1 + max(i for i, block in enumerate(block_of) if block)
+    # Layers before the first block are the embedding, those behind the last one the head.
     stack = BlockStack((*starts, end), len(block_of))
     if strict:
         _check_alike(outline, stack)
@@ -70,24 +76,33 @@ def stack_of(outline: Outline, strict: bool = True) -> BlockStack:
 def _check_alike(outline: Outline, stack: BlockStack) -> None:
     """Raises ValueError unless all blocks have equally many values, and nearly equally many bytes.
 
-    The last layer of the last block may have more values: a trace puts a norm or a gather that comes
-    before the head into the layer that ends the block.
+    The last layer of the last block may have more values: a trace puts a norm or a gather that
+    comes before the head into the layer that ends the block.
     """
     blocks = [outline.layers[i:j] for i, j in pairwise(stack.starts)]
     values = [[len(layer.values) for layer in block] for block in blocks]
     sizes = [sum(layer.parameter_bytes for layer in block) for block in blocks]
     for k in range(1, len(blocks)):
         is_last = k == len(blocks) - 1 and len(values[k]) == len(values[0])
-        alike = values[k] == values[0] or (is_last and values[k][:-1] == values[0][:-1])
-        if not alike or abs(sizes[k] - sizes[0]) > _NORM * sizes[0]:
+        # The last block may leave another value to the head.
+        alike_but_last = is_last and values[k][:-1] == values[0][:-1]
+        alike = values[k] == values[0] or alike_but_last
+        difference = abs(sizes[k] - sizes[0])
+        if not alike or difference > _NORM * sizes[0]:
             raise ValueError(f"the blocks of the model are not alike: block {k} is not as block 0")
 
 
-def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool = False) -> Layout:
+def layout_of(
+    plan: Plan,
+    outline: Outline,
+    names: tuple[str, ...],
+    equal: bool = False,
+) -> Layout:
     """Returns the layout that is nearest to a plan.
 
-    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its values
-    is not kept; the layout recomputes as many blocks of each stage as the stage with the most of them.
+    Each cut moves to the start of the nearest block. A block counts as recomputed if any of its
+    values is not kept; the layout recomputes as many blocks of each stage as the stage with the
+    most of them.
 
     Args:
         plan: with any cuts and fates.
@@ -98,13 +113,15 @@ def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool 
     Raises:
         ValueError: the model is not a stack, or has fewer blocks than stages.
     """
-    stack, stages = stack_of(outline), len(plan.stages)
+    stack = stack_of(outline)
+    stages = len(plan.stages)
     rule = rule_of(plan, outline.microbatches, names)
     cuts = list[int]()
     layer = 0  # at which the stage ends
     for stage in plan.stages[:-1]:
         layer += len(stage.layers)
-        cuts.append(min(range(len(stack.starts)), key=lambda k: abs(stack.starts[k] - layer)))
+        distances = [abs(start - layer) for start in stack.starts]
+        cuts.append(distances.index(min(distances)))
     counts = [b - a for a, b in pairwise([0, *cuts, stack.blocks])]
     if equal:
         share, rest = divmod(stack.blocks, stages)
@@ -113,21 +130,26 @@ def layout_of(plan: Plan, outline: Outline, names: tuple[str, ...], equal: bool 
         counts = [share] * stages
     if 0 in counts[1:-1]:
         raise ValueError(f"{stack.blocks} blocks are too few for {stages} stages")
-    dropped = {
-        name for stage in plan.stages for name, fate in stage.fates.items() if fate != "keep"
-    }
+    dropped: set[str] = set()
+    for stage in plan.stages:
+        dropped.update(name for name, fate in stage.fates.items() if fate != "keep")
     again, first = 0, 0
     for count in counts:
         blocks = range(first, first + count)
-        recomputed = [block for block in blocks if dropped & set(_values(outline, stack, block))]
+        recomputed = [k for k in blocks if not dropped.isdisjoint(_values(outline, stack, k))]
         again = max(again, len(recomputed))
         first += count
+    # A format of equal stages has one switch for all blocks of all stages.
     if equal and again:
         again = max(counts)
     return Layout(tuple(counts), again, rule, plan.device_count)
 
 
-def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
+def plan_of(
+    layout: Layout,
+    outline: Outline,
+    strict: bool = True,
+) -> Plan:
     """Returns the plan of a layout.
 
     Args:
@@ -138,7 +160,8 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     Raises:
         ValueError: the layout does not cover the blocks.
     """
-    stack, stages = stack_of(outline, strict), len(layout.counts)
+    stack = stack_of(outline, strict)
+    stages = len(layout.counts)
     if (total := sum(layout.counts)) != stack.blocks:
         raise ValueError(f"the layout covers {total} blocks, the model has {stack.blocks}")
     ends = tuple(accumulate(layout.counts, initial=0))
@@ -147,19 +170,30 @@ def plan_of(layout: Layout, outline: Outline, strict: bool = True) -> Plan:
     rule = rule_named(layout.schedule)
     _check_rounds(rule, layout.devices, outline.microbatches)
     where = [rule.device_of(s, layout.devices) for s in range(stages)]
+    counts = [j - i for i, j in pairwise(bounds)]
     plan = Plan.from_cuts(
-        [j - i for i, j in pairwise(bounds)], where, schedule=rule.name, outline=outline
+        counts,
+        where,
+        schedule=rule.name,
+        outline=outline,
     )
     with_fates = []
     for stage, (first, end) in zip(plan.stages, pairwise(ends), strict=True):
+        # The first blocks of a stage, as other systems do.
         recomputed = range(first, min(end, first + layout.again))
         names = [name for block in recomputed for name in _values(outline, stack, block)]
         with_fates.append(replace(stage, fates=dict.fromkeys(names, Fate.RECOMPUTE)))
     return replace(plan, stages=tuple(with_fates))
 
 
-def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
-    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these differently."""
+def _check_rounds(
+    rule: Schedule,
+    devices: int,
+    microbatches: int,
+) -> None:
+    """Raises ValueError if micro-batches pass chunks in uneven rounds: other systems order these
+    differently.
+    """
     if rule.chunks > 1 and microbatches % devices:
         raise ValueError(
             f"{microbatches} micro-batches pass {rule.chunks} chunks on {devices} devices in another order "
@@ -167,7 +201,12 @@ def _check_rounds(rule: Schedule, devices: int, microbatches: int) -> None:
         )
 
 
-def _values(outline: Outline, stack: BlockStack, block: int) -> list[str]:
+def _values(
+    outline: Outline,
+    stack: BlockStack,
+    block: int,
+) -> list[str]:
     """Returns the names of all values that a block can compute again from its input."""
-    layers = outline.layers[stack.starts[block] : stack.starts[block + 1]]
+    first, end = stack.starts[block : block + 2]
+    layers = outline.layers[first:end]
     return [name for layer in layers for name in (*layer.values, *layer.inner)]

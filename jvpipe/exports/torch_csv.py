@@ -1,13 +1,15 @@
-"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`), a line for each rank.
+"""torch.distributed.pipelining: the CSV of a schedule with its sends (`compute_comms`),
+a line for each rank.
 
     0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD      rank 0: RECV_B receives what rank 1 sends back
     1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD      rank 1
 
-A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus meets
-its sends and receives in one common order, so no two ranks can wait for each other. REDUCE_GRAD, behind
-the last backward of a stage, divides its gradients by the number of micro-batches: torch adds this to
-schedules of its own, but nothing to a file that has sends. The file holds the order of tasks and nothing
-else; the layers of a stage are those of the module that torch is given.
+A RECV is written when its SEND is, behind all that its rank has been given so far. Every rank thus
+meets its sends and receives in one common order, so no two ranks can wait for each other.
+REDUCE_GRAD, behind the last backward of a stage, divides its gradients by the number of
+micro-batches: torch adds this to schedules of its own, but nothing to a file that has sends. The
+file holds the order of tasks and nothing else; the layers of a stage are those of the module that
+torch is given.
 """
 
 import csv
@@ -60,13 +62,17 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
     Raises:
         ValueError: tasks wait for each other.
     """
-    rank = {task.stage: r for r, tasks in enumerate(lists) for task in tasks}
+    rank: dict[int, int] = {}
+    for r, tasks in enumerate(lists):
+        rank.update((task.stage, r) for task in tasks)
     last = max(rank, default=0)
     rows: list[list[str]] = [[] for _ in lists]
     done = set[Task]()
     at = [0] * len(lists)  # the next task of each rank
     # How many tasks of a stage are still to add to its gradients.
-    backwards = Counter(task.stage for tasks in lists for task in tasks if task.kind in _ADDS)
+    adding = (task for tasks in lists for task in tasks if task.kind in _ADDS)
+    backwards = Counter(task.stage for task in adding)
+    # Ends: in each round a task runs, or none ever will.
     while any(at[r] < len(tasks) for r, tasks in enumerate(lists)):
         before = sum(at)
         for r, tasks in enumerate(lists):
@@ -77,11 +83,14 @@ def with_sends(lists: TaskLists) -> list[list[str]]:
             at[r] += 1
             rows[r].append(str(task))
             to = _next_stage(task, last)
+            # Stages on one rank hand over their results without a send.
             if to is not None and rank[to] != r:
                 letter = "F" if task.kind == Kind.F else "B"
                 rows[r].append(f"{task.stage}SEND_{letter}{task.microbatch}")
                 rows[rank[to]].append(f"{to}RECV_{letter}{task.microbatch}")
             backwards[task.stage] -= task.kind in _ADDS
+            # The gradients of a stage are complete once its last backward, or weight half, has
+            # added to them.
             if task.kind in _ADDS and not backwards[task.stage]:
                 rows[r].append(f"{task.stage}REDUCE_GRAD")
         if sum(at) == before:  # a round in which nothing ran is followed by others like it
@@ -122,26 +131,31 @@ def _ready(task: Task, done: set[Task], last: int) -> bool:
 def _read(text: str, outline: Outline) -> Plan:
     """Reads task lists, with sends or without.
 
-    The file does not say which layers a stage has, so the stages get as many layers each as is possible.
+    The file does not say which layers a stage has, so the stages get as many layers each as is
+    possible.
 
     Raises:
         ValueError: the lists or their sends cannot run, or the model has too few layers.
     """
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    cells = (map(str.strip, row) for row in csv.reader(io.StringIO(text)))
+    rows = [list(filter(None, row)) for row in cells]
     lists = tuple(tuple(_tasks(row)) for row in rows if row)
     if not lists or not all(lists):
         raise ValueError(
             f"the CSV, {len(lists)} rows, has a rank without tasks: write a row for each"
         )
     rank = ranks_of(lists)
-    stages, layers = len(rank), len(outline.layers)
+    stages = len(rank)
+    layers = len(outline.layers)
     if stages > layers:
         raise ValueError(f"the CSV has {stages} stages, the model has {layers} layers")
     sent = with_sends(lists)  # raises ValueError if tasks wait for each other
     if any("_" in cell for row in rows for cell in row):
         _check_sends(rows, sent)
+    # The first stages get the layers that are left over.
     counts = [layers // stages + (s < layers % stages) for s in range(stages)]
-    plan = Plan.from_cuts(counts, [rank[s] for s in range(stages)], outline=outline)
+    devices = [rank[s] for s in range(stages)]
+    plan = Plan.from_cuts(counts, devices, outline=outline)
     return with_lists(plan, lists, RULES)
 
 
@@ -195,7 +209,9 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     """
     match = re.match(r"(\d+)([A-Z_]+)(\d*)", cell)
     assert match is not None
-    s, word, m = int(match[1]), match[2], match[3]
+    s = int(match[1])
+    word = match[2]
+    m = match[3]
     # A neighbour's result comes over a RECV, or directly if both stages are on one rank.
     match word:
         case "SEND_F":
@@ -217,4 +233,10 @@ def _may_run(cell: str, done: set[str], last: int) -> bool:
     return not waits_for.isdisjoint(done)
 
 
-TORCH_CSV = Format("torch-csv", _write, _read, silent=frozenset({PlanPart.CUTS}), comment="")
+TORCH_CSV = Format(
+    "torch-csv",
+    _write,
+    _read,
+    silent=frozenset({PlanPart.CUTS}),
+    comment="",
+)

@@ -19,12 +19,18 @@ FIRST, LAST = ["tok_embeddings"], ["norm", "lm_head"]
 
 def _write(plan: Plan, outline: Outline) -> str:
     """Writes the tables of the layout that is nearest to a plan."""
-    layout = layout_of(plan, outline, tuple(SCHEDULES.values()), equal=False)
+    layout = layout_of(
+        plan,
+        outline,
+        tuple(SCHEDULES.values()),
+        equal=False,
+    )
     rule = rule_named(layout.schedule)
     family = "interleaved" if rule.chunks > 1 else rule.name
     schedule = next(name for name, ours in SCHEDULES.items() if ours == family)
     ends = accumulate(layout.counts, initial=0)
     names = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(ends)]
+    # What is not numbered goes with the first and the last part.
     names[0] = FIRST + names[0]
     names[-1] += LAST
     rows = "".join(f"  {_row(row)},\n" for row in names)
@@ -61,13 +67,19 @@ def _read(text: str, outline: Outline) -> Plan:
     if mode not in ("none", "full"):
         raise ValueError(f"activation checkpoints {brief(mode)} cannot be read: none and full can")
     looped = schedule == "Interleaved1F1B"
-    degree = table.get("pipeline_parallel_degree", len(counts) // (2 if looped else 1))
+    # A file without a degree has two chunks per rank if it loops.
+    usual = len(counts) // 2 if looped else len(counts)
+    degree = table.get("pipeline_parallel_degree", usual)
     chunks, rest = divmod(len(counts), degree) if is_whole(degree) and degree > 0 else (0, 1)
     if rest or (chunks > 1) != looped:
         raise ValueError(f"{len(counts)} parts under {schedule} cannot be on {brief(degree)} ranks")
     rule = Interleaved(chunks=chunks).name if looped else SCHEDULES[schedule]
     again = max(counts) if mode == "full" else 0
-    return plan_of(Layout(counts, again, rule, degree), outline, strict=False)
+    return plan_of(
+        Layout(counts, again, rule, degree),
+        outline,
+        strict=False,
+    )
 
 
 def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
@@ -84,7 +96,7 @@ def _counts(parts: Any) -> tuple[int, ...]:
     Raises:
         ValueError: a module is missing, or is not in the part whose stage needs it.
     """
-    if not isinstance(parts, list) or not all(_is_names(part) for part in parts) or not parts:
+    if not isinstance(parts, list) or not parts or not all(map(_is_names, parts)):
         raise ValueError(
             f"[parallelism] lacks module_fqns_per_model_part, lists of names: it is {brief(parts)}"
         )

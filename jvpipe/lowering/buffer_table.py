@@ -16,7 +16,8 @@ from jvpipe.ir.values import Value
 
 
 class BufferTable:
-    """The buffers of a step. `places` are all places that may hold one, in the order in which they became known.
+    """The buffers of a step. `places` are all places that may hold one, in the order in which they
+    became known.
 
     >>> from jvpipe.ir.values import ValueKind
     >>> table, old = BufferTable(), Value(ValueKind.PARAMETER, 0, version=3)
@@ -35,7 +36,13 @@ class BufferTable:
         self.ids: dict[Spot, int] = {}
         self.current: dict[tuple[Value, int], int] = {}
 
-    def buffer(self, value: Value, place: int, size: int, copy: Copy = Copy.OWN) -> int:
+    def buffer(
+        self,
+        value: Value,
+        place: int,
+        size: int,
+        copy: Copy = Copy.OWN,
+    ) -> int:
         """Returns the id of a copy of a value at a place, made if there is none yet.
 
         Args:
@@ -53,7 +60,13 @@ class BufferTable:
             self.current[value, place] = self.ids[spot]
         return self.ids[spot]
 
-    def fresh(self, value: Value, place: int, size: int, copy: Copy) -> int:
+    def fresh(
+        self,
+        value: Value,
+        place: int,
+        size: int,
+        copy: Copy,
+    ) -> int:
         """Returns the id of a new copy of a value at a place, which takes the name of an older one.
 
         Args:

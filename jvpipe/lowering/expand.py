@@ -32,7 +32,9 @@ class Expander:
     """Expands tasks one after another; `existing` are the values that there are by then."""
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
-        self.graph, self.weights, self.existing = graph, weights, existing
+        self.graph = graph
+        self.weights = weights
+        self.existing = existing
         self._written = written_state(graph)
         self._recomputed: set[tuple[int, int]] = set()  # layers and micro-batches
 
@@ -74,8 +76,17 @@ class Expander:
 
     # Names
 
-    def read_by(self, layer: Layer, ref: Ref, m: int, *, back: bool = False) -> Value:
-        """Names a value that a layer reads for a micro-batch; the model state is as the one before left it.
+    def read_by(
+        self,
+        layer: Layer,
+        ref: Ref,
+        m: int,
+        *,
+        back: bool = False,
+    ) -> Value:
+        """Names a value that a layer reads for a micro-batch.
+
+        The model state is as the one before left it.
 
         Args:
             layer: that reads.
@@ -85,7 +96,12 @@ class Expander:
         """
         match ref.kind:
             case ValueKind.PARAMETER:
-                return self.weights.reading(ref.index, layer.id, m, back=back)
+                return self.weights.reading(
+                    ref.index,
+                    layer.id,
+                    m,
+                    back=back,
+                )
             case ValueKind.CONSTANT:
                 return Value(ValueKind.CONSTANT, ref.index)
             case ValueKind.STATE if ref.index not in self._written:  # the same for all
@@ -96,7 +112,10 @@ class Expander:
                 raise AssertionError(f"no layer reads {ref}")
 
     def written_by(self, ref: Ref, m: int) -> Value:
-        """Names a value that a layer writes for a micro-batch; the model state is for the one after."""
+        """Names a value that a layer writes for a micro-batch.
+
+        The model state is for the one after.
+        """
         if ref.kind is ValueKind.STATE:
             m += 1
         return Value(ref.kind, ref.index, microbatch=m)
@@ -128,14 +147,28 @@ class Expander:
             m: the micro-batch.
             layout: of the micro-batch.
         """
-        yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=False)
+        yield from self.weights.shifts(
+            layer,
+            m,
+            layer.reading(ValueKind.PARAMETER),
+            back=False,
+        )
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [self._write(ref, m) for ref in layer.writes]
         # The residuals of a layer that will be recomputed come from there: nobody reads these.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
-        yield self.operation(Kind.F, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
+        run = LayerRun(layout.number)
+        yield self.operation(
+            Kind.F,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def evaluate(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a forward that leaves nothing for a backward.
@@ -151,8 +184,17 @@ class Expander:
         for ref in layer.writes:
             copy = Copy.UNUSED if ref.kind is ValueKind.STATE else Copy.OWN
             writes.append(self._write(ref, m, copy))
-        delivers = [d for d in self._deliveries(layer, m) if d.value.kind is not ValueKind.STATE]
-        yield self.operation(Kind.E, layer.id, m, reads, writes, None, delivers)
+        deliveries = self._deliveries(layer, m)
+        delivers = [x for x in deliveries if x.value.kind is not ValueKind.STATE]
+        yield self.operation(
+            Kind.E,
+            layer.id,
+            m,
+            reads,
+            writes,
+            None,
+            delivers,
+        )
 
     def backward(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """Yields a layer's whole backward, after recomputing what it needs.
@@ -162,7 +204,8 @@ class Expander:
             m: the micro-batch.
             layout: of the micro-batch.
         """
-        yield from self._backward(Kind.B, layer, m, layout, layout.signatures[layer.id])
+        signature = layout.signatures[layer.id]
+        yield from self._backward(Kind.B, layer, m, layout, signature)
 
     def input_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
         """Yields what a layer does for the cotangents of its inputs, in a backward that is split.
@@ -174,7 +217,14 @@ class Expander:
         """
         halves = layout.halves.get(layer.id)
         if halves is not None:
-            yield from self._backward(Kind.I, layer, m, layout, halves.input, leaves=halves.handed)
+            yield from self._backward(
+                Kind.I,
+                layer,
+                m,
+                layout,
+                halves.input,
+                leaves=halves.handed,
+            )
         elif layout.signatures[layer.id].returned:
             yield from self.backward(layer, m, layout)
 
@@ -188,7 +238,14 @@ class Expander:
         """
         halves = layout.halves.get(layer.id)
         if halves is not None:
-            yield from self._backward(Kind.W, layer, m, layout, halves.weight, takes=halves.handed)
+            yield from self._backward(
+                Kind.W,
+                layer,
+                m,
+                layout,
+                halves.weight,
+                takes=halves.handed,
+            )
         elif not layout.signatures[layer.id].returned:
             yield from self.backward(layer, m, layout)
 
@@ -232,18 +289,34 @@ class Expander:
         delivers = []
         for i in signature.returned:
             ref = layer.reads[i]
-            cotangent, tensor = self._cotangent(ref, m), self.graph.tensors[ref.index]
+            tensor = self.graph.tensors[ref.index]
+            cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
             # The sum so far goes to the next earlier reader, from the first one to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
-        yield self.operation(kind, layer.id, m, reads, writes, LayerRun(layout.number), delivers)
+        run = LayerRun(layout.number)
+        yield self.operation(
+            kind,
+            layer.id,
+            m,
+            reads,
+            writes,
+            run,
+            delivers,
+        )
 
     def _before_backward(
-        self, layer: Layer, m: int, layout: MicrobatchLayout, signature: Signature
+        self,
+        layer: Layer,
+        m: int,
+        layout: MicrobatchLayout,
+        signature: Signature,
     ) -> Iterator[Operation]:
-        """Yields what a backward needs first: what was dropped, accumulators, weights moved ahead or back."""
+        """Yields what a backward needs first: what was dropped, accumulators, weights moved ahead
+        or back.
+        """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
             yield from self._ensure(layer, ref, m, layout)
@@ -280,22 +353,35 @@ class Expander:
             if graph.aux_reduction(group) is None:  # then they are stacked
                 size *= len(batch)
             writes.append(Write(value, size))
-        yield self.operation(Kind.LOSS, graph.loss_layer, NONE, reads, writes)
+        yield self.operation(
+            Kind.LOSS,
+            graph.loss_layer,
+            NONE,
+            reads,
+            writes,
+        )
 
     # Parts of them
 
-    def _residuals(self, layer: Layer, m: int, layout: MicrobatchLayout, copy: Copy) -> list[Write]:
-        residuals = layout.signatures[layer.id].residuals
-        return [
-            Write(Value(ValueKind.RESIDUAL, i, layer.id, m), array.bytes, copy)
-            for i, array in enumerate(residuals)
-        ]
+    def _residuals(
+        self,
+        layer: Layer,
+        m: int,
+        layout: MicrobatchLayout,
+        copy: Copy,
+    ) -> list[Write]:
+        writes = []
+        for i, array in enumerate(layout.signatures[layer.id].residuals):
+            residual = Value(ValueKind.RESIDUAL, i, layer.id, m)
+            writes.append(Write(residual, array.bytes, copy))
+        return writes
 
     def _handed(self, layer: Layer, m: int, arrays: Sequence[Array]) -> list[Write]:
-        return [
-            Write(Value(ValueKind.HANDED, i, layer.id, m), array.bytes)
-            for i, array in enumerate(arrays)
-        ]
+        writes = []
+        for i, array in enumerate(arrays):
+            handed = Value(ValueKind.HANDED, i, layer.id, m)
+            writes.append(Write(handed, array.bytes))
+        return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
         """Lists what a forward makes for other layers; losses are summed where they are made."""
@@ -317,11 +403,13 @@ class Expander:
         return delivers
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
-        """Returns the layers that hold a leaf of the model state: those that read it, else those that write it."""
+        """Returns the layers that hold a leaf of the model state: those that read it, else those
+        that write it.
+        """
         layers = self.graph.layers
-        reading = tuple(layer.id for layer in layers if k in layer.reading(ValueKind.STATE))
-        writing = tuple(layer.id for layer in layers if k in layer.writing(ValueKind.STATE))
-        return reading or writing
+        reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
+        writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
+        return tuple(reading or writing)
 
     def _sums(self, layer: Layer, m: int, signature: Signature) -> list[Value]:
         """Names the sums to which a backward adds its gradients."""
@@ -350,13 +438,19 @@ class Expander:
     def _zeros(self, layer: Layer, m: int) -> Operation:
         """Makes fresh accumulators for a layer."""
         trained = self.graph.trained(layer.reading(ValueKind.PARAMETER))
-        writes = [
-            Write(self.weights.gradient(p, layer.id, m), self._parameter_bytes(p)) for p in trained
-        ]
-        return self.operation(Kind.ZERO, layer.id, m, [], writes, ZeroRun(ValueKind.GRADIENT))
+        writes = []
+        for p in trained:
+            gradient = self.weights.gradient(p, layer.id, m)
+            writes.append(Write(gradient, self._parameter_bytes(p)))
+        run = ZeroRun(ValueKind.GRADIENT)
+        return self.operation(Kind.ZERO, layer.id, m, [], writes, run)
 
     def _ensure(
-        self, reader: Layer, ref: Ref, m: int, layout: MicrobatchLayout
+        self,
+        reader: Layer,
+        ref: Ref,
+        m: int,
+        layout: MicrobatchLayout,
     ) -> Iterator[Operation]:
         """Recomputes an edge if its stage dropped it."""
         if layout.drops(reader, ref):
@@ -374,14 +468,20 @@ class Expander:
         self._recomputed.add((layer.id, m))
         for ref in layer.reads:
             yield from self._ensure(layer, ref, m, layout)
-        yield from self.weights.shifts(layer, m, layer.reading(ValueKind.PARAMETER), back=True)
+        yield from self.weights.shifts(
+            layer,
+            m,
+            layer.reading(ValueKind.PARAMETER),
+            back=True,
+        )
         reads = [self.read_by(layer, ref, m, back=True) for ref in layer.reads]
         writes = []
         for ref in layer.writes:
             copy = Copy.RECOMPUTED if layout.drops(layer, ref) else Copy.UNUSED
             writes.append(self._write(ref, m, copy))
         writes += self._residuals(layer, m, layout, Copy.OWN)
-        yield self.operation(Kind.R, layer.id, m, reads, writes, LayerRun(layout.number))
+        run = LayerRun(layout.number)
+        yield self.operation(Kind.R, layer.id, m, reads, writes, run)
 
 
 def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
@@ -390,7 +490,8 @@ def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
     >>> [str(value) for value in metrics_of(LayerGraph((), (), (), aux_groups=((0,),)), 8)]
     ['metric 0 micro-batch 8', 'metric 1 micro-batch 8']
     """
-    return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(1 + len(graph.aux_groups))]
+    count = 1 + len(graph.aux_groups)  # the loss, then a metric per group
+    return [Value(ValueKind.METRIC, i, microbatch=first) for i in range(count)]
 
 
 def gradient_norm(graph: LayerGraph) -> Value:

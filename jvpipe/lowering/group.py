@@ -4,11 +4,12 @@
     1R2[layer 4]  1B2[layer 4]  1B2[layer 3]          ->  1B2[layers 4 to 3]
     1F2[layer 3]  1SEND2  FEED  1F2[layer 4]          ->  FEED  1F2[layers 3 to 4]  1SEND2
 
-What only a group writes, reads and ends stops being a buffer: it is temporary to its program. What is fed to it, and
-fresh accumulators, come before the group; copies of what it makes for other places come after it; all else ends it.
+What only a group writes, reads and ends stops being a buffer: it is temporary to its program. What
+is fed to it, and fresh accumulators, come before the group; copies of what it makes for other
+places come after it; all else ends it.
 
-This is the last pass, over rows that are whole, so the others do not know it: layers stay what is planned, moved,
-saved and measured, and what rows do stays in its order.
+This is the last pass, over rows that are whole, so the others do not know it: layers stay what is
+planned, moved, saved and measured, and what rows do stays in its order.
 """
 
 from collections import Counter
@@ -39,10 +40,15 @@ def grouped(lowered: Lowered, joins: Callable[[Row], bool] = lambda row: True) -
     """
     rows = list(_gathered(lowered.rows, joins))
     ended = {b for row in lowered.rows for b in row.frees}
-    touched = Counter(b for row in rows for b in {*row.reads, *row.writes})
+    touched: Counter[int] = Counter()
+    for row in rows:
+        touched.update({*row.reads, *row.writes})
     assert ended <= touched.keys(), "what ends is read or written before"
-    made_within = {b for b in ended if b >= lowered.persistent and touched[b] == 1}
+    # Buffers that end and are touched by a single row: nobody else sees them.
+    passing = {b for b in ended if touched[b] == 1}
+    made_within = {b for b in passing if b >= lowered.persistent}
     lasting = frozenset(range(len(lowered.buffers))) - ended
+    # Which row ends a buffer is found again: a group touches less than its parts did.
     bare = [replace(_without(row, made_within), frees=()) for row in rows]
     return replace(lowered, rows=tuple(freeing(bare, lasting)))
 
@@ -71,12 +77,19 @@ class _Group:
     copies: list[Row] = field(default_factory=list)
 
     def takes(self, row: Row, key: _Key) -> bool:
-        """Tells whether a row can be its next part: none that overwrites what a copy has yet to read."""
-        copied = {b for copy in self.copies for b in (*copy.reads, *copy.writes)}
+        """Tells whether a row can be its next part: none that overwrites what a copy has yet to
+        read.
+        """
+        copied: set[int] = set()
+        for copy in self.copies:
+            copied.update(copy.reads, copy.writes)
         return key == self.key and copied.isdisjoint(row.writes)
 
     def precedes(self, row: Row) -> bool:
-        """Tells whether a row of another place needs it to have run: it touches what this writes, or overwrites."""
+        """Tells whether a row of another place needs it to have run: it touches what this writes,
+        or overwrites.
+        """
+        # Reading what this only reads, too, needs no order.
         for mine in (*self.parts, *self.copies):
             if not {*row.reads, *row.writes}.isdisjoint(mine.writes):
                 return True
@@ -86,38 +99,52 @@ class _Group:
 
     def rows(self) -> Iterator[Row]:
         """Yields its row, and the copies after it."""
-        yield _one(self.parts, self.key.kind) if len(self.parts) > 1 else self.parts[0]
+        if len(self.parts) > 1:
+            yield _one(self.parts, self.key.kind)
+        else:
+            yield self.parts[0]
         yield from self.copies
 
 
 def _one(parts: Sequence[Row], kind: Kind) -> Row:
     """Makes one row of a kind of several.
 
-    What it overwrites leads what it writes, in the order in which it is read: a compiler that looks for a place for
-    each result among what it may overwrite finds its own.
+    What it overwrites leads what it writes, in the order in which it is read: a compiler that looks
+    for a place for each result among what it may overwrite finds its own.
     """
     made: set[int] = set()
     reads: dict[int, None] = {}
     for part in parts:
         reads |= dict.fromkeys(b for b in part.reads if b not in made)
         made.update(part.writes)
-    writes = dict.fromkeys(
-        [*(b for b in reads if b in made), *(b for p in parts for b in p.writes)]
-    )
+    writes = dict.fromkeys(b for b in reads if b in made)
+    for part in parts:
+        writes |= dict.fromkeys(part.writes)
     run = GroupRun(tuple(parts))
-    return replace(parts[0], kind=kind, reads=tuple(reads), writes=tuple(writes), run=run)
+    return replace(
+        parts[0],
+        kind=kind,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        run=run,
+    )
 
 
 def _gathered(rows: Sequence[Row], joins: Callable[[Row], bool]) -> Iterator[Row]:
-    """Yields groups, and the rows around them; each place has one group at a time that rows still join."""
+    """Yields groups, and the rows around them.
+
+    Each place has one group at a time that rows still join.
+    """
     groups: dict[int, _Group] = {}  # by place
     for row, kind in zip(rows, _kinds(rows), strict=True):
-        here, key = row.place, _Key(row.stage, row.microbatch, kind)
+        here = row.place
+        key = _Key(row.stage, row.microbatch, kind)
         for place, group in tuple(groups.items()):
             is_other_task = group.key[:2] != key[:2]
             if is_other_task or (place != here and group.precedes(row)):
                 yield from groups.pop(place).rows()
-        group, role = groups.get(here), KINDS[row.kind].grouped
+        group = groups.get(here)
+        role = KINDS[row.kind].grouped
         if KINDS[kind].grouped is Grouped.PART and joins(row):
             if group and group.takes(row, key):
                 group.parts.append(row)

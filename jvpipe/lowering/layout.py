@@ -1,4 +1,6 @@
-"""The layout of a micro-batch: its plan, the fates of what it leaves, and the programs that were made for these."""
+"""The layout of a micro-batch: its plan, the fates of what it leaves,
+and the programs that were made for these.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,9 @@ from jvpipe.ir.values import Value, ValueKind
 
 @dataclass(frozen=True)
 class SliceLayout:
-    """What the programs of layers take and give on a slice of the micro-batch: those of the layers that run on it."""
+    """What the programs of layers take and give on a slice of the micro-batch: those of the layers
+    that run on it.
+    """
 
     signatures: Mapping[int, Signature]
     halves: Mapping[int, SplitSignature]
@@ -38,7 +42,10 @@ class MicrobatchLayout:
 
     @staticmethod
     def of(
-        graph: LayerGraph, plan: Plan, signatures: Sequence[Signature], number: int = 0
+        graph: LayerGraph,
+        plan: Plan,
+        signatures: Sequence[Signature],
+        number: int = 0,
     ) -> "MicrobatchLayout":
         """Makes the layout of a plan.
 
@@ -57,24 +64,36 @@ class MicrobatchLayout:
         >>> [str(value) for value in MicrobatchLayout.of(graph, plan, [signature]).swapped(0, 5)]
         ['residual 0 layer 0 micro-batch 5']
         """
-        return MicrobatchLayout(number, graph, plan, Fates.of(graph, plan), signatures)
+        return MicrobatchLayout(
+            number,
+            graph,
+            plan,
+            Fates.of(graph, plan),
+            signatures,
+        )
 
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        stage_of: dict[int, int] = {}
+        for s, stage in enumerate(self.plan.stages):
+            stage_of |= dict.fromkeys(stage.layers, s)
+        return stage_of
 
     def layers(self, stage: int) -> list[Layer]:
         """Returns the layers of a stage, in the order of their forwards."""
         return [self.graph.layers[i] for i in self.plan.stages[stage].layers]
 
     def drops(self, layer: Layer, ref: Ref) -> bool:
-        """Tells whether a layer's stage drops an edge after the forward, to recompute it for the backward."""
+        """Tells whether a layer's stage drops an edge after the forward, to recompute it for the
+        backward.
+        """
         edge = self.stage[layer.id], ref.index
         return ref.kind is ValueKind.TENSOR and edge in self.fates.dropped
 
     def swapped(self, stage: int, m: int) -> list[Value]:
-        """Lists what goes to the host after a stage's forward: swapped residuals, and swapped edges.
+        """Lists what goes to the host after a stage's forward: swapped residuals, and swapped
+        edges.
 
         An edge goes only if a backward of the stage reads it, and if no other stage of its device
         makes or reads it.
@@ -83,11 +102,19 @@ class MicrobatchLayout:
         values: list[Value] = []
         read: set[Ref] = set()
         for layer in layers:
-            signature, swapped = self.signatures[layer.id], self.fates.swapped[layer.id]
+            signature = self.signatures[layer.id]
+            swapped = self.fates.swapped[layer.id]
             read.update(_edges_read(layer, signature))
             for i, array in enumerate(signature.residuals):
                 if array.name in swapped:
-                    values.append(Value(ValueKind.RESIDUAL, i, layer.id, m))
+                    values.append(
+                        Value(
+                            ValueKind.RESIDUAL,
+                            i,
+                            layer.id,
+                            m,
+                        )
+                    )
         # An edge is one buffer for all stages of a device: it leaves if a single one uses it.
         for s, t in sorted(self.fates.away):
             is_read = Ref(ValueKind.TENSOR, t) in read
@@ -97,7 +124,8 @@ class MicrobatchLayout:
 
     def _stages_at(self, stage: int, t: int) -> set[int]:
         """Finds the stages on the device of a stage that make or read an edge."""
-        tensor, stages = self.graph.tensors[t], self.plan.stages
+        tensor = self.graph.tensors[t]
+        stages = self.plan.stages
         devices = stages[stage].devices
         touching = {self.stage[layer] for layer in (tensor.producer, *tensor.readers)}
         return {s for s in touching if stages[s].devices == devices}

@@ -47,8 +47,15 @@ def live(
     [(), (0,)]
     """
     final, metrics = tuple(final), tuple(metrics)
+    # What outlives the step is freed by none of its rows.
     rows = freeing(rows, {*final, *metrics})
-    return Lowered(tuple(rows), tuple(buffers), persistent, final, metrics)
+    return Lowered(
+        tuple(rows),
+        tuple(buffers),
+        persistent,
+        final,
+        metrics,
+    )
 
 
 def freeing(rows: Sequence[Row], lasting: Collection[int]) -> list[Row]:

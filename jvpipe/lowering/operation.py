@@ -34,7 +34,8 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole step).
+    """One computation, of a layer or of none (for all), for a micro-batch or for none (a whole
+    step).
 
     A value both read and written is updated in place. `delivers` are copies that leave at once for
     layers that may run elsewhere. What it `forgets` nobody reads afterwards. Its `examples` tell
@@ -83,5 +84,12 @@ def summed(
     before, run = first, None
     for part in others:
         reads = tuple(chain(*zip(before, part, strict=True)))
-        yield Operation(Kind.REDUCE, layer, m, reads, tuple(writes), run)
+        yield Operation(
+            Kind.REDUCE,
+            layer,
+            m,
+            reads,
+            tuple(writes),
+            run,
+        )
         before, run = sums, AddRun()  # from now on in place

@@ -1,4 +1,5 @@
-"""One order of dispatch for the lists of all devices: each task as early as what it waits for allows.
+"""One order of dispatch for the lists of all devices:
+each task as early as what it waits for allows.
 
 The controller dispatches all tasks from one thread, so the lists of all stages have to become one
 list. It is the order in which tasks would start if every stage were equally fast:
@@ -9,11 +10,12 @@ list. It is the order in which tasks would start if every stage were equally fas
     0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 1F2 ...
 
 A heap holds the next task of each stage whose needs are met, with the time from which it may start;
-stages that still wait are asked again after each task. Every turn either starts the earliest task or puts it off to
-when its device is free, so it ends. If several tasks could start at the same time, whoever sends goes before whoever
-receives: backwards from the last stage on, then forwards from the first device on, of which each takes its latest
-stage. For there are devices (GPUs) whose buffers can be used only after all that was enqueued before they were made:
-so a copy finds as little as possible ahead of it where it arrives.
+stages that still wait are asked again after each task. Every turn either starts the earliest task
+or puts it off to when its device is free, so it ends. If several tasks could start at the same
+time, whoever sends goes before whoever receives: backwards from the last stage on, then forwards
+from the first device on, of which each takes its latest stage. For there are devices (GPUs) whose
+buffers can be used only after all that was enqueued before they were made: so a copy finds as
+little as possible ahead of it where it arrives.
 """
 
 import heapq
@@ -82,23 +84,30 @@ def dispatch_order(
         order.append(task)
         position[stage] += 1
         waiting.add(stage)
+        # Whoever waited for this task may be able to start now.
         waiting -= {s for s in tuple(waiting) if offer(s)}
+    # Nothing can start any more: either all tasks have ended, or they wait for each other.
     stuck = [row[i] for row, i in zip(lists, position, strict=True) if i < len(row)]
     if stuck:
-        missing = {task: [t for t in waits_for(task) if t not in ended] for task in stuck}
+        missing: dict[Task, list[Task]] = {}
+        for task in stuck:
+            missing[task] = [other for other in waits_for(task) if other not in ended]
         raise cannot_progress(missing)
     return order
 
 
 class _Neighbours:
-    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in its backward.
+    """Under a plan, the stages that a stage waits for: `before` its forward, `after` its forward in
+    its backward.
 
     Those follow from the edges between layers, and from tied parameters: the owner sends each
     version on to the other readers, and its update takes the gradients of all.
     """
 
     def __init__(self, graph: LayerGraph, plan: Plan) -> None:
-        self.stage = {layer: s for s, members in enumerate(plan.stages) for layer in members.layers}
+        self.stage: dict[int, int] = {}
+        for s, members in enumerate(plan.stages):
+            self.stage |= dict.fromkeys(members.layers, s)
         self.devices = [members.devices[0] for members in plan.stages]
         self.before: list[set[int]] = [set() for _ in plan.stages]
         self.after: list[set[int]] = [set() for _ in plan.stages]
@@ -135,6 +144,7 @@ class Waits:
         split: Collection[tuple[int, int]] = frozenset(),
     ) -> None:
         self._split = split
+        # Most micro-batches share a plan.
         neighbours = {id(plan): _Neighbours(graph, plan) for plan in plans}
         self.at = [neighbours[id(plan)] for plan in plans]
         writer = {k: layer.id for layer in graph.layers for k in layer.writing(ValueKind.STATE)}
@@ -167,8 +177,10 @@ class Waits:
 
     def _state_writers(self, s: int, m: int) -> Iterator[Task]:
         """Yields the forwards of the micro-batch before whose model state a stage reads."""
-        here, before = self.at[m].stage, self.at[m - 1].stage
-        stages = {before[writer] for reader, writer in self._carried if here[reader] == s}
+        here = self.at[m].stage
+        before = self.at[m - 1].stage
+        writers = [writer for reader, writer in self._carried if here[reader] == s]
+        stages = {before[writer] for writer in writers}
         for w in stages:
             if w != s:
                 yield Task(w, Kind.F, m - 1)
@@ -180,7 +192,8 @@ def order(
     done: Collection[Task] = (),
     waits_too: Callable[[Task], Iterable[Task]] = lambda task: (),
 ) -> list[Task]:
-    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were equally fast.
+    """Returns the tasks of all stages in one order in which they can be dispatched, as if all were
+    equally fast.
 
     The order follows from the plan alone, never from measured seconds: it decides what a device
     holds at which moment, and that has to be known before anything runs.
@@ -206,7 +219,8 @@ def order(
 
 
 def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
-    """Yields the tasks of other stages that have to add to the same sums of gradients before a task does.
+    """Yields the tasks of other stages that have to add to the same sums of gradients before a task
+    does.
 
     Args:
         plans: of each micro-batch.
@@ -214,7 +228,8 @@ def sums_from(plans: Sequence[Plan], task: Task) -> Iterator[Task]:
     """
     s, kind, m = task
     if KINDS[kind].accumulates and m and plans[m] is not plans[m - 1]:
-        layers, before = plans[m].stages[s].layers, plans[m - 1]
+        layers = plans[m].stages[s].layers
+        before = plans[m - 1]
         for p in {before.stage_of(layer) for layer in layers}:
             if p != s:
                 yield Task(p, kind, m - 1)

@@ -1,4 +1,5 @@
-"""Placing: operations become rows on places, and copies stand wherever a value is not where it is read.
+"""Placing: operations become rows on places,
+and copies stand wherever a value is not where it is read.
 
     F(layer 3) delivers tensor 7 to layers 4 and 9      ->  1F0[layer 3]  1SEND0[layer 3]
     B(layer 4) reads a sum that lies where it was       ->  MOVE          1B0[layer 4]
@@ -54,10 +55,17 @@ class Placer(BufferTable):
     """
 
     def __init__(
-        self, graph: LayerGraph, plan: Plan, optimizer: OptimizerCut, *, by_host: bool = False
+        self,
+        graph: LayerGraph,
+        plan: Plan,
+        optimizer: OptimizerCut,
+        *,
+        by_host: bool = False,
     ) -> None:
         super().__init__()
-        self.graph, self.optimizer, self.by_host = graph, optimizer, by_host
+        self.graph = graph
+        self.optimizer = optimizer
+        self.by_host = by_host
         self.blocks: list[Block] = []
         self.moved: list[tuple[int, int]] = []
         self._arriving: list[tuple[int, int]] = []  # copies on the host, and what they will be
@@ -108,7 +116,17 @@ class Placer(BufferTable):
         """
         stage = self.where.stage.get(layer, NONE)
         self.blocks[-1].rows.append(
-            Row(kind, place, stage, layer, m, tuple(reads), tuple(writes), (), run)
+            Row(
+                kind,
+                place,
+                stage,
+                layer,
+                m,
+                tuple(reads),
+                tuple(writes),
+                (),
+                run,
+            )
         )
 
     def metric(self, value: Value) -> int | None:
@@ -126,7 +144,14 @@ class Placer(BufferTable):
 
     # Copies
 
-    def send(self, value: Value, source: int, target: int, layer: int, m: int) -> int:
+    def send(
+        self,
+        value: Value,
+        source: int,
+        target: int,
+        layer: int,
+        m: int,
+    ) -> int:
         """Returns a copy of a value at another place, made once.
 
         Args:
@@ -144,7 +169,13 @@ class Placer(BufferTable):
                 self.rename(b, Spot(value, source, Copy.STALE))
         return self.current[value, target]
 
-    def bring(self, value: Value, target: int, layer: int, m: int = NONE) -> int:
+    def bring(
+        self,
+        value: Value,
+        target: int,
+        layer: int,
+        m: int = NONE,
+    ) -> int:
         """Returns a value at a place; what still lies where its layer ran before is moved.
 
             place to place          MOVE
@@ -159,12 +190,14 @@ class Placer(BufferTable):
         """
         copy = self.where.resting(value, self.optimizer)
         b = self.current.get((value, target))
-        if b is not None and (copy is Copy.AWAY) == (self.spots[b].copy is Copy.AWAY):
+        is_away = copy is Copy.AWAY
+        if b is not None and is_away == (self.spots[b].copy is Copy.AWAY):
             return b
         source = self.holder(value) if b is None else target
         assert source is not None, f"{value} lies nowhere"
         b = self.current[value, source]
-        info, size = VALUES[value.kind], self.buffers[b].bytes
+        info = VALUES[value.kind]
+        size = self.buffers[b].bytes
         if info.alone and not self._replicated:
             self.leave(b)
         new = self.fresh(value, target, size, copy)
@@ -180,12 +213,27 @@ class Placer(BufferTable):
         if there != new:  # it arrived on the device, and rests on its host
             self.row(Kind.OUT, target, layer, m, [there], [new])
             if there != b:
-                self.row(Kind.FREE, target, layer, m, [there, new], [])
+                self.row(
+                    Kind.FREE,
+                    target,
+                    layer,
+                    m,
+                    [there, new],
+                    [],
+                )
         if info.follows:
             self.moved.append((b, new))
         return new
 
-    def _copied(self, b: int, source: int, target: int, layer: int, m: int, new: int) -> int:
+    def _copied(
+        self,
+        b: int,
+        source: int,
+        target: int,
+        layer: int,
+        m: int,
+        new: int,
+    ) -> int:
         """Returns a buffer on the device of the target with what lies at a place, or on its host.
 
         Args:
@@ -196,7 +244,8 @@ class Placer(BufferTable):
             m: the micro-batch, or NONE.
             new: what the copy shall be in the end; it is returned if that is on the device.
         """
-        value, size = self.spots[b].value, self.buffers[b].bytes
+        value = self.spots[b].value
+        size = self.buffers[b].bytes
         here = b
         if self.buffers[b].copy is Copy.AWAY:
             if source == target:
@@ -217,11 +266,13 @@ class Placer(BufferTable):
     # Operations
 
     def perform(self, op: Operation, *, keeps: bool = False, place: int | None = None) -> None:
-        """Writes the row of an operation, after the copies that it needs and before those that it delivers.
+        """Writes the row of an operation, after the copies that it needs and before those that it
+        delivers.
 
         Args:
             op: what is computed.
-            keeps: of an update: its parameters are still read, so the new ones take buffers of their own.
+            keeps: of an update: its parameters are still read, so the new ones take buffers of
+                their own.
             place: where; that of its layer unless given.
         """
         here = self.where.of(op.layer, op.examples) if place is None else place
@@ -233,8 +284,17 @@ class Placer(BufferTable):
         run = op.run
         if isinstance(run, PieceRun):
             run = replace(run, keeps=keeps)
-        self.row(op.kind, here, op.layer, op.microbatch, reads, writes, run)
-        self._return(op, {away: b for away, b in fetched.items() if b in writes})
+        self.row(
+            op.kind,
+            here,
+            op.layer,
+            op.microbatch,
+            reads,
+            writes,
+            run,
+        )
+        written = {away: b for away, b in fetched.items() if b in writes}
+        self._return(op, written)
         self._deliver(op, here)
         for value in op.forgets:
             holder = self._holder_near(value, here)
@@ -251,7 +311,10 @@ class Placer(BufferTable):
                     self.send(value, here, target, op.layer, op.microbatch)
 
     def _read(self, value: Value, op: Operation, here: int) -> int:
-        """Returns the buffer that an operation reads; what is not there is fed, sent or moved first."""
+        """Returns the buffer that an operation reads.
+
+        What is not there is fed, sent or moved first.
+        """
         layer, m = op.layer, op.microbatch
         if value.kind is ValueKind.OPTIMIZER:  # a change of plan may have changed its fate alone
             return self.bring(value, here, layer, m)
@@ -270,7 +333,10 @@ class Placer(BufferTable):
         return self.bring(value, here, layer, m)  # it belongs to the layer
 
     def _fetched(
-        self, op: Operation, reads: Sequence[int], writes: Sequence[int]
+        self,
+        op: Operation,
+        reads: Sequence[int],
+        writes: Sequence[int],
     ) -> dict[int, int]:
         """Returns, by buffer that is away, the one that an operation works on in its place.
 
@@ -281,9 +347,11 @@ class Placer(BufferTable):
             value, place, copy = self.spots[b]
             if copy is not Copy.AWAY:
                 continue
-            fetched[b] = self.fresh(value, place, self.buffers[b].bytes, Copy.FETCHED)
+            size = self.buffers[b].bytes
+            fetched[b] = self.fresh(value, place, size, Copy.FETCHED)
             if b in reads:
-                self.row(Kind.IN, place, op.layer, op.microbatch, [b], [fetched[b]])
+                new = [fetched[b]]
+                self.row(Kind.IN, place, op.layer, op.microbatch, [b], new)
         return fetched
 
     def _return(self, op: Operation, written: Mapping[int, int]) -> None:
@@ -342,7 +410,10 @@ class Placer(BufferTable):
                 self.forget(spot)
 
     def relocate(self, plan: Plan) -> None:
-        """Moves what lies on the devices between steps to where a plan has it; model state comes with its reader."""
+        """Moves what lies on the devices between steps to where a plan has it.
+
+        Model state comes with its reader.
+        """
         before = self.where.plan
         self.enter(plan)
         for buffer in self.where.lasting(self.optimizer):
@@ -360,11 +431,14 @@ class Placer(BufferTable):
         self.enter(before)
 
     def commit(self) -> None:
-        """Frees, once the copies are there, what they were made of: up to here nothing has left its place."""
+        """Frees, once the copies are there, what they were made of: up to here nothing has left its
+        place.
+        """
         staying = {b for _, b in self.lasting()}
         for old, new in self.moved:
             if old < self.persistent:
-                self.row(Kind.FREE, self.buffers[old].place, NONE, NONE, [old, new], [])
+                place = self.buffers[old].place
+                self.row(Kind.FREE, place, NONE, NONE, [old, new], [])
         leaving = [b for b in range(self.persistent) if b not in staying]
         for place in self.places:  # what the new plan has elsewhere, or newer
             for on_host in (False, True):
@@ -380,7 +454,9 @@ class Placer(BufferTable):
         self.moved, self._arriving = [], []
 
     def _arrive(self, host: int, new: int) -> None:
-        """Brings what waits on the host to its place, or to the host of that place by way of its device."""
+        """Brings what waits on the host to its place, or to the host of that place by way of its
+        device.
+        """
         value, place, copy = self.spots[new]
         if copy is not Copy.AWAY:
             self.row(Kind.IN, place, NONE, NONE, [host], [new])
@@ -397,16 +473,21 @@ class Placer(BufferTable):
                 self.bring(self.newest_state(k), place, NONE)
 
     def newest_state(self, k: int) -> Value:
-        """Names a leaf of the model state as the last micro-batch left it: the whole, not a replica's part."""
-        versions = [
-            value
-            for value, _ in self.current
-            if value.kind is ValueKind.STATE and value.index == k and value.examples is None
-        ]
+        """Names a leaf of the model state as the last micro-batch left it: the whole, not a
+        replica's part.
+        """
+        versions = []
+        for value, _ in self.current:
+            # The parts of replicas are named by their examples, the whole has none.
+            is_whole = value.kind is ValueKind.STATE and value.examples is None
+            if is_whole and value.index == k:
+                versions.append(value)
         return max(versions, key=lambda value: value.microbatch)
 
     def lasting(self) -> list[tuple[Spot, int]]:
-        """Lists what lies on the devices between steps under the plan: its name then, and its newest buffer there."""
+        """Lists what lies on the devices between steps under the plan: its name then, and its
+        newest buffer there.
+        """
         newest: dict[tuple[ValueKind, int, int, int], tuple[int, int]] = {}
         for (value, place), b in self.current.items():
             if not VALUES[value.kind].lasts or value.examples is not None:

@@ -31,7 +31,10 @@ class Placement:
     @cached_property
     def stage(self) -> Mapping[int, int]:
         """The stage of each layer."""
-        return {layer: s for s, stage in enumerate(self.plan.stages) for layer in stage.layers}
+        stage_of: dict[int, int] = {}
+        for s, stage in enumerate(self.plan.stages):
+            stage_of |= dict.fromkeys(stage.layers, s)
+        return stage_of
 
     @cached_property
     def places(self) -> Mapping[int, tuple[int, ...]]:
@@ -47,7 +50,10 @@ class Placement:
         return slices
 
     def slices(self, layer: int) -> tuple[Examples | None, ...]:
-        """Returns the examples that each replica of a layer's stage works on; (None,) where it is alone."""
+        """Returns the examples that each replica of a layer's stage works on.
+
+        (None,) where it is alone.
+        """
         return self._slices[self.stage[layer]]
 
     @cached_property
@@ -79,7 +85,9 @@ class Placement:
         return tuple(dict.fromkeys(place for layer in layers for place in self.places[layer]))
 
     def holding(self, k: int) -> tuple[int, ...]:
-        """Returns the places that hold a leaf of the model state: of its readers, else of its writers."""
+        """Returns the places that hold a leaf of the model state: of its readers, else of its
+        writers.
+        """
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
@@ -90,7 +98,9 @@ class Placement:
         return states_away(self.graph, self.plan)
 
     def resting(self, value: Value, optimizer: OptimizerCut) -> Copy:
-        """Tells which copy of a value there is between updates: at its place, or on the host of its place."""
+        """Tells which copy of a value there is between updates: at its place, or on the host of its
+        place.
+        """
         if value.kind is not ValueKind.OPTIMIZER:
             return Copy.OWN
         parameter = optimizer.state[value.index].parameter
@@ -106,7 +116,12 @@ class Placement:
         graph = self.graph
         buffers: list[Buffer] = []
 
-        def add(value: Value, places: Iterable[int], size: int, copy: Copy = Copy.OWN) -> None:
+        def add(
+            value: Value,
+            places: Iterable[int],
+            size: int,
+            copy: Copy = Copy.OWN,
+        ) -> None:
             buffers.extend(Buffer(value, place, size, copy) for place in places)
 
         # A parameter has a copy wherever one of its readers runs.
@@ -115,19 +130,26 @@ class Placement:
             add(graph.parameter(p, version=0), reading, parameter.array.bytes)
         # Optimizer state lies where the update runs, one copy of it.
         places = self.updating(optimizer)
+        # The global program's state comes before all layers': their numbers are sorted.
         holders = [(j, NONE if layer is None else layer) for j, layer in optimizer.holders]
         for j, layer in sorted(holders):
             value = Value(ValueKind.OPTIMIZER, j, layer)
             copy = self.resting(value, optimizer)
-            add(value, [places[layer]], optimizer.state[j].array.bytes, copy)
+            add(
+                value,
+                [places[layer]],
+                optimizer.state[j].array.bytes,
+                copy,
+            )
         written = written_state(graph)
         for k, array in enumerate(graph.state):
             # State that is written counts micro-batches: between steps it is what the first finds.
             value = Value(ValueKind.STATE, k, microbatch=0 if k in written else NEVER)
             add(value, self.holding(k), array.bytes)
         for c, array in enumerate(graph.constants):
-            readers = [layer.id for layer in graph.layers if c in layer.reading(ValueKind.CONSTANT)]
-            add(Value(ValueKind.CONSTANT, c), self._of_all(readers), array.bytes)
+            constant = Value(ValueKind.CONSTANT, c)
+            readers = [layer.id for layer in graph.layers if c in layer.reading(constant.kind)]
+            add(constant, self._of_all(readers), array.bytes)
         return tuple(buffers)
 
 

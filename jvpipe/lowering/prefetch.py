@@ -1,4 +1,5 @@
-"""Prefetching: state that lies on the host comes before the updates that read it, and goes back beside them.
+"""Prefetching: state that lies on the host comes before the updates that read it,
+and goes back beside them.
 
 `i<k>` fetches the state of the k-th update of a place (IN), `U<k>` runs it, `o<k>` copies what it
 wrote back to the host (OUT), `f<k>` waits for that and frees it (FREE). The placer writes each
@@ -22,11 +23,15 @@ from jvpipe.ir.rows import Row
 
 BEFORE, AT, AFTER = range(3)
 Position = tuple[int, int, int]
-"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow one another."""
+"""A group, a row of it, and whether before, at or after it. Positions compare as their rows follow
+one another.
+"""
 
 
 class _Copy(NamedTuple):
-    """A row of copies: the update after which it stands (-1: before all), and the one that it serves."""
+    """A row of copies: the update after which it stands (-1: before all), and the one that it
+    serves.
+    """
 
     after: int
     update: int
@@ -61,7 +66,10 @@ class _Visit:
 
 @dataclass
 class _Round:
-    """Updates of a place with none of its forwards or backwards between them; `anchor` is the group of the last one."""
+    """Updates of a place with none of its forwards or backwards between them.
+
+    `anchor` is the group of the last one.
+    """
 
     anchor: int | None
     visits: list[_Visit] = field(default_factory=list)
@@ -109,6 +117,7 @@ class _Round:
             while coming:
                 update, row = coming[0]
                 is_next = update <= k + 1
+                # A copy writes one buffer, on the device.
                 need = buffers[row.writes[0]].bytes
                 while room < need and leaving and (is_next or leaving[0][0] < k):
                     left, free = leaving.popleft()
@@ -196,7 +205,8 @@ def _rounds(
     coming: dict[int, list[Row]] = {}
     for g, group in enumerate(groups):
         for i, row in enumerate(group):
-            info, place = KINDS[row.kind], row.place
+            info = KINDS[row.kind]
+            place = row.place
             if info.back is not None:
                 anchors[place] = g
             elif info.link is Link.FROM_HOST and row.writes[0] in in_use:

@@ -20,7 +20,8 @@ from jvpipe.lowering.receipts import crossings
 
 
 def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lowered:
-    """Returns the rows of one process. The buffer table stays that of all, so that numbers mean the same everywhere.
+    """Returns the rows of one process. The buffer table stays that of all, so that numbers mean the
+    same everywhere.
 
     Args:
         lowered: a step with its receipts.
@@ -45,14 +46,16 @@ def projected(lowered: Lowered, processes: Sequence[int], process: int) -> Lower
             rows.append(replace(row, writes=(), run=OfferRun(number, x.target)))
         else:  # the target's half runs where the copy will be
             place = lowered.buffers[x.copy].place
-            rows.append(replace(row, place=place, reads=(), run=AskRun(number, x.source)))
+            run = AskRun(number, x.source)
+            rows.append(replace(row, place=place, reads=(), run=run))
     return replace(lowered, rows=tuple(rows), metrics=local(lowered.metrics))
 
 
 def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[Row]:
-    """Returns a row as its process runs it; of a FREE of what went to another process, only the end of its source.
+    """Returns a row as its process runs it.
 
-    That waits for nothing: a receipt has waited for the copy before.
+    A FREE of what went to another process only ends its source, and waits for nothing: a receipt
+    has waited for the copy before.
     """
     if row.kind is not Kind.FREE:
         return [row]
@@ -63,13 +66,15 @@ def _as_received(row: Row, lowered: Lowered, processes: Sequence[int]) -> list[R
 
 
 def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds what brings every process the metrics of a step: copies at its first place of those that lie elsewhere.
+    """Adds what brings every process the metrics of a step: copies at its first place of those that
+    lie elsewhere.
 
     Args:
         lowered: a step that yields each of its metrics at one place.
         processes: of each place.
     """
-    rows, buffers = list(lowered.rows), list(lowered.buffers)
+    rows = list(lowered.rows)
+    buffers = list(lowered.buffers)
     metrics: list[int] = []
     for process in dict.fromkeys(processes):
         target = processes.index(process)
@@ -79,7 +84,22 @@ def telling_all(lowered: Lowered, processes: Sequence[int]) -> Lowered:
                 metrics.append(b)
                 continue
             copy = len(buffers)  # the next number of the table
-            rows.append(Row(Kind.SEND, metric.place, NONE, NONE, NONE, (b,), (copy,)))
+            rows.append(
+                Row(
+                    Kind.SEND,
+                    metric.place,
+                    NONE,
+                    NONE,
+                    NONE,
+                    (b,),
+                    (copy,),
+                )
+            )
             buffers.append(Buffer(metric.value, target, metric.bytes))
             metrics.append(copy)
-    return replace(lowered, rows=tuple(rows), buffers=tuple(buffers), metrics=tuple(metrics))
+    return replace(
+        lowered,
+        rows=tuple(rows),
+        buffers=tuple(buffers),
+        metrics=tuple(metrics),
+    )

@@ -68,16 +68,26 @@ def crossings(lowered: Lowered, processes: Sequence[int]) -> list[Crossing]:
     for number, row in enumerate(lowered.rows):
         if KINDS[row.kind].link is not Link.PEER:
             continue
-        offered, copy = row.reads[0], row.writes[0]
+        offered = row.reads[0]
+        copy = row.writes[0]
         source = processes[row.place]
         target = processes[lowered.buffers[copy].place]
         if source != target:
-            result.append(Crossing(number, source, target, offered, copy))
+            result.append(
+                Crossing(
+                    number,
+                    source,
+                    target,
+                    offered,
+                    copy,
+                )
+            )
     return result
 
 
 def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
-    """Adds the rows that wait for the arrival of what was offered, before it is overwritten or deleted.
+    """Adds the rows that wait for the arrival of what was offered, before it is overwritten or
+    deleted.
 
     Args:
         lowered: a step, as one process would run it.
@@ -113,7 +123,8 @@ def with_receipts(lowered: Lowered, processes: Sequence[int]) -> Lowered:
 
 
 def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Witness]:
-    """Finds, by the row of each crossing, the first thing that comes back to its source of what was made of the copy.
+    """Finds, by the row of each crossing, the first thing that comes back to its source of what was
+    made of the copy.
 
     A set of crossings is an integer with a bit for each, so that what a buffer depends on is an
     `or` over what its row has read. A crossing leaves the set of its place with its first witness:
@@ -138,8 +149,8 @@ def _witnesses(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, _Wit
             waiting[row.place] ^= news
             for x in crossing:
                 if news & bit[x.row]:
-                    buffer = next(b for b in local if ancestors.get(b, 0) & bit[x.row])
-                    witnesses[x.row] = _Witness(number, buffer)
+                    behind = (b for b in local if ancestors.get(b, 0) & bit[x.row])
+                    witnesses[x.row] = _Witness(number, next(behind))
         for b in row.writes:
             ancestors[b] = depends | bit.get(number, 0)
     return witnesses
@@ -149,8 +160,8 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
     """Finds, by the row of each crossing, the row before which what it offers must have arrived.
 
     That row overwrites the buffer, or deletes it. Where the buffer is deleted by the very row that
-    offers it, the deadline is the end of the step. Only arrays that existed before the step are deleted;
-    of other buffers no more than a reference is dropped, which is safe at any time.
+    offers it, the deadline is the end of the step. Only arrays that existed before the step are
+    deleted; of other buffers no more than a reference is dropped, which is safe at any time.
     """
     offers: dict[int, list[int]] = defaultdict(list)  # by buffer: the rows that offer it
     for x in crossing:
@@ -170,13 +181,15 @@ def _spoilers(lowered: Lowered, crossing: Sequence[Crossing]) -> dict[int, int]:
 def _following(
     lowered: Lowered, deadlines: Iterable[_Deadline]
 ) -> list[tuple[list[Crossing], int]]:
-    """Groups the copies from one place to another that follow one another and must have arrived before the same row.
+    """Groups the copies from one place to another that follow one another and must have arrived
+    before the same row.
 
     Only copies stand between those of a group, so a mark behind the last is hardly later for the
     first.
     """
     # Copies have the same number here exactly if only copies stand between them.
-    runs = list(accumulate(KINDS[row.kind].link is not Link.PEER for row in lowered.rows))
+    are_runs = [KINDS[row.kind].link is not Link.PEER for row in lowered.rows]
+    runs = list(accumulate(are_runs))
     groups: dict[tuple[int, int, int, int], list[Crossing]] = defaultdict(list)
     for x, until in deadlines:
         source = lowered.rows[x.row].place
@@ -189,7 +202,8 @@ class _Receipts:
     """The rows that are added to a step, by the row before which they stand."""
 
     def __init__(self, lowered: Lowered) -> None:
-        self.lowered, self.buffers = lowered, list(lowered.buffers)
+        self.lowered = lowered
+        self.buffers = list(lowered.buffers)
         self._before: dict[int, list[Row]] = defaultdict(list)
 
     def wait(self, copies: Sequence[Crossing], witness: int, until: int) -> None:
@@ -207,7 +221,15 @@ class _Receipts:
         offered = [x.offered for x in copies if x.offered in rows[x.row].frees]
         reads = (witness, *dict.fromkeys(offered))
         self._before[until].append(
-            Row(Kind.RECEIPT, row.place, row.stage, row.layer, row.microbatch, reads, ())
+            Row(
+                Kind.RECEIPT,
+                row.place,
+                row.stage,
+                row.layer,
+                row.microbatch,
+                reads,
+                (),
+            )
         )
 
     def mark(self, copies: Sequence[Crossing], until: int) -> None:
@@ -219,9 +241,11 @@ class _Receipts:
         """
         number = copies[-1].row
         row = self.lowered.rows[number]
-        here, there = row.place, self.buffers[copies[-1].copy].place
+        here = row.place
+        there = self.buffers[copies[-1].copy].place
         value = Value(ValueKind.MARK, number, row.layer, row.microbatch)
-        mark, returned = len(self.buffers), len(self.buffers) + 1
+        mark = len(self.buffers)
+        returned = len(self.buffers) + 1
         self.buffers += [Buffer(value, place, MARK_BYTES) for place in (there, here)]
         arrived = tuple(x.copy for x in copies)
         of = there, NONE, row.layer, row.microbatch

@@ -1,4 +1,6 @@
-"""The parts of values that replicas work on: their names, their sizes, and whose examples they share."""
+"""The parts of values that replicas work on: their names, their sizes,
+and whose examples they share.
+"""
 
 from collections.abc import Sequence
 
@@ -19,10 +21,15 @@ class ReplicaParts:
     """
 
     def __init__(self, where: Placement, batching: Batching) -> None:
-        self.where, self.batching, self.graph = where, batching, where.graph
+        self.where = where
+        self.batching = batching
+        self.graph = where.graph
 
     def named(self, value: Value, examples: Slice) -> Value:
-        """Names the part of a value that is of some examples; what is the same for all of them is whole."""
+        """Names the part of a value that is of some examples.
+
+        What is the same for all of them is whole.
+        """
         match value.kind:
             case ValueKind.PARAMETER | ValueKind.CONSTANT | ValueKind.SEED:  # of no examples
                 return value
@@ -46,7 +53,10 @@ class ReplicaParts:
                 raise AssertionError(f"nobody says how replicas share {value}")
 
     def spread(self, value: Value) -> Spread:
-        """Tells how an edge, its cotangent or a leaf of aux lies over the examples; nothing else is cut or joined."""
+        """Tells how an edge, its cotangent or a leaf of aux lies over the examples.
+
+        Nothing else is cut or joined.
+        """
         match value.kind:
             case ValueKind.TENSOR | ValueKind.COTANGENT:
                 return self.batching.tensors[value.index]
@@ -80,8 +90,12 @@ class ReplicaParts:
         return size // self.graph.examples * examples.size
 
     def is_shared(self, value: Value) -> bool:
-        """Tells whether replicas make parts of a leaf of the model state, rather than each all of it."""
-        return value.kind is ValueKind.STATE and self.batching.state[value.index] is not None
+        """Tells whether replicas make parts of a leaf of the model state, rather than each all of
+        it.
+        """
+        if value.kind is not ValueKind.STATE:
+            return False
+        return self.batching.state[value.index] is not None
 
     def whole(self, examples: Slice) -> Examples:
         """Returns the examples of a slice."""
@@ -89,9 +103,11 @@ class ReplicaParts:
 
     def overlap(self, a: Slice, b: Slice) -> Slice:
         """Returns the examples that two slices share, which there must be."""
-        x, y = self.whole(a), self.whole(b)
+        x = self.whole(a)
+        y = self.whole(b)
         shared = Examples(max(x.start, y.start), min(x.stop, y.stop))
-        return None if shared == self.whole(None) else shared
+        everything = self.whole(None)
+        return None if shared == everything else shared
 
     def meeting(self, examples: Slice, layer: int) -> list[Slice]:
         """Finds the slices of a layer's replicas that share examples with a slice."""
@@ -108,7 +124,9 @@ class ReplicaParts:
         return self.whole(examples).size / self.graph.examples
 
     def source(self, value: Value, layer: int) -> int:
-        """Returns the layer from which an edge, or the sum of its cotangents so far, has come to a layer."""
+        """Returns the layer from which an edge, or the sum of its cotangents so far, has come to a
+        layer.
+        """
         tensor = self.graph.tensors[value.index]
         if value.kind is ValueKind.TENSOR:
             return tensor.producer
@@ -116,7 +134,10 @@ class ReplicaParts:
         return next(reader for reader in tensor.readers if reader > layer)
 
     def makers(self, value: Value) -> Sequence[Slice]:
-        """Returns the slices that make a loss or a leaf of aux; of what is the same for all, the first."""
+        """Returns the slices that make a loss or a leaf of aux.
+
+        What is the same for all is made by the first.
+        """
         graph = self.graph
         writers = (layer.id for layer in graph.layers if value.index in layer.writing(value.kind))
         slices = self.where.slices(next(writers, graph.loss_layer))

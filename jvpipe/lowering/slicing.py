@@ -1,4 +1,5 @@
-"""Slicing: an operation of a stage that is replicated becomes one for each replica, on its part of the micro-batch.
+"""Slicing: an operation of a stage that is replicated becomes one for each replica,
+on its part of the micro-batch.
 
     F(layer 3) makes tensor 7           ->  F(layer 3, 0:2)  F(layer 3, 2:4)       a stage of two replicas
     B(layer 4) delivers cotangent 7     ->  SLICE 0:2  SLICE 2:4                   where the next one has more
@@ -34,7 +35,9 @@ from jvpipe.lowering.placement import Placement
 from jvpipe.lowering.replica_parts import ReplicaParts, Slice
 
 REDUCED = (Over.SUM, Over.MEAN)
-"""The ways over the examples without an axis of them, in which the whole still follows from what the replicas have."""
+"""The ways over the examples without an axis of them, in which the whole still follows from what
+the replicas have.
+"""
 
 
 class Slicing(ReplicaParts):
@@ -55,11 +58,14 @@ class Slicing(ReplicaParts):
         updating: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(where, batching)
-        self._layouts, self._updating = layouts or {}, updating or {}
+        self._layouts = layouts or {}
+        self._updating = updating or {}
         self._joined: set[tuple[Value, int]] = set()  # values, and the stages that have joined them
 
     def __call__(self, op: Operation) -> Iterator[Operation]:
-        """Yields an operation for each replica, after what joins its inputs and before what cuts its results."""
+        """Yields an operation for each replica, after what joins its inputs and before what cuts
+        its results.
+        """
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
                 for number, examples in enumerate(self.where.slices(op.layer)):
@@ -70,7 +76,9 @@ class Slicing(ReplicaParts):
                 if op.kind is Kind.F:
                     yield from self._remembered(op)
             case Kind.LOSS:
-                reads = [self.named(value, e) for value in op.reads for e in self.makers(value)]
+                reads: list[Value] = []
+                for value in op.reads:
+                    reads += [self.named(value, examples) for examples in self.makers(value)]
                 yield replace(op, reads=tuple(reads))
             case Kind.U:
                 delivers: list[Delivery] = []
@@ -111,12 +119,16 @@ class Slicing(ReplicaParts):
                     yield replace(op, examples=slices[replica])
 
     def reducing_bytes(self, layer: int) -> int:
-        """Counts what lies beside the gradients of a layer while they are added up: those of another, and the sums."""
-        parameters = self.graph.trained(self.graph.layers[layer].reading(ValueKind.PARAMETER))
-        return 2 * sum(self.graph.parameters[p].array.bytes for p in parameters)
+        """Counts what lies beside the gradients of a layer while they are added up: those of
+        another, and the sums.
+        """
+        read = self.graph.layers[layer].reading(ValueKind.PARAMETER)
+        trained = self.graph.trained(read)
+        return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts what a backward, or its second half, lets go of at least, of what was left for it alone.
+        """Counts what a backward, or its second half, lets go of at least, of what was left for it
+        alone.
 
         Args:
             op: of all replicas.
@@ -128,11 +140,16 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        return min((sum(array.bytes for array in arrays) for arrays in left), default=0)
+        # The least of all replicas: each of them lets go of as much.
+        sizes = [sum(array.bytes for array in arrays) for arrays in left]
+        return min(sizes, default=0)
 
     def spots(self, layer: int, value: Value) -> list[tuple[Value, int]]:
         """Lists the parts of a value that the replicas of a layer have, each with its place."""
-        return [(self.named(value, e), self.where.of(layer, e)) for e in self.where.slices(layer)]
+        parts = []
+        for examples in self.where.slices(layer):
+            parts.append((self.named(value, examples), self.where.of(layer, examples)))
+        return parts
 
     def _part(self, op: Operation, write: Write, examples: Slice) -> Write:
         """Names the part of what a layer writes that one of its replicas writes."""
@@ -158,17 +175,20 @@ class Slicing(ReplicaParts):
         if examples is not None and KINDS[op.kind].runs is Runs.LAYER:
             layout = run.layout if isinstance(run, LayerRun) else 0
             run = LayerRun(layout, examples)
+        reads = [self.named(value, examples) for value in op.reads]
+        writes = [self._part(op, write, examples) for write in op.writes]
         return replace(
             op,
-            reads=tuple(self.named(value, examples) for value in op.reads),
-            writes=tuple(self._part(op, write, examples) for write in op.writes),
+            reads=tuple(reads),
+            writes=tuple(writes),
             run=run,
             delivers=tuple(delivers),
             examples=examples,
         )
 
     def _remembered(self, op: Operation) -> Iterator[Operation]:
-        """Yields what makes the model state of what a layer's replicas have made of it, for the next micro-batch.
+        """Yields what makes the model state of what a layer's replicas have made of it, for the
+        next micro-batch.
 
         Every replica gets it, that of the layer itself too, for the loss may read it.
 
@@ -208,7 +228,8 @@ class Slicing(ReplicaParts):
         return [Delivery(value, (layer,), self.where.slices(layer)) for layer in layers]
 
     def _joins(self, op: Operation, examples: Slice) -> Iterator[Operation]:
-        """Yields what joins the parts that have come from a stage of another width, once for each stage.
+        """Yields what joins the parts that have come from a stage of another width, once for each
+        stage.
 
         Args:
             op: that reads them.
@@ -220,14 +241,20 @@ class Slicing(ReplicaParts):
                 continue
             key = self.named(value, examples), stage[op.layer]
             source = self.source(value, op.layer)
-            if stage[source] != stage[op.layer] and key not in self._joined:
+            is_elsewhere = stage[source] != stage[op.layer]
+            if is_elsewhere and key not in self._joined:
                 self._joined.add(key)
                 yield from self._join(op, value, source, examples)
 
     def _join(
-        self, op: Operation, value: Value, source: int, examples: Slice
+        self,
+        op: Operation,
+        value: Value,
+        source: int,
+        examples: Slice,
     ) -> Iterator[Operation]:
-        """Yields what makes a replica's part of an edge or its cotangent, unless it came as it is read.
+        """Yields what makes a replica's part of an edge or its cotangent, unless it came as it is
+        read.
 
         Args:
             op: that reads it.
@@ -244,15 +271,22 @@ class Slicing(ReplicaParts):
             writes=(write,),
             examples=examples,
         )
-        ref, spread = Ref(value.kind, value.index), self.spread(value)
-        slices, others = self.where.slices(op.layer), self.where.slices(source)
+        ref = Ref(value.kind, value.index)
+        spread = self.spread(value)
+        slices = self.where.slices(op.layer)
+        others = self.where.slices(source)
         theirs = tuple(self.named(value, other) for other in others)
         if spread.over is Over.ALONG:
             parts = [self.overlap(examples, other) for other in self.meeting(examples, source)]
             if parts != [examples]:
                 reads = tuple(self.named(value, part) for part in parts)
                 run = ConcatRun(ref, spread.axis)
-                yield joined(Kind.CONCAT, reads=reads, run=run, forgets=reads)
+                yield joined(
+                    Kind.CONCAT,
+                    reads=reads,
+                    run=run,
+                    forgets=reads,
+                )
         elif slices == others:
             return
         elif spread.over in REDUCED:
@@ -266,7 +300,8 @@ class Slicing(ReplicaParts):
                 yield joined(Kind.ZERO, reads=(), run=JoinRun(ref))
 
     def _weights(self, value: Value, examples: Slice, others: Sequence[Slice]) -> tuple[float, ...]:
-        """Returns how much of what each of the others has goes into what a replica of another stage gets.
+        """Returns how much of what each of the others has goes into what a replica of another stage
+        gets.
 
         Each replica gets its share of a sum, so that theirs add up to the whole again; each gets
         the whole of a mean. Cotangents go the other way, by the transposed weights:
@@ -286,7 +321,10 @@ class Slicing(ReplicaParts):
         return tuple(map(self.share, others))
 
     def _delivered(
-        self, op: Operation, number: int, examples: Slice
+        self,
+        op: Operation,
+        number: int,
+        examples: Slice,
     ) -> tuple[list[Delivery], list[Operation]]:
         """Returns what a replica delivers as it is, and the operations that cut the rest.
 
@@ -301,6 +339,7 @@ class Slicing(ReplicaParts):
         to_cut: dict[Value, list[Delivery]] = {}  # by part
         for value, layers, _ in op.delivers:
             elsewhere = [layer for layer in layers if where.stage[layer] != stage]
+            # Layers of the same stage have the value: nothing is delivered to them.
             match value.kind:
                 case ValueKind.TENSOR | ValueKind.COTANGENT:
                     mine = self.named(value, examples)
@@ -332,7 +371,12 @@ class Slicing(ReplicaParts):
         return direct, cuts
 
     def _edges(
-        self, maker: int, value: Value, layers: Sequence[int], number: int, examples: Slice
+        self,
+        maker: int,
+        value: Value,
+        layers: Sequence[int],
+        number: int,
+        examples: Slice,
     ) -> Iterator[Delivery]:
         """Yields the parts of an edge that a replica sends to layers of other stages.
 
@@ -343,13 +387,15 @@ class Slicing(ReplicaParts):
             number: of the replica.
             examples: of the replica.
         """
-        over, mine = self.spread(value).over, self.named(value, examples)
+        over = self.spread(value).over
+        mine = self.named(value, examples)
         senders = self.where.slices(maker)
         for layer in layers:
             receivers = self.where.slices(layer)
             if over is Over.ALONG:
-                for e in self.meeting(examples, layer):
-                    yield Delivery(self.named(value, self.overlap(examples, e)), (layer,), (e,))
+                for theirs in self.meeting(examples, layer):
+                    part = self.named(value, self.overlap(examples, theirs))
+                    yield Delivery(part, (layer,), (theirs,))
             elif value.kind is ValueKind.TENSOR and over is Over.NONE:
                 # Every replica has all of it: they share the receivers.
                 producer = self.graph.tensors[value.index].producer
@@ -367,7 +413,11 @@ class Slicing(ReplicaParts):
                 yield Delivery(mine, (layer,), receivers[:1])
 
     def _cut(
-        self, op: Operation, part: Value, delivers: Sequence[Delivery], examples: Slice
+        self,
+        op: Operation,
+        part: Value,
+        delivers: Sequence[Delivery],
+        examples: Slice,
     ) -> Operation:
         """Makes what cuts a part out of a result of a replica.
 
@@ -377,18 +427,25 @@ class Slicing(ReplicaParts):
             delivers: where it goes.
             examples: of the replica.
         """
-        array, spread = self.graph.tensors[part.index].array, self.spread(part)
+        array = self.graph.tensors[part.index].array
+        spread = self.spread(part)
         first = self.whole(examples).start
         rows = array.shape[spread.axis] // self.graph.examples  # an example may have several
         start, stop = ((bound - first) * rows for bound in self.whole(part.examples))
         write = Write(part, self.part_bytes(part, array.bytes, part.examples))
+        run = SliceRun(
+            Ref(part.kind, part.index),
+            spread.axis,
+            start,
+            stop,
+        )
         return Operation(
             Kind.SLICE,
             op.layer,
             op.microbatch,
             reads=(part._replace(examples=examples),),
             writes=(write,),
-            run=SliceRun(Ref(part.kind, part.index), spread.axis, start, stop),
+            run=run,
             delivers=tuple(delivers),
             examples=examples,
         )

@@ -38,6 +38,7 @@ def spliced(old: TaskLists, new: TaskLists, microbatch: int) -> TaskLists:
 def _stage(old: Sequence[Task], new: Sequence[Task], microbatch: int) -> tuple[Task, ...]:
     """Splices the lists of one stage."""
     remaining = {task for task in old if task.microbatch < microbatch}
+    # Each task that is left has a place in the list of its own plan.
     remaining |= {task for task in new if task.microbatch >= microbatch}
     order: list[Task] = []
 

@@ -1,4 +1,5 @@
-"""A synchronous step lowered, a move between two steps, and an evaluation: the passes one after another.
+"""A synchronous step lowered, a move between two steps, and an evaluation:
+the passes one after another.
 
     order        one list of tasks for all stages                     (order.py)
     expand       a task becomes the operations of its layers          (expand.py)
@@ -58,7 +59,8 @@ def lower_step(
         layouts: of each micro-batch; the last one's plan is that of the step's end.
         lists: the tasks of each device.
         optimizer: the update.
-        batching: where stages are replicated, how what they exchange lies over the examples; layers stay then.
+        batching: where stages are replicated, how what they exchange lies over the examples; layers
+            stay then.
     """
     plans = [layout.plan for layout in layouts]
     expander = Expander(graph, OneVersion(graph), set())
@@ -76,7 +78,14 @@ def lower_step(
     if plans[-1] is not plans[0]:
         placer.commit()
     _perform(placer, update_step(expander, Slots(graph, optimizer)), slicing)
-    swapped = list(swap(placer.blocks, placer.buffers, lists, left.__getitem__))
+    swapped = list(
+        swap(
+            placer.blocks,
+            placer.buffers,
+            lists,
+            left.__getitem__,
+        )
+    )
     rows = list(chain(*prefetched(swapped, placer.buffers)))
     metrics = (*metrics_of(graph), gradient_norm(graph))
     return _lowered(placer, rows, [value for value in metrics if value in expander.existing])
@@ -89,7 +98,9 @@ def _place_tasks(
     lists: TaskLists,
     slicing: Slicing | None,
 ) -> dict[Task, tuple[int, list[int]]]:
-    """Expands and places the forwards and backwards of a step; returns what each forward leaves to be swapped.
+    """Expands and places the forwards and backwards of a step.
+
+    Returns what each forward leaves to be swapped.
 
     Args:
         expander: that expands them.
@@ -118,7 +129,12 @@ def _place_tasks(
         if accumulates := KINDS[task.kind].accumulates:
             to_accumulate[task.stage] -= 1
         if slicing and accumulates and not to_accumulate[task.stage]:
-            _perform_last(placer, operations, slicing, layout.plan.stages[task.stage].layers)
+            _perform_last(
+                placer,
+                operations,
+                slicing,
+                layout.plan.stages[task.stage].layers,
+            )
         else:
             _perform(placer, operations, slicing)
         if task.kind == Kind.F:
@@ -127,7 +143,10 @@ def _place_tasks(
 
 
 def _perform_last(
-    placer: Placer, operations: Iterable[Operation], slicing: Slicing, layers: Sequence[int]
+    placer: Placer,
+    operations: Iterable[Operation],
+    slicing: Slicing,
+    layers: Sequence[int],
 ) -> None:
     """Places the last backwards of a stage, and what adds up the gradients of its replicas.
 
@@ -157,7 +176,12 @@ def _perform_last(
 
 
 def lower_move(
-    graph: LayerGraph, old: Plan, new: Plan, optimizer: OptimizerCut, *, by_host: bool = False
+    graph: LayerGraph,
+    old: Plan,
+    new: Plan,
+    optimizer: OptimizerCut,
+    *,
+    by_host: bool = False,
 ) -> Lowered:
     """Lowers a move between two steps.
 
@@ -200,7 +224,17 @@ def divided_move(move: Lowered) -> tuple[Lowered, Lowered]:
         if b not in dropped and b not in final:
             transient.setdefault(move.buffers[b].place, []).append(b)
     for place, ids in transient.items():
-        drops.append(Row(Kind.DROP, place, NONE, NONE, NONE, tuple(ids), ()))
+        drops.append(
+            Row(
+                Kind.DROP,
+                place,
+                NONE,
+                NONE,
+                NONE,
+                tuple(ids),
+                (),
+            )
+        )
     return (
         live(copies, move.buffers, move.persistent, everything, ()),
         live(drops, move.buffers, len(everything), move.final, ()),
@@ -233,7 +267,8 @@ def lower_evaluation(
     ['0E0[layer 0]', '0SEND0[layer 0]', '1E0[layer 1]', '1LOSS[layer 1]']
     """
     batch = range(microbatches)
-    lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in range(len(plan.stages)))
+    stages = range(len(plan.stages))
+    lists = tuple(tuple(Task(s, Kind.F, m) for m in batch) for s in stages)
     expander = Expander(graph, OneVersion(graph), set())
     placer = Placer(graph, plan, optimizer)
     slicing = Slicing(placer.where, batching) if batching else None
@@ -252,7 +287,9 @@ def lower_evaluation(
 
 
 def _perform(
-    placer: Placer, operations: Iterable[Operation], slicing: Slicing | None = None
+    placer: Placer,
+    operations: Iterable[Operation],
+    slicing: Slicing | None = None,
 ) -> None:
     """Places operations one after another, those of replicas if there are any.
 
@@ -267,9 +304,13 @@ def _perform(
 
 
 def swapped_by(
-    placer: Placer, layout: MicrobatchLayout, task: Task, slicing: Slicing | None = None
+    placer: Placer,
+    layout: MicrobatchLayout,
+    task: Task,
+    slicing: Slicing | None = None,
 ) -> tuple[int, list[int]]:
-    """Returns the first layer of a task's stage, and the buffers that its forward leaves to be swapped.
+    """Returns the first layer of a task's stage, and the buffers that its forward leaves to be
+    swapped.
 
     Args:
         placer: that has placed the task.
@@ -287,10 +328,14 @@ def swapped_by(
 
 
 def _expanded(
-    expander: Expander, task: Task, layout: MicrobatchLayout, batch: range
+    expander: Expander,
+    task: Task,
+    layout: MicrobatchLayout,
+    batch: range,
 ) -> Iterable[Operation]:
     """Yields the operations of a task, layer by layer."""
-    layers, m = layout.layers(task.stage), task.microbatch
+    layers = layout.layers(task.stage)
+    m = task.microbatch
     match task.kind:
         case Kind.F:
             for layer in layers:
@@ -310,7 +355,12 @@ def _expanded(
 
 
 def _losses(expander: Expander, layer: Layer, batch: range) -> Iterable[Operation]:
-    weight = Value(ValueKind.WEIGHT, 0, expander.graph.loss_layer, version=0)
+    weight = Value(
+        ValueKind.WEIGHT,
+        0,
+        expander.graph.loss_layer,
+        version=0,
+    )
     return expander.losses(layer, batch, weight)
 
 

@@ -24,13 +24,20 @@ from jvpipe.ir.task import Task, TaskLists
 from jvpipe.lowering.place import Block
 
 Swapped = Callable[[Task], tuple[int, Sequence[int]]]
-"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be swapped."""
+"""Returns, for a forward, the first layer of its stage and the buffers that it leaves to be
+swapped.
+"""
 
 
 def swap(
-    blocks: Iterable[Block], buffers: list[Buffer], lists: TaskLists, swapped: Swapped
+    blocks: Iterable[Block],
+    buffers: list[Buffer],
+    lists: TaskLists,
+    swapped: Swapped,
 ) -> Iterator[list[Row]]:
-    """Yields the rows of each block with those of the swaps around them; copies are added to the buffers.
+    """Yields the rows of each block with those of the swaps around them.
+
+    Copies are added to the buffers.
 
     Args:
         blocks: of tasks in the order of their dispatch.
@@ -68,15 +75,20 @@ def _left_by(task: Task) -> _Left:
 
 
 class _Swaps:
-    """The swapped values of all stages while their rows are written; devices are numbered as their lists.
+    """The swapped values of all stages while their rows are written.
+
+    Devices are numbered as their lists.
 
     on the device --OUT--> leaving --FREE--> on the host --IN--> back --(last backward)--> gone
     """
 
     def __init__(self, buffers: list[Buffer], lists: TaskLists, swapped: Swapped) -> None:
         self._buffers, self._swapped = buffers, swapped
-        self._next = {task: following for tasks in lists for task, following in pairwise(tasks)}
-        self._device = {task.stage: d for d, tasks in enumerate(lists) for task in tasks}
+        self._next: dict[Task, Task] = {}
+        self._device: dict[int, int] = {}  # by stage
+        for d, tasks in enumerate(lists):
+            self._next.update(pairwise(tasks))
+            self._device.update((task.stage, d) for task in tasks)
         self._layer: dict[_Left, int] = {}  # the first layer of the stage, which rows name
         self._hosted: dict[_Left, dict[int, int]] = {}  # buffers, and their copies on the host
         self._leaving: list[list[_Left]] = [[] for _ in lists]  # by device: the oldest first
@@ -84,12 +96,17 @@ class _Swaps:
         self._fetched: dict[int, int] = {}  # a buffer, and its copy that has come back
 
     def before(self, task: Task) -> Iterator[Row]:
-        """Yields the rows before a task: its own values come back, those of the next task begin to, room is made."""
-        d, following = self._device[task.stage], self._next.get(task)
+        """Yields the rows before a task: its own values come back, those of the next task begin to,
+        room is made.
+        """
+        d = self._device[task.stage]
+        following = self._next.get(task)
         if KINDS[task.kind].back:
             yield from self._fetch(_left_by(task))
-        if following and KINDS[following.kind].back and _left_by(following) in self._hosted:
-            yield from self._fetch(_left_by(following))
+        coming = _left_by(following) if following and KINDS[following.kind].back else None
+        if coming is not None and coming in self._hosted:
+            # What the next task reads comes back while this one runs.
+            yield from self._fetch(coming)
         elif task.kind == Kind.F and self._rests(task):
             # The task will leave a second one: whatever else is there must have gone before.
             while self._leaving[d] and len(self._leaving[d]) + len(self._back[d]) > 1:
@@ -112,7 +129,8 @@ class _Swaps:
         """Returns a row that reads what has come back, where it reads what went out."""
         if not KINDS[row.kind].back or self._fetched.keys().isdisjoint(row.reads):
             return row
-        return replace(row, reads=tuple(self._fetched.get(b, b) for b in row.reads))
+        reads = (self._fetched.get(b, b) for b in row.reads)
+        return replace(row, reads=tuple(reads))
 
     def _rests(self, task: Task) -> bool:
         """Tells whether other tasks come between a forward and its backward."""
@@ -144,15 +162,35 @@ class _Swaps:
         self._back[d].add(left)
         for b, host in self._hosted[left].items():
             self._fetched[b] = self._copy(b, Copy.FETCHED)
-            yield self._row(Kind.IN, left, b, [host], [self._fetched[b]])
+            yield self._row(
+                Kind.IN,
+                left,
+                b,
+                [host],
+                [self._fetched[b]],
+            )
 
     def _copy(self, b: int, copy: Copy) -> int:
         self._buffers.append(replace(self._buffers[b], copy=copy))
         return len(self._buffers) - 1
 
     def _row(
-        self, kind: Kind, left: _Left, b: int, reads: Sequence[int], writes: Sequence[int]
+        self,
+        kind: Kind,
+        left: _Left,
+        b: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
     ) -> Row:
         """Makes a row of a buffer's swap, at the buffer's place."""
-        place, layer = self._buffers[b].place, self._layer[left]
-        return Row(kind, place, left.stage, layer, left.microbatch, tuple(reads), tuple(writes))
+        place = self._buffers[b].place
+        layer = self._layer[left]
+        return Row(
+            kind,
+            place,
+            left.stage,
+            layer,
+            left.microbatch,
+            tuple(reads),
+            tuple(writes),
+        )

@@ -22,7 +22,9 @@ from jvpipe.programs.pieces import Slot, SlotKind
 
 
 class Slots:
-    """The values that the slots of an optimizer's pieces stand for; `newest` are the versions of the parameters.
+    """The values that the slots of an optimizer's pieces stand for.
+
+    `newest` are the versions of the parameters.
 
     >>> import jax
     >>> slots = Slots(LayerGraph((), (), ()), OptimizerCut((), (), (), jax.tree.structure(None), ()))
@@ -34,11 +36,19 @@ class Slots:
         self.graph, self.optimizer = graph, optimizer
         self.newest = [0] * len(graph.parameters)  # by parameter
         pieces = [*optimizer.update, *optimizer.init]
-        slots = dict.fromkeys(slot for piece in pieces for slot in (*piece.reads, *piece.writes))
+        slots: dict[Slot, None] = {}
+        for piece in pieces:
+            slots |= dict.fromkeys((*piece.reads, *piece.writes))
         # What pieces exchange has no index: its slot is numbered instead.
         self._numbers = {slot: i for i, slot in enumerate(slots)}
 
-    def value(self, slot: Slot, layer: int, update: int = 0, m: int = NEVER) -> Value:
+    def value(
+        self,
+        slot: Slot,
+        layer: int,
+        update: int = 0,
+        m: int = NEVER,
+    ) -> Value:
         """Names what a piece reads.
 
         Args:
@@ -50,23 +60,49 @@ class Slots:
         match slot.kind:
             case SlotKind.GRADIENT:  # a tied parameter has a sum for each reader
                 reader = self.graph.parameters[slot.index].readers[slot.source]
-                return Value(ValueKind.GRADIENT, slot.index, reader, version=update)
+                return Value(
+                    ValueKind.GRADIENT,
+                    slot.index,
+                    reader,
+                    version=update,
+                )
             case SlotKind.WEIGHT:
-                return Value(ValueKind.WEIGHT, 0, self.graph.loss_layer, version=update)
+                return Value(
+                    ValueKind.WEIGHT,
+                    0,
+                    self.graph.loss_layer,
+                    version=update,
+                )
             case SlotKind.PARAMETER:
                 return self.graph.parameter(slot.index, self.newest[slot.index])
             case SlotKind.STATE:
                 return Value(ValueKind.OPTIMIZER, slot.index, layer)
             case SlotKind.PARTIAL | SlotKind.KEPT:
-                return Value(ValueKind.EXCHANGE, self._numbers[slot], slot.source, m)
+                return Value(
+                    ValueKind.EXCHANGE,
+                    self._numbers[slot],
+                    slot.source,
+                    m,
+                )
             case SlotKind.GLOBAL:
-                return Value(ValueKind.EXCHANGE, self._numbers[slot], NONE, m)
+                return Value(
+                    ValueKind.EXCHANGE,
+                    self._numbers[slot],
+                    NONE,
+                    m,
+                )
             case SlotKind.GRAD_NORM:
                 return gradient_norm(self.graph)
             case _:
                 assert_never(slot.kind)
 
-    def written(self, slot: Slot, aval: Any, layer: int, m: int = NEVER) -> Write:
+    def written(
+        self,
+        slot: Slot,
+        aval: Any,
+        layer: int,
+        m: int = NEVER,
+    ) -> Write:
         """Names what a piece writes: of a parameter, the next version.
 
         Args:
@@ -82,7 +118,9 @@ class Slots:
 
 
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
-    """Yields the update of a synchronous step; the new value of a tied parameter goes to all its readers.
+    """Yields the update of a synchronous step.
+
+    The new value of a tied parameter goes to all its readers.
 
     Args:
         expander: of the step.
@@ -99,4 +137,13 @@ def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
             writes.append(write)
             if slot.kind is SlotKind.PARAMETER:
                 delivers.append(Delivery(write.value, parameters[slot.index].readers))
-        yield expander.operation(Kind.U, layer, NONE, reads, writes, PieceRun(number), delivers)
+        run = PieceRun(number)
+        yield expander.operation(
+            Kind.U,
+            layer,
+            NONE,
+            reads,
+            writes,
+            run,
+            delivers,
+        )

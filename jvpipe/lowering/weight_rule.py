@@ -19,8 +19,16 @@ class Weights(Protocol):
     accumulates: bool
     """Whether several micro-batches belong to an update: their gradients are then added up."""
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """Names the version of a parameter that a layer's forward, or backward, of a micro-batch reads.
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
+        """Names the version of a parameter that a layer's forward, or backward, of a micro-batch
+        reads.
 
         Args:
             p: the parameter.
@@ -31,7 +39,12 @@ class Weights(Protocol):
         ...
 
     def shifts(
-        self, layer: Layer, m: int, parameters: Iterable[int], *, back: bool
+        self,
+        layer: Layer,
+        m: int,
+        parameters: Iterable[int],
+        *,
+        back: bool,
     ) -> Iterator[Operation]:
         """Yields what is computed of a layer's weights before they can be read.
 
@@ -62,12 +75,26 @@ class OneVersion:
     def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
-        """Names the parameter as it was before the step, whoever reads it (`Weights.reading` has the arguments)."""
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
+        """Names the parameter as it was before the step, whoever reads it (`Weights.reading` has
+        the arguments).
+        """
         return self._graph.parameter(p, version=0)
 
     def shifts(
-        self, layer: Layer, m: int, parameters: Iterable[int], *, back: bool
+        self,
+        layer: Layer,
+        m: int,
+        parameters: Iterable[int],
+        *,
+        back: bool,
     ) -> Iterator[Operation]:
         """Yields nothing: weights are read as they are (`Weights.shifts` has the arguments)."""
         return iter(())

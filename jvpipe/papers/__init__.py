@@ -1,1 +1,3 @@
-"""Planners of the papers, one file for each, and the registry that lists them beside jvpipe's own."""
+"""Planners of the papers, one file for each,
+and the registry that lists them beside jvpipe's own.
+"""

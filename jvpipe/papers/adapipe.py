@@ -1,7 +1,7 @@
 """AdaPipe's two dynamic programs: what each stage computes again, and where to cut.
 
-Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and Adaptive
-Partitioning", ASPLOS 2024.
+Paper: Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputation and
+Adaptive Partitioning", ASPLOS 2024.
 
 Legend, in the paper's symbols:
     p, n    stages and micro-batches; stages s count from 0
@@ -16,8 +16,8 @@ stage to the first and keeps, for each first layer of a stage, the cuts for whic
     E_s = b_s + max(E_{s+1} + f_{s+1} + c_{s+1}, (p - s - 1) b_s)    ending
     M_s = max(M_{s+1}, f_s + b_s)                                    a step of the steady phase
 
-M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a flush
-has only the steady phase, so there M_s is minimised.
+M is also at least as long as the links are busy. T_0 is the step of 1F1B. A schedule without a
+flush has only the steady phase, so there M_s is minimised.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,11 @@ class Suffix:
         """Returns the suffix without stages, which begins behind the last layer."""
         nothing = np.full(layers + 1, np.inf)
         nothing[layers] = 0.0
-        return Suffix(nothing, nothing, *[np.zeros(layers + 1)] * 5)
+        return Suffix(
+            nothing,
+            nothing,
+            *[np.zeros(layers + 1)] * 5,
+        )
 
 
 def try_adapipe(problem: Problem) -> Decision | None:
@@ -85,27 +89,40 @@ def try_adapipe(problem: Problem) -> Decision | None:
     n = len(problem.costs.layers)
     suffixes = [Suffix.empty(n)]
     for s in reversed(range(problem.stages)):
+        # Stage s needs the suffix behind it alone, so one pass from the last stage suffices.
         suffixes.insert(0, _before(suffixes[0], s, segments, recomputation))
     if np.isinf(suffixes[0].warmup_s[0]):
         return None
     bounds, choices = [0], []
     for s in range(problem.stages):
         bounds.append(int(suffixes[s].end[bounds[-1]]))
-        choices += recomputation.choices(s, bounds[-2], bounds[-1])
+        choices += recomputation.choices(
+            s,
+            bounds[-2],
+            bounds[-1],
+        )
     return Decision(tuple(bounds), tuple(choices))
 
 
-def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputation) -> Suffix:
+def _before(
+    after: Suffix,
+    s: int,
+    segments: Segments,
+    recomputation: Recomputation,
+) -> Suffix:
     """Finds the best stages from s on, given those after it; one step of the dynamic program."""
     problem = segments.problem
     later = problem.stages - s - 1  # p - s - 1
     steady_steps = max(0, problem.microbatches - problem.stages)
-    suffix = Suffix(*(np.full(column.shape, np.inf) for column in vars(after).values()))
+    shapes = (column.shape for column in vars(after).values())
+    suffix = Suffix(*(np.full(shape, np.inf) for shape in shapes))
     cuts = segments.cuts
     for i in cuts[:-1].tolist():
         # All ends of a stage that begins at i at once, of which only those that fit remain.
-        row, ends = segments.row(s, i), cuts[cuts > i]
-        ends = ends[np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])]
+        row = segments.row(s, i)
+        ends = cuts[cuts > i]
+        fits = np.isfinite(recomputation.extra_s[s, i, ends] + after.warmup_s[ends])
+        ends = ends[fits]
         if not len(ends):
             continue
         f = row.forward_s[0, ends]
@@ -116,9 +133,11 @@ def _before(after: Suffix, s: int, segments: Segments, recomputation: Recomputat
         ending_s = after.ending_s[ends] + after.forward_s[ends] + next_comm_s
         W = f + np.maximum(warmup_s, later * f)
         E = b + np.maximum(ending_s, later * b)
-        M = np.maximum.reduce([after.steady_s[ends], f + b, c, row.traffic_s[0, ends]])
+        traffic_s = row.traffic_s[0, ends]
+        M = np.maximum.reduce([after.steady_s[ends], f + b, c, traffic_s])
         T = W + E + steady_steps * M if problem.schedule.synchronous else M
         best = np.lexsort((W + E, T))[0]  # the least T; of equal ones the least W + E
-        for column, values in zip(vars(suffix).values(), (W, E, M, f, b, c, ends), strict=True):
+        found = (W, E, M, f, b, c, ends)
+        for column, values in zip(vars(suffix).values(), found, strict=True):
             column[i] = values[best]
     return suffix

@@ -17,27 +17,34 @@ from jvpipe.papers.selection import FateChange, Selection
 
 
 def free_time_s(stage: Selection, change: FateChange) -> float:
-    """Returns the FreeTime of what a change swaps; it is negative if the stage would wait for the copies.
+    """Returns the FreeTime of what a change swaps.
 
-    Between a layer's forward and backward run those of the layers after it, and the whole stage for each
-    of the k - 1 other micro-batches. This is exact in the steady state of 1F1B, and the mean over a step
-    of GPipe.
+    It is negative if the stage would wait for the copies.
+
+    Between a layer's forward and backward run those of the layers after it, and the whole stage for
+    each of the k - 1 other micro-batches. This is exact in the steady state of 1F1B, and the mean
+    over a step of GPipe.
     """
     between_s = (stage.in_flight - 1) * stage.compute_s + stage.later_s(change.layer)
-    return between_s - 2 * stage.problem.host.seconds(change.swapped_bytes)
+    one_way_s = stage.problem.host.seconds(change.swapped_bytes)
+    return between_s - 2 * one_way_s
 
 
 def memory_saved_per_second(stage: Selection, change: FateChange) -> float:
-    """Returns the MSPS of a change; its overhead is recomputation and copies, of which none is hidden now."""
-    overhead_s = change.extra_s + 2 * stage.problem.host.seconds(max(0, change.swapped_bytes))
+    """Returns the MSPS of a change.
+
+    Its overhead is recomputation and copies, of which none is hidden now.
+    """
+    one_way_s = stage.problem.host.seconds(max(0, change.swapped_bytes))
+    overhead_s = change.extra_s + 2 * one_way_s
     return change.saved_bytes / overhead_s if overhead_s > 0 else float("inf")
 
 
 def optimise(stage: Selection) -> None:
     """Changes a stage's fates until it fits, or as far as that goes.
 
-    Swaps come first, by falling FreeTime, as long as their copies hide in it and the link to the host
-    has time left beside the computation. Then swaps and recomputations follow by falling MSPS.
+    Swaps come first, by falling FreeTime, as long as their copies hide in it and the link to the
+    host has time left beside the computation. Then swaps and recomputations follow by falling MSPS.
     """
     stage.spend(
         stage.changes.swaps,

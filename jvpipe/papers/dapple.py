@@ -1,7 +1,8 @@
-"""DAPPLE's planner for straight pipelines: the least latency of a step, estimated around a pivot stage.
+"""DAPPLE's planner for straight pipelines: the least latency of a step,
+estimated around a pivot stage.
 
-Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP 2021,
-section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
+Paper: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Models", PPoPP
+2021, section IV. Here stages have one device each; `dapple_replicas.py` has those with several.
 
 Legend, in the paper's symbols:
     F_s, B_s    forward and backward seconds of stage s; transfers are stages between stages, so that
@@ -15,8 +16,8 @@ Legend, in the paper's symbols:
                 - sum of B_a for Q <= a <= s behind the pivot)
     L           T_w + T_s + T_e (equation 2)
     T_PL(j, m)  the least L found with the first j layers on m of G devices, and the others as one stage
-                that shares the work among the other G - m (equation 4); plans for larger j extend the
-                plan behind it (equation 5)
+                that shares the work among the other G - m (equation 4); plans for larger j extend
+                the plan behind it (equation 5)
     K_s, D      micro-batches in flight on stage s, and the most that a device has memory for
 
     stage 0   F F F F . . B . B . B . B       Q = 1:  T_w  F_0 F_1
@@ -68,8 +69,10 @@ def dapple(problem: Problem) -> Decision:
     kept, devices = KeptStages(problem), problem.stages
     places = np.arange(len(kept.cuts))
     comm_s = _finite(kept.comm_s)
-    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is one.
-    plan, exists = [_finite(kept.compute_s(0)[0])], _fits(kept, 0)[0]
+    # The plan behind T_PL(., m): seconds of its stages and transfers, by j, and whether there is
+    # one.
+    plan = [_finite(kept.compute_s(0)[0])]
+    exists = _fits(kept, 0)[0]
     begins = []
     for m in range(2, devices + 1):
         stage_s = _finite(kept.compute_s(m - 1))
@@ -77,7 +80,8 @@ def dapple(problem: Problem) -> Decision:
         # Rows: where the last stage begins; columns: where it ends.
         way = [*(seconds[:, None] for seconds in plan), comm_s, stage_s]
         if m < devices:
-            rest_s = _finite(kept.compute_s(m)[:, -1]) / (devices - m)
+            left_s = _finite(kept.compute_s(m)[:, -1])
+            rest_s = left_s / (devices - m)
             way += [comm_s[:, -1], rest_s]
         latency = latency_s([Phases(0.0, seconds) for seconds in way], problem.microbatches)
         begin = np.where(fits, latency, np.inf).argmin(0)
@@ -89,6 +93,7 @@ def dapple(problem: Problem) -> Decision:
         raise no_cuts_fit("dapple", problem.memory_limit_bytes, least_peaks(kept))
     ends = [len(kept.cuts) - 1]
     for begin in reversed(begins):
+        # Traced back: the last stage of the best plan for j begins where the plan before it ends.
         ends.append(int(begin[ends[-1]]))
     return kept.decision([0, *reversed(ends)])
 
@@ -96,9 +101,9 @@ def dapple(problem: Problem) -> Decision:
 def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """Estimates L of stages and the transfers between them.
 
-    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one of Q
-    and the work between them together (equation 3). One pass over the stages finds Q and T_e: all sums
-    are differences of running sums.
+    Q starts at the last stage and moves to an earlier one whose steady phase is longer than the one
+    of Q and the work between them together (equation 3). One pass over the stages finds Q and T_e:
+    all sums are differences of running sums.
 
     Args:
         stages: in their order, transfers included.
@@ -118,25 +123,36 @@ def latency_s(stages: Sequence[Phases], microbatches: int) -> Seconds:
     """
     forward_s = list(accumulate(x.forward_s for x in stages))
     backward_s = list(accumulate(x.backward_s for x in stages))
-    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <= Q.
+    # AR_s less the backwards before s; plus all backwards up to Q this is the ending of stage s <=
+    # Q.
     up_to_s = zip(stages, backward_s, strict=True)
     from_start_s = (x.reduce_s - up_to + x.backward_s for x, up_to in up_to_s)
     ahead_s = list(accumulate(from_start_s, np.maximum))
-    pivot_s, between_s, behind_s, latency = -np.inf, 0.0, -np.inf, 0.0
+    pivot_s = -np.inf
+    between_s = 0.0
+    behind_s = -np.inf
+    latency = 0.0
     for s in reversed(range(len(stages))):
-        stage, upto_s = stages[s], backward_s[s]
+        stage = stages[s]
+        upto_s = backward_s[s]
         work_s = stage.forward_s + stage.backward_s
         steady_s = (microbatches - 1) * work_s
-        ending_s = np.maximum(ahead_s[s] + upto_s, behind_s + upto_s - stage.backward_s)
+        after_s = behind_s + upto_s - stage.backward_s
+        ending_s = np.maximum(ahead_s[s] + upto_s, after_s)
         moves = steady_s > pivot_s + between_s
-        latency = np.where(moves, forward_s[s] + steady_s + ending_s, latency)
+        with_pivot_s = forward_s[s] + steady_s + ending_s
+        latency = np.where(moves, with_pivot_s, latency)
         pivot_s = np.where(moves, steady_s, pivot_s)
         between_s = np.where(moves, 0.0, between_s + work_s)
         behind_s = np.maximum(behind_s, stage.reduce_s - upto_s)
     return latency if np.ndim(latency) else float(latency)
 
 
-def in_flight(stages: int, largest: int, eager: bool = False) -> tuple[int, ...]:
+def in_flight(
+    stages: int,
+    largest: int,
+    eager: bool = False,
+) -> tuple[int, ...]:
     """Returns K_s of each stage by the paper's policies (section V-C), which `OneFOneB` runs.
 
     Args:

@@ -9,10 +9,10 @@ Legend, in the paper's symbols where it has them:
     F_s, B_s    of a slice of a micro-batch
     AR_s        the all-reduce of a stage's gradients over its devices
 
-From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of three
-policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation 5). One
-plan is kept for each (j, g), so the least L of all is not always found. Extensions that cannot beat
-the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
+From each (j, g) one more stage is added that ends at j' and takes m' devices g', which each of
+three policies chooses (figure 5). If L is then less than T_PL(j', g + g'), it replaces it (equation
+5). One plan is kept for each (j, g), so the least L of all is not always found. Extensions that
+cannot beat the best plan so far are left out, because L is at least M (F_s + B_s) for every stage.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,16 @@ Places = tuple[int, ...]
 
 
 def dapple_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds DAPPLE's plan for all devices, between the coarse cuts; None if no plan that it considers fits.
+    """Finds DAPPLE's plan for all devices, between the coarse cuts.
+
+    None if no plan that it considers fits.
 
     Args:
         segments: of the model.
         size: examples of a micro-batch.
 
-    Two machines of two devices: gradients are summed inside machines, and activations cross the network.
+    Two machines of two devices: gradients are summed inside machines, and activations cross the
+    network.
 
     >>> from jvpipe.cost.costs import Costs, Edge, LayerCost, Option
     >>> from jvpipe.cost.hardware import Accelerator, Cluster, Link
@@ -73,7 +76,8 @@ def fresh_first(free: Free, whole: Free, m: int) -> Free:
     >>> fresh_first((2, 4, 4), (4, 4, 4), 6)
     (0, 4, 2)
     """
-    return _in_turn(free, sorted(range(len(free)), key=lambda k: free[k] < whole[k]), m)
+    machines = sorted(range(len(free)), key=lambda k: free[k] < whole[k])
+    return _in_turn(free, machines, m)
 
 
 def append_first(free: Free, whole: Free, m: int) -> Free:
@@ -87,7 +91,8 @@ def append_first(free: Free, whole: Free, m: int) -> Free:
     >>> append_first((2, 4, 4), (4, 4, 4), 6)
     (2, 4, 0)
     """
-    return _in_turn(free, sorted(range(len(free)), key=lambda k: free[k] == whole[k]), m)
+    machines = sorted(range(len(free)), key=lambda k: free[k] == whole[k])
+    return _in_turn(free, machines, m)
 
 
 def scatter_first(free: Free, whole: Free, m: int) -> Free:
@@ -133,7 +138,12 @@ class _Plans:
 
     @staticmethod
     def none(n: int) -> "_Plans":
-        return _Plans(np.full(n, np.inf), [None] * n, [()] * n, [()] * n)
+        return _Plans(
+            np.full(n, np.inf),
+            [None] * n,
+            [()] * n,
+            [()] * n,
+        )
 
     @cached_property
     def stacked(self) -> list[Phases]:
@@ -142,13 +152,18 @@ class _Plans:
         every = np.zeros((3, longest, len(self.phases), 1))
         for j, phases in enumerate(self.phases):
             if phases:
+                # Stages without work change no latency: they neither fill the pipeline nor are its
+                # pivot.
                 every[:, longest - len(phases) :, j, 0] = np.array(phases).T
         return [Phases(*every[:, s]) for s in range(longest)]
 
     def stages(self, j: int) -> list[tuple[int, Places]]:
         """Lists the stages of the plan for j: where each ends, and its devices."""
         before = self.before[j]
-        return [*before[0].stages(before[1]), (j, self.places[j])] if before else []
+        if before is None:
+            return []
+        plans, end = before
+        return [*plans.stages(end), (j, self.places[j])]
 
 
 class _Search:
@@ -168,7 +183,10 @@ class _Search:
         self.microbatches = shapes.batch // size
         per_machine = shapes.cluster.devices_per_machine
         self.starts = range(0, shapes.devices, per_machine)
-        self.whole = tuple(min(per_machine, shapes.devices - start) for start in self.starts)
+        left = (shapes.devices - start for start in self.starts)
+        self.whole = tuple(min(per_machine, devices) for devices in left)
+        # On many devices stages get multiples of a unit, so that the counts that are tried stay
+        # few.
         self.unit = -(-shapes.devices // PAPER.replica_counts)
         self.inside = self.cuts > self.cuts[:, None]
         self.crossing_bytes = segments.crossing_bytes(size)
@@ -179,11 +197,14 @@ class _Search:
         self._work: dict[int, tuple[Grid, Grid, np.ndarray]] = {}
 
     def _left_s(self) -> Float[np.ndarray, "n"]:
-        """Bounds from below the seconds of all devices together for a micro-batch, from each cut on."""
+        """Bounds from below the seconds of all devices together for a micro-batch, from each cut
+        on.
+        """
         # Whatever r is, r devices share the layer; the r that wastes least time is the bound.
         counts = (1, *range(self.unit, self.shapes.devices + 1, self.unit))
         shares = ((r, self.segments.share(self.size, r)) for r in counts)
-        every = np.min([r * self.segments.compute_s(b) for r, b in shares], axis=0)
+        works = [r * self.segments.compute_s(b) for r, b in shares]
+        every = np.min(works, axis=0)
         total = sums(every)[self.cuts]
         return total[-1] - total
 
@@ -219,32 +240,45 @@ class _Search:
             free: the devices of each machine that the plans leave.
             taken: those that the stage gets.
         """
-        before, places = self.known[free], self.places(free, taken)
+        before = self.known[free]
+        places = self.places(free, taken)
         after = tuple(a - b for a, b in zip(free, taken, strict=True))
         rest = self.places(after, after)
         forward_s, backward_s, fits = self.work(len(places))
-        # Rows: where the stage begins, which is the j of the plan before it; columns: where it ends.
-        slowest_s = np.maximum(forward_s + backward_s, self.left_s / max(1, len(rest)))
+        # Rows: where the stage begins, which is the j of the plan before it; columns: where it
+        # ends.
+        rest_s = self.left_s / max(1, len(rest))
+        slowest_s = np.maximum(forward_s + backward_s, rest_s)
+        # A bound from below: the slowest stage works on every micro-batch.
         may_win = self.microbatches * slowest_s < self.best_s
-        possible = fits & np.isfinite(before.latency_s)[:, None] & may_win
+        is_reached = np.isfinite(before.latency_s)[:, None]
+        possible = fits & is_reached & may_win
         if not rest:
             possible[:, :-1] = False  # no device is left for layers behind the stage
         rows = np.flatnonzero(possible.any(1))
         if not len(rows):
             return
-        stage = Phases(forward_s[rows], backward_s[rows], self.reduce_s(places)[rows])
+        stage = Phases(
+            forward_s[rows],
+            backward_s[rows],
+            self.reduce_s(places)[rows],
+        )
         into = self.transfer(before, places, rows)
         way = [*(_at(phases, rows) for phases in before.stacked), into, stage]
         if rest:
-            onward = halved(self.crossing_bytes[:, -1], np.array(self.way(places, rest)))
+            rates = np.array(self.way(places, rest))
+            onward = halved(self.crossing_bytes[:, -1], rates)
             last_f, last_b, _ = self.work(len(rest))
-            last = Phases(last_f[:, -1], last_b[:, -1], self.reduce_s(rest)[:, -1])
-            way += [onward, last]
-        every_s = np.where(possible[rows], latency_s(way, self.microbatches), np.inf)
-        best_rows, ends = every_s.argmin(0), np.arange(len(self.cuts))
+            last_reduce_s = self.reduce_s(rest)[:, -1]
+            way += [onward, Phases(last_f[:, -1], last_b[:, -1], last_reduce_s)]
+        step_s = latency_s(way, self.microbatches)
+        every_s = np.where(possible[rows], step_s, np.inf)
+        best_rows = every_s.argmin(0)
+        ends = np.arange(len(self.cuts))
         plans = self.known.setdefault(after, _Plans.none(len(self.cuts)))
         better = np.flatnonzero(every_s[best_rows, ends] < plans.latency_s)
         for end in better:
+            # Only what is better than all plans before it for the same j and devices goes on.
             row = int(best_rows[end])
             j = int(rows[row])
             plans.latency_s[end] = every_s[row, end]
@@ -254,7 +288,8 @@ class _Search:
             phases = (_at(phases, (row, end)) for phases in added)
             plans.phases[end] = (*before.phases[j], *phases)
         if len(better):
-            self.judge(after, int(better[plans.latency_s[better].argmin()]))
+            fastest = plans.latency_s[better].argmin()
+            self.judge(after, int(better[fastest]))
 
     def judge(self, free: Free, j: int) -> None:
         """Evaluates the plan behind T_PL(j, g) with as many micro-batches in flight as it has.
@@ -266,14 +301,20 @@ class _Search:
         if j < last:
             stages.append((last, self.places(free, free)))
         bounds = 0, *(int(self.cuts[end]) for end, _ in stages)
-        shape = Shape(tuple(places for _, places in stages), self.size)
-        asked = self.shapes.pins.allow(bounds, shape.replicas, self.size)
+        devices = tuple(places for _, places in stages)
+        shape = Shape(devices, self.size)
+        asked = self.shapes.pins.allow(
+            bounds,
+            shape.replicas,
+            self.size,
+        )
         if self.known[free].latency_s[j] < self.best_s and asked:
             problem = self.shapes.problem(shape)
             evaluation = evaluate_decision(problem, kept_or_again(problem, bounds))
             least_s = plan_latency_s(evaluation.stages, self.microbatches)
             if least_s < self.best_s and keeps_limits(problem, evaluation):
-                self.best, self.best_s = (shape, bounds), least_s
+                self.best = (shape, bounds)
+                self.best_s = least_s
 
     def places(self, free: Free, taken: Free) -> Places:
         """Numbers the devices that are taken; those of a machine are taken in their order."""
@@ -286,18 +327,32 @@ class _Search:
     def work(self, replicas: int) -> tuple[Grid, Grid, np.ndarray]:
         """Returns F and B of each segment on some replicas, and whether it fits.
 
-        The last stage has one micro-batch in flight here, others two. A segment that does not fit is
-        counted with all forwards run again; whether it fits then, `judge` finds out.
+        The last stage has one micro-batch in flight here, others two. A segment that does not fit
+        is counted with all forwards run again; whether it fits then, `judge` finds out.
         """
         if replicas not in self._work:
             b = self.segments.share(self.size, replicas)
             fitting_s = self.segments.fitting_s(self.size, replicas, 2).copy()
-            fitting_s[:, -1] = self.segments.fitting_s(self.size, replicas, 1)[:, -1]
+            alone_s = self.segments.fitting_s(
+                self.size,
+                replicas,
+                1,
+            )
+            fitting_s[:, -1] = alone_s[:, -1]
             forwards_s = sums(self.segments.layer_s(b)[0])
             fits = np.isfinite(fitting_s) & self.inside
-            both_s = np.where(fits, fitting_s, self.segments.again_s(b))
+            both_s = np.where(
+                fits,
+                fitting_s,
+                self.segments.again_s(b),
+            )
             both_s = np.where(self.inside, both_s, 0.0)
-            forward_s = np.where(self.inside, between(forwards_s, self.cuts, self.cuts), 0.0)
+            forward_s = between(
+                forwards_s,
+                self.cuts,
+                self.cuts,
+            )
+            forward_s = np.where(self.inside, forward_s, 0.0)
             self._work[replicas] = forward_s, both_s - forward_s, fits
         return self._work[replicas]
 
@@ -306,14 +361,20 @@ class _Search:
         if len(places) == 1:
             return np.zeros(self.inside.shape)
         link = self.shapes.cluster.reducing(places)
-        return self.segments.reduce_s(self.segments.share(self.size, len(places)), link)
+        share = self.segments.share(self.size, len(places))
+        return self.segments.reduce_s(share, link)
 
     def way(self, senders: Places, readers: Places) -> tuple[float, float]:
         """Returns the latency of a transfer between stages, and its seconds per byte."""
         link = self.shapes.cluster.way(senders, readers)
         return link.latency_s, 1 / link.bytes_per_s
 
-    def transfer(self, before: _Plans, places: Places, rows: Int[np.ndarray, "r"]) -> Phases:
+    def transfer(
+        self,
+        before: _Plans,
+        places: Places,
+        rows: Int[np.ndarray, "r"],
+    ) -> Phases:
         """Describes as a stage the transfers from the last stage of some plans, and back.
 
         Args:
@@ -322,8 +383,9 @@ class _Search:
             rows: the places in the cuts where those plans end.
         """
         senders = (before.places[j] for j in rows)
-        rates = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
-        return halved(self.crossing_bytes[rows], np.array(rates).T[:, :, None])
+        ways = [self.way(sender, places) if sender else (0.0, 0.0) for sender in senders]
+        rates = np.array(ways).T[:, :, None]
+        return halved(self.crossing_bytes[rows], rates)
 
 
 def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) -> Phases:
@@ -333,8 +395,14 @@ def halved(sizes: Float[np.ndarray, "..."], rate: Float[np.ndarray, "2 ..."]) ->
         sizes: bytes of both directions.
         rate: seconds of the latency, and per byte.
     """
-    one_way_s = np.where(sizes > 0, rate[0] + sizes / 2 * rate[1], 0.0)
-    return Phases(one_way_s, one_way_s, np.zeros_like(one_way_s))
+    latency_s, byte_s = rate
+    filled_s = latency_s + sizes / 2 * byte_s
+    one_way_s = np.where(sizes > 0, filled_s, 0.0)
+    return Phases(
+        one_way_s,
+        one_way_s,
+        np.zeros_like(one_way_s),
+    )
 
 
 def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
@@ -343,7 +411,13 @@ def plan_latency_s(stages: Sequence[StageCost], microbatches: int) -> float:
     for s, stage in enumerate(stages):
         phases += [Phases(stage.comm_s / 2, stage.comm_s / 2)] if s else []
         backward_s = stage.backward_s + stage.recompute_s
-        phases.append(Phases(stage.forward_s, backward_s, stage.reduce_s))
+        phases.append(
+            Phases(
+                stage.forward_s,
+                backward_s,
+                stage.reduce_s,
+            )
+        )
     return float(latency_s(phases, microbatches))
 
 
@@ -352,7 +426,11 @@ def _at(phases: Phases, which: Any) -> Phases:
     return Phases(*(np.asarray(x)[which] for x in phases))
 
 
-def _in_turn(free: Free, machines: Sequence[int], m: int) -> Free:
+def _in_turn(
+    free: Free,
+    machines: Sequence[int],
+    m: int,
+) -> Free:
     """Takes all free devices of some machines, one machine after another, until there are m."""
     taken = [0] * len(free)
     for k in machines:

@@ -10,9 +10,9 @@ Legend, in the paper's symbols:
     layers   p . . . . . cb . . . . mb . . . . . . . q       the bound between the groups is one of cb to mb
              [ first groups of stages ][ the others  ]       each side is divided in the same way
 
-By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with the
-layers, transfers take less than stages, and what can be saved is spread evenly over the model. The
-paper's recursion takes phi^log2(S) steps; here each segment is planned once and looked up.
+By theorem 4.1 the best bound of two stages lies between cb and mb, if seconds and bytes grow with
+the layers, transfers take less than stages, and what can be saved is spread evenly over the model.
+The paper's recursion takes phi^log2(S) steps; here each segment is planned once and looked up.
 """
 
 from bisect import bisect_left, bisect_right
@@ -57,7 +57,8 @@ class StageGroup:
 class BinaryPartition:
     """The best parts for segments between bounds, by segment and stages.
 
-    A bound has a place, by which lists of bounds are indexed: p and q are places, b the one between.
+    A bound has a place, by which lists of bounds are indexed: p and q are places, b the one
+    between.
 
     Args:
         segments: of the problem.
@@ -80,11 +81,19 @@ class BinaryPartition:
         held_bytes = [layer[0].held_bytes for layer in every]
         if least:
             held_bytes = [min(t.held_bytes for t in layer) for layer in every]
-        total = np.concatenate([[0], np.cumsum(held_bytes)]) + self.segments.static_bytes(s)
+        held_before = np.concatenate([[0], np.cumsum(held_bytes)])
+        total = held_before + self.segments.static_bytes(s)
         return [float(total[b]) for b in self.bounds]
 
-    def compute_balanced(self, p: int, q: int, left: int, right: int) -> int:
-        """Finds which bound from p to q divides the seconds best between so many stages on its two sides.
+    def compute_balanced(
+        self,
+        p: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> int:
+        """Finds which bound from p to q divides the seconds best between so many stages on its two
+        sides.
 
         Args:
             p: the first bound's place.
@@ -92,12 +101,21 @@ class BinaryPartition:
             left: the number of stages before the bound.
             right: the number behind it.
         """
-        share = self.seconds[p] + (self.seconds[q] - self.seconds[p]) * left / (left + right)
+        # The place of the left side's share of the seconds.
+        inside_s = self.seconds[q] - self.seconds[p]
+        share = self.seconds[p] + inside_s * left / (left + right)
         near = bisect_left(self.seconds, share, p, q)
         best = min((near - 1, near), key=lambda b: self.floor_s(p, b, q, left, right))
         return self._clip(best, p, q, left, right)
 
-    def floor_s(self, p: int, b: int, q: int, left: int, right: int) -> float:
+    def floor_s(
+        self,
+        p: int,
+        b: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> float:
         """Bounds the seconds of the slowest stage from below, by the means on both sides of b.
 
         Args:
@@ -111,8 +129,16 @@ class BinaryPartition:
         behind_s = self.seconds[q] - self.seconds[b]
         return max(before_s / left, behind_s / right)
 
-    def memory_balanced(self, p: int, q: int, first: int, middle: int, last: int) -> int:
-        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to the same level.
+    def memory_balanced(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        middle: int,
+        last: int,
+    ) -> int:
+        """Finds which bound, of those from p to q, comes before stage `middle` if stages fill to
+        the same level.
 
         Algorithm 2, for any numbers of micro-batches in flight and of versions: a bisection for the
         smallest level at which the stages hold all layers from p to q.
@@ -126,29 +152,59 @@ class BinaryPartition:
         """
 
         def fill(level: float) -> tuple[int, int]:
-            """Fills stages to a level; returns the bound before the middle stage, and how far all come."""
+            """Fills stages to a level.
+
+            Returns the bound before the middle stage, and how far all come.
+            """
             at = bound = p
             for s in range(first, last):
                 bound = at if s == middle else bound
                 need = self.need[s]
-                at = max(at, bisect_right(need, need[at] + level, at, q + 1) - 1)
+                end = bisect_right(need, need[at] + level, at, q + 1) - 1
+                at = max(at, end)
             return bound, at
 
         # A level of `below` is too low; at `enough` one stage alone could hold all layers.
         below = 0.0
         enough = max(self.need[s][q] - self.need[s][p] for s in range(first, last))
+        # Ends: the span between what is too little and what is enough is halved each time.
         while enough - below > 1e-3 * enough + 1:
             level = (below + enough) / 2
-            below, enough = (below, level) if fill(level)[1] == q else (level, enough)
-        return self._clip(fill(enough)[0], p, q, middle - first, last - middle)
+            _, reached = fill(level)
+            if reached == q:
+                enough = level
+            else:
+                below = level
+        bound, _ = fill(enough)
+        return self._clip(
+            bound,
+            p,
+            q,
+            middle - first,
+            last - middle,
+        )
 
     @staticmethod
-    def _clip(b: int, p: int, q: int, left: int, right: int) -> int:
+    def _clip(
+        b: int,
+        p: int,
+        q: int,
+        left: int,
+        right: int,
+    ) -> int:
         """Moves a bound to where each stage on either side can have a layer."""
         return max(p + left, min(q - right, b))
 
-    def between(self, p: int, q: int, first: int, middle: int, last: int) -> Sequence[int]:
-        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the memory-balanced one.
+    def between(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        middle: int,
+        last: int,
+    ) -> Sequence[int]:
+        """Lists the bounds that theorem 4.1 leaves, from the compute-balanced to the
+        memory-balanced one.
 
         Args:
             p: the first bound's place.
@@ -157,9 +213,15 @@ class BinaryPartition:
             middle: the stage that begins at the bound.
             last: behind the last stage.
         """
-        cb = self.compute_balanced(p, q, middle - first, last - middle)
+        cb = self.compute_balanced(
+            p,
+            q,
+            middle - first,
+            last - middle,
+        )
         mb = self.memory_balanced(p, q, first, middle, last)
-        bounds = range(cb, mb + 1) if cb <= mb else range(cb, mb - 1, -1)
+        step = 1 if cb <= mb else -1
+        bounds = range(cb, mb + step, step)
         if len(bounds) <= PAPER.bounds:
             return bounds
         by_crossing = sorted(bounds[1:-1], key=lambda b: self.crossing[self.bounds[b]])
@@ -175,12 +237,26 @@ class BinaryPartition:
             q: the last one's.
         """
         changes = self.changes[self.segments.in_flight[s]]
-        chosen = Selection(self.segments, changes, s, self.bounds[p], self.bounds[q])
+        begin = self.bounds[p]
+        end = self.bounds[q]
+        chosen = Selection(
+            self.segments,
+            changes,
+            s,
+            begin,
+            end,
+        )
         if chosen.may_fit:
             optimise(chosen)
         return chosen
 
-    def best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
+    def best(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        last: int,
+    ) -> StageGroup | None:
         """Plans stages with the layers between bounds p and q; None if nothing fits.
 
         Args:
@@ -194,17 +270,25 @@ class BinaryPartition:
             self.parts[key] = self._best(*key)
         return self.parts[key]
 
-    def _best(self, p: int, q: int, first: int, last: int) -> StageGroup | None:
+    def _best(
+        self,
+        p: int,
+        q: int,
+        first: int,
+        last: int,
+    ) -> StageGroup | None:
         if last - first == 1:
             stage = self.stage(first, p, q)
             return None if stage.excess_bytes else StageGroup(stage.seconds, (self.bounds[q],))
         middle = first + (last - first + 1) // 2
+        sides = middle - first, last - middle  # numbers of stages
         best = None
         for b in self.between(p, q, first, middle, last):
-            floor_s = self.floor_s(p, b, q, middle - first, last - middle)
+            # A bound from below: what cannot beat the best plan is not planned.
+            floor_s = self.floor_s(p, b, q, *sides)
             if best and floor_s >= best.seconds:
-                # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had to
-                # be saved, which proves less.
+                # It only grows with the distance from cb. Algorithm 1 stops as soon as nothing had
+                # to be saved, which proves less.
                 break
             left = self.best(p, b, first, middle)
             if left is None or (best and left.seconds >= best.seconds):
@@ -213,7 +297,8 @@ class BinaryPartition:
             if right is None:
                 continue
             part = StageGroup(max(left.seconds, right.seconds), left.ends + right.ends)
-            best = part if not best or part.seconds < best.seconds else best
+            if not best or part.seconds < best.seconds:
+                best = part
         return best
 
 
@@ -222,7 +307,12 @@ def try_dawnpiper(problem: Problem) -> Decision | None:
     segments = Segments(problem)
     for least in (False, True):
         search = BinaryPartition(segments, least)
-        part = search.best(0, len(search.bounds) - 1, 0, problem.stages)
+        part = search.best(
+            0,
+            len(search.bounds) - 1,
+            0,
+            problem.stages,
+        )
         if part is not None:
             bounds = (0, *part.ends)
             place = {b: at for at, b in enumerate(search.bounds)}

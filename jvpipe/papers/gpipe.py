@@ -1,10 +1,10 @@
 """GPipe's planner: the least variance of the stages' estimated costs.
 
-Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-NeurIPS 2019, section 2.
+Paper: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", NeurIPS 2019, section 2.
 
-The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least sum
-of squares is the least variance; a dynamic program over the cuts finds it.
+The cost of a stage is the seconds of its forward. The mean is the same for all cuts, so the least
+sum of squares is the least variance; a dynamic program over the cuts finds it.
 """
 
 import numpy as np
@@ -29,7 +29,8 @@ def gpipe(problem: Problem) -> Decision:
     Decision(bounds=(0, 3, 4), choices=(-1, -2, -2, -1))
     """
     kept = KeptStages(problem)
-    _, places = least_path([kept.forward_s(s) ** 2 for s in range(problem.stages)], np.add)
+    squares = [kept.forward_s(s) ** 2 for s in range(problem.stages)]
+    _, places = least_path(squares, np.add)
     assert places is not None, "there are as many places as stages need"
     bounds = tuple(int(kept.cuts[place]) for place in places)
     # The first layer of a stage begins a chain of forwards that all run again.

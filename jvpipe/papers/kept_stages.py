@@ -1,7 +1,8 @@
-"""The seconds and bytes of all segments with every residual kept, for planners that do not choose fates.
+"""The seconds and bytes of all segments with every residual kept,
+for planners that do not choose fates.
 
-A grid has a row for each cut at which a segment may begin and a column for each at which it may end,
-as those of `KeepAll`; all other entries are infinite.
+A grid has a row for each cut at which a segment may begin and a column for each at which it may
+end, as those of `KeepAll`; all other entries are infinite.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,31 @@ class KeptStages(KeepAll):
 
     def forward_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward."""
-        return self._inside(between(self.segments.forward_of(s), self.cuts, self.cuts))
+        forward_s = self.segments.forward_of(s)
+        return self._inside(
+            between(
+                forward_s,
+                self.cuts,
+                self.cuts,
+            )
+        )
 
     def compute_s(self, s: int) -> Grid:
         """Counts the seconds of stage s's forward and backward."""
         extra_s = sums(layer.options[0].extra_s for layer in self.problem.layers_on(s))
-        return self._inside(between(self.segments.compute_of(s) + extra_s, self.cuts, self.cuts))
+        compute_s = self.segments.compute_of(s) + extra_s
+        return self._inside(
+            between(
+                compute_s,
+                self.cuts,
+                self.cuts,
+            )
+        )
 
     def seconds(self, s: int) -> Grid:
-        """Returns the seconds between micro-batches: those of stage s's work, or of its own link if longer."""
+        """Returns the seconds between micro-batches: those of stage s's work, or of its own link if
+        longer.
+        """
         return np.maximum(self.compute_s(s), self._block.traffic_s)
 
     @cached_property
@@ -38,7 +55,13 @@ class KeptStages(KeepAll):
     def where_it_fits(self, s: int, grid: Grid) -> Grid:
         """Returns a grid, infinite where stage s would be over the limit."""
         limit = self.problem.memory_limit_bytes
-        return grid if limit is None else np.where(self.peak_bytes(s) <= limit, grid, np.inf)
+        if limit is None:
+            return grid
+        return np.where(
+            self.peak_bytes(s) <= limit,
+            grid,
+            np.inf,
+        )
 
     def decision(self, places: Sequence[int]) -> Decision:
         """Returns the decision with the cuts at some places of the grid."""

@@ -1,12 +1,14 @@
-"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection, refinement.
+"""vPipe's initial cuts: coarsening on backbone vertices, recursive Kernighan-Lin bisection,
+refinement.
 
 Paper: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable
 Pipeline Parallel DNN Training", TPDS 2022, its graph partition.
 
-Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only the
-vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are locked
-and keeps the best state on its way. Here such a pass is a walk of the bound, so its result is the best
-of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a tolerance.
+Stages are contiguous in the order of the layers, and so are the two sides of every bisection: only
+the vertices at the bound may change sides. A pass of Kernighan-Lin exchanges vertices until all are
+locked and keeps the best state on its way. Here such a pass is a walk of the bound, so its result
+is the best of all bounds: the fewest bytes cut, of those that balance the sides' seconds within a
+tolerance.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from jvpipe.planners.model.segments import OverJ, Segments
 
 
 def initial_bounds(segments: Segments) -> tuple[int, ...]:
-    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance seconds."""
+    """Finds bounds of the stages, from 0 to the number of layers, that cut few bytes and balance
+    seconds.
+    """
     problem = segments.problem
     total, crossing = segments.compute_s, segments.crossing_bytes
     mean_s = float(total[-1]) / problem.stages
@@ -36,28 +40,34 @@ def initial_bounds(segments: Segments) -> tuple[int, ...]:
         if stages == 1:
             return [hi]
         left = stages // 2
-        share = total[lo] + (total[hi] - total[lo]) * left / stages
+        inside_s = total[hi] - total[lo]
+        share = total[lo] + inside_s * left / stages
         # Each side needs as many fine vertices as it has stages.
         inside = [b for b in fine if lo <= b <= hi]
         possible = inside[left : len(inside) - (stages - left)]
         middles = sorted(set(possible).intersection(coarse)) or possible
         nearest = min(abs(total[b] - share) for b in middles)
+        # At least the bound nearest to the share is balanced enough, so there always is one.
         tolerance = max(nearest, PAPER.imbalance * mean_s)
         balanced = [b for b in middles if abs(total[b] - share) <= tolerance]
         # Fewest bytes first; of equal ones the best balance.
         middle = min(balanced, key=lambda b: (crossing[b], abs(total[b] - share)))
         return bisect(lo, middle, left) + bisect(middle, hi, stages - left)
 
-    return refine([0, *bisect(0, fine[-1], problem.stages)], fine, coarse, total, crossing)
+    bounds = [0, *bisect(0, fine[-1], problem.stages)]
+    return refine(bounds, fine, coarse, total, crossing)
 
 
 def coarse_bounds(
-    problem: Problem, fine: Sequence[int], total: OverJ, heaviest_s: float
+    problem: Problem,
+    fine: Sequence[int],
+    total: OverJ,
+    heaviest_s: float,
 ) -> list[int]:
     """Finds the bounds of the coarse graph's vertices.
 
-    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest, which
-    becomes one vertex, or several if it would take more than `heaviest_s`.
+    A backbone vertex is a layer that no edge passes by. The layers between two of them are a nest,
+    which becomes one vertex, or several if it would take more than `heaviest_s`.
 
         edges    0-1-2-3-4-5, 1-4       backbone 0, 1, 4, 5: the edge from 1 to 4 passes by 2 and 3
         coarse   0|1|2 3|4|5
@@ -82,7 +92,8 @@ def coarse_bounds(
     vertices = [0]
     for b, after in pairwise(fine[1:]):
         beside_backbone = b in backbone or b - 1 in backbone
-        if beside_backbone or total[after] - total[vertices[-1]] > heaviest_s:
+        joined_s = total[after] - total[vertices[-1]]
+        if beside_backbone or joined_s > heaviest_s:
             vertices.append(b)
     return [*vertices, fine[-1]]
 
@@ -94,7 +105,8 @@ def refine(
     total: OverJ,
     crossing: OverJ,
 ) -> tuple[int, ...]:
-    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts fewest bytes.
+    """Walks each bound layer by layer between the coarse vertices beside it, to where it cuts
+    fewest bytes.
 
     The slower of the two stages beside it may be slower than at the best balance, by the tolerance.
 
@@ -107,12 +119,15 @@ def refine(
     """
     for s in range(1, len(bounds) - 1):
         lo, b, hi = bounds[s - 1 : s + 2]
+        # A bound moves between its coarse neighbours, and never past the bounds beside it.
         first = max([c for c in coarse if lo < c < b], default=lo + 1)
         last = min([c for c in coarse if b < c < hi], default=hi - 1)
         slower_s: dict[int, float] = {}
         for c in fine:
             if first <= c <= last:
-                slower_s[c] = max(total[c] - total[lo], total[hi] - total[c])
+                left_s = total[c] - total[lo]
+                right_s = total[hi] - total[c]
+                slower_s[c] = max(left_s, right_s)
         allowed_s = min(slower_s.values()) * (1 + PAPER.imbalance)
         allowed = [c for c in slower_s if slower_s[c] <= allowed_s]
         bounds[s] = min(allowed, key=lambda c: (crossing[c], slower_s[c]))

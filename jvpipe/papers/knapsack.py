@@ -1,4 +1,5 @@
-"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least, for every segment at once.
+"""AdaPipe's knapsack: the residuals that a stage keeps so that recomputation is least,
+for every segment at once.
 
 Paper: Sun et al., ASPLOS 2024, the first of its two dynamic programs.
 
@@ -23,7 +24,7 @@ that are held, which is never less than `stage_cost.py` counts.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import gcd
 
 import numpy as np
@@ -37,7 +38,9 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes, option_bytes
 
 @dataclass(frozen=True)
 class Item:
-    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's working bytes."""
+    """A treatment: its choice, its bytes per micro-batch, its extra seconds, and its backward's
+    working bytes.
+    """
 
     choice: int
     bytes: int
@@ -46,29 +49,44 @@ class Item:
 
 
 def items(segments: Segments) -> list[list[Item]]:
-    """Lists each layer's treatments that do not swap, without those that another one beats in every respect."""
+    """Lists each layer's treatments that do not swap, without those that another one beats in every
+    respect.
+    """
     per_layer = []
     for layer in segments.problem.costs.layers:
         rows = treatments(layer, 1)
         all_of: list[Item] = []
+        # The last row recomputes everything: its choice is -1.
         for choice in (*range(len(rows) - 1), -1):
             row = rows[choice]
             if not row.swapped_bytes:
-                all_of.append(Item(choice, row.held_bytes, row.extra_s, row.working_bytes))
+                all_of.append(
+                    Item(
+                        choice,
+                        row.held_bytes,
+                        row.extra_s,
+                        row.working_bytes,
+                    )
+                )
         all_of.sort(key=lambda x: (x.bytes, x.extra_s, x.working_bytes))
         # By rising bytes: an item beats later ones if it takes no more seconds and working bytes.
         kept: list[Item] = []
         for x in all_of:
-            if all(y.extra_s > x.extra_s or y.working_bytes > x.working_bytes for y in kept):
+            as_good = (y.extra_s <= x.extra_s and y.working_bytes <= x.working_bytes for y in kept)
+            if not any(as_good):
                 kept.append(x)
         per_layer.append(kept)
     return per_layer
 
 
 def working_caps(layers: Sequence[Sequence[Item]]) -> list[int]:
-    """Lists caps on the working bytes, all that differ or some of them; under each every layer has an item."""
+    """Lists caps on the working bytes, all that differ or some of them.
+
+    Under each every layer has an item.
+    """
     least = max(min(x.working_bytes for x in layer) for layer in layers)
-    caps = sorted({max(least, x.working_bytes) for layer in layers for x in layer})
+    every = chain.from_iterable(layers)
+    caps = sorted({max(least, x.working_bytes) for x in every})
     count = min(len(caps), max(3, PAPER.caps_times_layers // len(layers)))
     places = np.linspace(0, len(caps) - 1, count).round().astype(int)
     return [caps[place] for place in places]
@@ -100,21 +118,26 @@ class Knapsack:
         self.working_bytes = np.array(largest_working)
         pairs = zip(self.layers, smallest, strict=True)
         more = [[x.bytes - least for x in layer] for layer, least in pairs]
-        divisor = reduce(gcd, (w for layer in more for w in layer)) or 1
-        largest = min(limit_bytes // k, sum(max(layer) for layer in more))
+        divisor = reduce(gcd, chain.from_iterable(more)) or 1
+        largest = min(limit_bytes // k, sum(map(max, more)))
         self.in_flight, self.q = k, q
-        self.quantum_bytes = divisor * max(1, -(-largest // (q * divisor)))
+        # The least multiple of the divisor of which q are no fewer than the largest.
+        multiple = -(-largest // (q * divisor))
+        self.quantum_bytes = divisor * max(1, multiple)
         self.weights = [[-(-w // self.quantum_bytes) for w in layer] for layer in more]
 
     def tables(self, ends: Sequence[int]) -> Iterator[tuple[int, Float[np.ndarray, "J Q"]]]:
-        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its quanta.
+        """Yields, for i from the last layer down, the least extra seconds of [i, j) by j and by its
+        quanta.
 
         Args:
-            ends: for each i the last j that is asked for, falling with i; later rows stay as they are.
+            ends: for each i the last j that is asked for, falling with i; later rows stay as they
+                are.
         """
         n = len(self.layers)
         table = np.full((n + 1, self.q + 1), np.inf)
         table[n] = 0
+        # Row j of the table is for [i + 1, j) until layer i has been added, and for [i, j) then.
         for i in reversed(range(n)):
             rows = table[i + 1 : ends[i] + 1]
             rows[...] = self._with(i, rows).min(0)
@@ -132,31 +155,49 @@ class Knapsack:
             Extra seconds with it, by its item in the first axis and by quanta in the last.
         """
         by_treatment = np.full((len(self.layers[layer]), *rest.shape), np.inf)
-        for x, w, out in zip(self.layers[layer], self.weights[layer], by_treatment, strict=True):
+        treatments = zip(self.layers[layer], self.weights[layer], by_treatment, strict=True)
+        for x, w, out in treatments:
             if w <= self.q:
-                np.add(rest[..., : self.q + 1 - w], x.extra_s, out=out[..., w:])
+                left = rest[..., : self.q + 1 - w]
+                # With q quanta the rest gets q - w of them.
+                np.add(left, x.extra_s, out=out[..., w:])
         return by_treatment
 
     def quanta(self, free_bytes: OverJ, i: int) -> Int[np.ndarray, "J"]:
-        """Counts the quanta of the free bytes that [i, j) may take, over j; negative if it does not fit."""
-        working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self.working_bytes[i:])])
-        left = (free_bytes - working) // self.in_flight - (self.base_bytes - self.base_bytes[i])
+        """Counts the quanta of the free bytes that [i, j) may take, over j.
+
+        Negative if it does not fit.
+        """
+        largest = np.maximum.accumulate(self.working_bytes[i:])
+        working = np.concatenate([np.zeros(i + 1), largest])
+        # The smallest items of [i, j) are held anyway: quanta count only what comes on top.
+        base = self.base_bytes - self.base_bytes[i]
+        left = (free_bytes - working) // self.in_flight - base
         return np.minimum(left // self.quantum_bytes, self.q).astype(int)
 
-    def choose(self, i: int, j: int, quanta: int) -> tuple[float, list[int]]:
-        """Finds the least extra seconds of [i, j), and the choices, which are traced back through the tables.
+    def choose(
+        self,
+        i: int,
+        j: int,
+        quanta: int,
+    ) -> tuple[float, list[int]]:
+        """Finds the least extra seconds of [i, j), and the choices, which are traced back through
+        the tables.
 
         Args:
             i: the first layer.
             j: behind the last one.
             quanta: that the choices may take.
         """
-        rest, options = np.zeros(self.q + 1), []
+        rest = np.zeros(self.q + 1)
+        options = []
         for layer in reversed(range(i, j)):
+            # From the last layer to the first, as the tables were made.
             options.insert(0, self._with(layer, rest))
             rest = options[0].min(0)
         choices, left = [], quanta
         for layer, option in zip(range(i, j), options, strict=True):
+            # Exact: the table behind this layer is the one that the minimum was taken of.
             best = int(option[:, left].argmin())
             choices.append(self.layers[layer][best].choice)
             left -= self.weights[layer][best]
@@ -167,21 +208,26 @@ class Recomputation:
     """The best recomputation of every stage with every segment.
 
     Attributes:
-        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it does
-            not fit.
+        extra_s: [s, i, j], the least extra seconds of stage s with layers [i, j); infinite if it
+            does not fit.
     """
 
     def __init__(self, segments: Segments) -> None:
-        layers, stages = segments.problem.costs.layers, range(segments.problem.stages)
+        layers = segments.problem.costs.layers
+        stages = range(segments.problem.stages)
         self.segments = segments
         kept = [option_bytes(x, x.options[0]) for x in layers]
-        self._kept_bytes = np.array([0, *accumulate(x.kept for x in kept)])
+        kept_bytes = accumulate(x.kept for x in kept)
+        extra_s = accumulate(x.options[0].extra_s for x in layers)
+        self._kept_bytes = np.array([0, *kept_bytes])
         self._working_bytes = np.array([x.working for x in kept])
-        self._extra_s = np.array([0.0, *accumulate(x.options[0].extra_s for x in layers)])
-        all_kept = [[self._all_kept(s, i) for i in range(len(layers))] for s in stages]
+        self._extra_s = np.array([0.0, *extra_s])
+        begins = range(len(layers))
+        all_kept = [[self._all_kept(s, i) for i in begins] for s in stages]
         self.extra_s = np.stack(all_kept)
         self._items: list[list[Item]] = []
         self._caps: list[int] = []
+        # If every segment fits with everything kept, no knapsack is needed.
         if np.isinf(self.extra_s).any():
             self._items = items(segments)
             self._caps = working_caps(self._items)
@@ -191,19 +237,28 @@ class Recomputation:
                     self._fill(knapsack, of_k)
 
     def _free_bytes(self, s: int, i: int) -> OverJ:
-        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over j."""
+        """Returns the bytes that the limit leaves to residuals and to the work of one layer, over
+        j.
+        """
         limit = self.segments.problem.memory_limit_bytes
         limit_bytes = np.inf if limit is None else float(limit)
         return limit_bytes - self.segments.row(s, i).fixed_bytes[0]
 
     def _all_kept(self, s: int, i: int) -> OverJ:
-        """Returns the extra seconds of [i, j) with everything kept, over j; infinite if it does not fit."""
+        """Returns the extra seconds of [i, j) with everything kept, over j.
+
+        Infinite if it does not fit.
+        """
         k = self.segments.in_flight[s]
-        working = np.concatenate([np.zeros(i + 1), np.maximum.accumulate(self._working_bytes[i:])])
-        taken = on_device_bytes(k, self._kept_bytes - self._kept_bytes[i]) + working
+        largest = np.maximum.accumulate(self._working_bytes[i:])
+        working = np.concatenate([np.zeros(i + 1), largest])
+        kept = self._kept_bytes - self._kept_bytes[i]
+        taken = on_device_bytes(k, kept) + working
         # Entries with j <= i stand for no segment, and count as fitting.
-        fits = (taken <= self._free_bytes(s, i)) | (np.arange(len(taken)) <= i)
-        return np.where(fits, self._extra_s - self._extra_s[i], np.inf)
+        is_empty = np.arange(len(taken)) <= i
+        fits = (taken <= self._free_bytes(s, i)) | is_empty
+        extra_s = self._extra_s - self._extra_s[i]
+        return np.where(fits, extra_s, np.inf)
 
     def _knapsacks(self, k: int, q: int) -> list[Knapsack]:
         limit = self.segments.problem.memory_limit_bytes or 0
@@ -215,16 +270,30 @@ class Recomputation:
         for i, table in knapsack.tables(self._ends(knapsack, stages)):
             for s in stages:
                 quanta = knapsack.quanta(self._free_bytes(s, i), i)
-                seconds = np.where(quanta >= 0, table[js, np.maximum(quanta, 0)], np.inf)
+                seconds = table[js, np.maximum(quanta, 0)]
+                seconds = np.where(
+                    quanta >= 0,
+                    seconds,
+                    np.inf,
+                )
                 self.extra_s[s, i] = np.minimum(self.extra_s[s, i], seconds)
 
     def _ends(self, knapsack: Knapsack, stages: Sequence[int]) -> list[int]:
-        """Returns for each i the last j that may fit on a stage, by parameters and smallest items alone."""
-        segments, limit = self.segments, self.segments.problem.memory_limit_bytes or 0
+        """Returns for each i the last j that may fit on a stage, by parameters and smallest items
+        alone.
+        """
+        segments = self.segments
+        limit = self.segments.problem.memory_limit_bytes or 0
+        # A bound for all of these stages: what is over it fits on none of them.
         versions = min(segments.versions[s] for s in stages)
         least = versions * segments.parameter_bytes + segments.state_bytes
         least = least + on_device_bytes(knapsack.in_flight, knapsack.base_bytes)
-        return [int(end) - 1 for end in np.searchsorted(least, least[:-1] + limit, side="right")]
+        ends = np.searchsorted(
+            least,
+            least[:-1] + limit,
+            side="right",
+        )
+        return [int(end) - 1 for end in ends]
 
     def choices(self, s: int, i: int, j: int) -> list[int]:
         """Returns the choices of stage s with layers [i, j), which fits.
@@ -236,9 +305,11 @@ class Recomputation:
         """
         if np.isfinite(self._all_kept(s, i)[j]):
             return [0] * (j - i)
-        free_bytes, k = self._free_bytes(s, i), self.segments.in_flight[s]
+        free_bytes = self._free_bytes(s, i)
+        k = self.segments.in_flight[s]
         every: list[tuple[float, list[int]]] = []
-        for knapsack in (*self._knapsacks(k, PAPER.quanta), *self._knapsacks(k, PAPER.fine_quanta)):
+        coarse, fine = self._knapsacks(k, PAPER.quanta), self._knapsacks(k, PAPER.fine_quanta)
+        for knapsack in (*coarse, *fine):
             quanta = int(knapsack.quanta(free_bytes, i)[j])
             if quanta >= 0:
                 every.append(knapsack.choose(i, j, quanta))

@@ -1,7 +1,9 @@
-"""The errors of heuristic planners that find no plan: they name a memory limit under which one is found.
+"""The errors of heuristic planners that find no plan:
+they name a memory limit under which one is found.
 
-A heuristic may fail under a limit that another plan would keep, and may find something under one limit
-and nothing under a slightly larger one. So the limit that is named is one at which it was tried.
+A heuristic may fail under a limit that another plan would keep, and may find something under one
+limit and nothing under a slightly larger one. So the limit that is named is one at which it was
+tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,9 @@ from jvpipe.planners.model.stage_cost import evaluate_decision
 
 
 def plan_or_raise(
-    problem: Problem, planner: str, attempt: Callable[[Problem], Decision | None]
+    problem: Problem,
+    planner: str,
+    attempt: Callable[[Problem], Decision | None],
 ) -> Decision:
     """Returns the plan that a planner finds.
 
@@ -26,7 +30,8 @@ def plan_or_raise(
         attempt: returns the planner's decision, or None if nothing that it considers fits.
 
     Raises:
-        Infeasible: the planner finds nothing. The limit that is named was found by bisection from above.
+        Infeasible: the planner finds nothing. The limit that is named was found by bisection from
+            above.
     """
     decision = attempt(problem)
     if decision is not None:
@@ -50,7 +55,8 @@ def plan_or_raise(
             enough, decision = middle, nearer
     stages = evaluate_decision(problem, decision).stages
     peaks = [cost.peak_bytes + problem.less_bytes(s) for s, cost in enumerate(stages)]
-    stage, excess = peaks.index(max(peaks)), enough - limit
+    stage = peaks.index(max(peaks))
+    excess = enough - limit
     raise Infeasible(
         f"{planner} finds no plan under {limit} bytes per device: the smallest limit at which it "
         f"was seen to find one is {enough} bytes, {excess} more than this limit, "
@@ -62,7 +68,11 @@ def plan_or_raise(
     )
 
 
-def no_cuts_fit(planner: str, limit: int | None, peaks: Sequence[float]) -> Infeasible:
+def no_cuts_fit(
+    planner: str,
+    limit: int | None,
+    peaks: Sequence[float],
+) -> Infeasible:
     """Makes the error for a limit that no cuts keep.
 
     Args:

@@ -20,9 +20,9 @@ from jvpipe.planners.model.problem import Decision, Problem
 def pipedream(problem: Problem) -> Decision:
     """Plans as PipeDream does; every residual is kept.
 
-    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is the fastest under the limit and the
-    problem's own schedule: under `pipedream` stage s of S holds S - s versions and activations, as in
-    the paper.
+    The slowest stage or transfer (`bottleneck_s` of `evaluate_decision`) is the fastest under the
+    limit and the problem's own schedule: under `pipedream` stage s of S holds S - s versions and
+    activations, as in the paper.
 
     Raises:
         Infeasible: nothing fits.
@@ -38,8 +38,12 @@ def pipedream(problem: Problem) -> Decision:
     (0, 1, 2, 3, 4)
     """
     kept = KeptStages(problem)
-    stages = ((s, np.maximum(kept.seconds(s), kept.comm_s)) for s in range(problem.stages))
-    _, places = least_path((kept.where_it_fits(s, slowest) for s, slowest in stages), np.maximum)
+    costs = []
+    for s in range(problem.stages):
+        # A stage's copies run beside its work: the slower of them counts.
+        slowest = np.maximum(kept.seconds(s), kept.comm_s)
+        costs.append(kept.where_it_fits(s, slowest))
+    _, places = least_path(costs, np.maximum)
     if places is None:
         raise no_cuts_fit("pipedream", problem.memory_limit_bytes, least_peaks(kept))
     return kept.decision(places)

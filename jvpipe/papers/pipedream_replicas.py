@@ -1,7 +1,8 @@
-"""PipeDream's planner of replicated stages on the devices of a cluster, for one size of micro-batches.
+"""PipeDream's planner of replicated stages on the devices of a cluster,
+for one size of micro-batches.
 
-The program itself is `replication.py`. The paper does not say how to choose the size of a micro-batch:
-callers try several, and simulate the plans.
+The program itself is `replication.py`. The paper does not say how to choose the size of a
+micro-batch: callers try several, and simulate the plans.
 """
 
 from dataclasses import replace
@@ -16,14 +17,17 @@ from jvpipe.planners.model.shapes import Path, Shape, Shapes
 
 
 def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
-    """Finds PipeDream's plan over the levels of a cluster, between few cuts; None if none fits.
+    """Finds PipeDream's plan over the levels of a cluster, between few cuts.
+
+    None if none fits.
 
     Args:
         segments: of the model.
         size: examples of a micro-batch.
 
     Raises:
-        ValueError: the devices do not fill the machines, or there are more of them than pieces of the model.
+        ValueError: the devices do not fill the machines, or there are more of them than pieces of
+            the model.
     """
     shapes, cuts = segments.shapes, enough(segments)
     pieces = len(cuts) - 1
@@ -42,8 +46,10 @@ def pipedream_replicas(segments: LocalSegments, size: int) -> Path | None:
 def enough(segments: LocalSegments) -> Cuts:
     """Picks few cuts that leave a piece for each device, where there are so many.
 
+    Coarse cuts leave few pieces where few layers have most of the work.
+
     Args:
-        segments: whose coarse cuts are taken if they do. These leave few pieces where few layers have most of the work.
+        segments: whose coarse cuts are taken if they do.
     """
     cuts, count = segments.coarse, segments.most
     while len(cuts) <= segments.shapes.devices and count < len(segments.cuts):
@@ -52,7 +58,12 @@ def enough(segments: LocalSegments) -> Cuts:
     return cuts
 
 
-def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
+def one_each(
+    shapes: Shapes,
+    size: int,
+    stages: int,
+    cuts: Cuts,
+) -> Problem:
     """Makes the problem of stages of one device each.
 
     Args:
@@ -62,20 +73,26 @@ def one_each(shapes: Shapes, size: int, stages: int, cuts: Cuts) -> Problem:
         cuts: where they may begin and end.
     """
     # Layers between two cuts stay together.
-    apart = tuple(tuple(range(a, b)) for a, b in pairwise(map(int, cuts)) if b - a > 1)
+    spans = [range(a, b) for a, b in pairwise(map(int, cuts))]
+    together = tuple(tuple(span) for span in spans if len(span) > 1)
     cluster = shapes.cluster
+    is_one_machine = stages <= cluster.devices_per_machine
     return replace(
         shapes.model,
-        costs=replace(shapes.local.at(size), together=apart),
+        costs=replace(shapes.local.at(size), together=together),
         stages=stages,
         microbatches=shapes.batch // size,
-        peer=cluster.peer if stages <= cluster.devices_per_machine else cluster.network,
+        peer=cluster.peer if is_one_machine else cluster.network,
         peer_uses_host=False,
         cluster=cluster,
     )
 
 
-def along_machines(shapes: Shapes, found: Replicated, size: int) -> Path:
+def along_machines(
+    shapes: Shapes,
+    found: Replicated,
+    size: int,
+) -> Path:
     """Places replicated stages on devices, machine by machine.
 
     Args:

@@ -20,10 +20,10 @@ Legend, in the paper's symbols (layers [i, j) here):
     level 1      a stage of       stages of           each machine is planned the same way over its devices
                  4 devices        3 and 1
 
-A^0 is one device: its forward and backward. It holds a version of its parameters and its activations
-for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no stage is
-replicated). The program goes through the stages from the last to the first, so `behind` is known when
-a stage is looked at, and the memory constraint is exact.
+A^0 is one device: its forward and backward. It holds a version of its parameters and its
+activations for each micro-batch in flight on it, which are 1 + `behind`, rounded up (S - s if no
+stage is replicated). The program goes through the stages from the last to the first, so `behind` is
+known when a stage is looked at, and the memory constraint is exact.
 """
 
 import math
@@ -52,8 +52,8 @@ class Replicated:
 def replicated(problem: Problem) -> Replicated:
     """Finds the best pipeline over `problem.stages` devices in machines of `problem.cluster`.
 
-    Without a cluster all devices are in one machine. Memory is that of the paper's schedule, whatever the
-    problem's schedule is.
+    Without a cluster all devices are in one machine. Memory is that of the paper's schedule,
+    whatever the problem's schedule is.
 
     Raises:
         Infeasible: nothing fits.
@@ -80,7 +80,10 @@ def replicated(problem: Problem) -> Replicated:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage from the a-th to the b-th cut; a device holds as much as one of stage s of a straight pipeline."""
+    """A stage from the a-th to the b-th cut.
+
+    A device holds as much as one of stage s of a straight pipeline.
+    """
 
     a: int
     b: int
@@ -132,7 +135,12 @@ class _Fastest:
         """Returns A^0 on a device of stage s."""
         return self.kept.where_it_fits(s, self.kept.compute_s(s))
 
-    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+    def share(
+        self,
+        level: _Level,
+        m: int,
+        cost: Grid,
+    ) -> Grid:
         """Returns T^k.
 
         Args:
@@ -148,8 +156,10 @@ class _Fastest:
 
     def pipeline(self) -> list[_Stage] | None:
         """Returns the best stages; None if every pipeline is over the limit."""
-        top, last = len(self.levels), len(self.kept.cuts) - 1
-        if not np.isfinite(self._cost(top, Fraction(0))[0, last]):
+        top = len(self.levels)
+        last = len(self.kept.cuts) - 1
+        least_s = self._cost(top, Fraction(0))[0, last]
+        if not np.isfinite(least_s):
             return None
         return self._stages(top, Fraction(0), 0, last, 1)
 
@@ -167,17 +177,25 @@ class _Fastest:
         return self._known[k, behind]
 
     def _search(self, k: int, behind: Fraction) -> _Pipelines:
-        level, n = self.levels[k - 1], len(self.kept.cuts)
+        level = self.levels[k - 1]
+        n = len(self.kept.cuts)
         rows = 1 if k == len(self.levels) else n  # the whole model begins at the first layer
         pipelines = _Pipelines([], [], [])
         for m in range(1, level.parts + 1):
-            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last ones.
+            # One stage on all m parts, or a pipeline on m - last parts and a stage on the last
+            # ones.
             cost = self._stage_cost(k, behind, m, m)[:rows]
+            # Where the last stage begins, and on how many parts it is: read back by `_stages`.
             begins = np.repeat(np.arange(rows)[:, None], n, 1)
             parts = np.full((rows, n), m)
             for last in range(1, m):
+                before = pipelines.cost[m - last - 1]
                 closing = self.follow(level, self._stage_cost(k, behind, m, last))
-                joined, middle = _join(pipelines.cost[m - last - 1], closing, np.maximum)
+                joined, middle = _join(
+                    before,
+                    closing,
+                    np.maximum,
+                )
                 better = joined < cost
                 cost = np.where(better, joined, cost)
                 begins = np.where(better, middle, begins)
@@ -187,12 +205,24 @@ class _Fastest:
             pipelines.parts.append(parts)
         return pipelines
 
-    def _stage_cost(self, k: int, behind: Fraction, m: int, last: int) -> Grid:
+    def _stage_cost(
+        self,
+        k: int,
+        behind: Fraction,
+        m: int,
+        last: int,
+    ) -> Grid:
         """Returns T^k(., ., last) for a stage on the `last` of m parts."""
         inside = self._cost(k - 1, self._behind(k, behind, m, last))
         return self.share(self.levels[k - 1], last, inside)
 
-    def _behind(self, k: int, behind: Fraction, m: int, last: int) -> Fraction:
+    def _behind(
+        self,
+        k: int,
+        behind: Fraction,
+        m: int,
+        last: int,
+    ) -> Fraction:
         """Counts the devices behind each replica of a stage that is on the `last` of m parts."""
         level = self.levels[k - 1]
         return (behind + (level.parts - m) * level.devices) / last
@@ -201,11 +231,19 @@ class _Fastest:
         """Returns the stage of a straight pipeline that has as many micro-batches in flight."""
         return self.kept.problem.stages - math.ceil(1 + behind)
 
-    def _stages(self, k: int, behind: Fraction, a: int, b: int, replicas: int) -> list[_Stage]:
+    def _stages(
+        self,
+        k: int,
+        behind: Fraction,
+        a: int,
+        b: int,
+        replicas: int,
+    ) -> list[_Stage]:
         """Traces back the stages that make A^k(a, b, m_k), from the last to the first."""
         if k == 0:
             return [_Stage(a, b, self._alike(behind), replicas)]
-        pipelines, m = self._pipelines(k, behind), self.levels[k - 1].parts
+        pipelines = self._pipelines(k, behind)
+        m = self.levels[k - 1].parts
         stages: list[_Stage] = []
         # Ends with the first stage: each round takes at least one of the m parts.
         while m:
@@ -218,12 +256,19 @@ class _Fastest:
 
 
 class _Smallest(_Fastest):
-    """The same program for the bytes of the fullest device: it finds the smallest limit that can be kept."""
+    """The same program for the bytes of the fullest device: it finds the smallest limit that can be
+    kept.
+    """
 
     def device(self, s: int) -> Grid:
         return self.kept.peak_bytes(s)
 
-    def share(self, level: _Level, m: int, cost: Grid) -> Grid:
+    def share(
+        self,
+        level: _Level,
+        m: int,
+        cost: Grid,
+    ) -> Grid:
         return cost
 
     def follow(self, level: _Level, cost: Grid) -> Grid:
@@ -236,6 +281,7 @@ def _levels(kept: KeptStages) -> list[_Level]:
     if cluster is None:
         return [_level(kept, devices, 1, problem.peer)]
     local = min(devices, cluster.devices_per_machine)
+    # Replicas are planned for whole machines alone, all of which have as many devices.
     machines, more = divmod(devices, local)
     if more or machines > cluster.machines:
         raise ValueError(
@@ -243,19 +289,38 @@ def _levels(kept: KeptStages) -> list[_Level]:
             f"{cluster.devices_per_machine}, replicas are planned for some of these machines, wholly used"
         )
     inside = _level(kept, local, 1, cluster.peer)
-    return [inside, _level(kept, machines, local, cluster.network)] if machines > 1 else [inside]
+    if machines > 1:
+        return [inside, _level(kept, machines, local, cluster.network)]
+    return [inside]
 
 
-def _level(kept: KeptStages, parts: int, devices: int, link: Link) -> _Level:
-    weights = between(kept.segments.parameter_bytes, kept.cuts, kept.cuts)
+def _level(
+    kept: KeptStages,
+    parts: int,
+    devices: int,
+    link: Link,
+) -> _Level:
+    weights = between(
+        kept.segments.parameter_bytes,
+        kept.cuts,
+        kept.cuts,
+    )
     comm_s = KeptStages(replace(kept.problem, peer=link)).comm_s
-    return _Level(parts, devices, comm_s, link_seconds(link, 2 * weights))
+    return _Level(
+        parts,
+        devices,
+        comm_s,
+        link_seconds(link, 2 * weights),
+    )
 
 
 def _join(
-    left: Float[np.ndarray, "I K"], right: Float[np.ndarray, "K J"], how: np.ufunc
+    left: Float[np.ndarray, "I K"],
+    right: Float[np.ndarray, "K J"],
+    how: np.ufunc,
 ) -> tuple[Float[np.ndarray, "I J"], Int[np.ndarray, "I J"]]:
-    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that place.
+    """Finds for each (a, b) the least how(left[a, c], right[c, b]) over the places c > a, and that
+    place.
 
     >>> none = np.inf
     >>> left = np.array([[none, 3.0, 5.0]])
@@ -264,7 +329,8 @@ def _join(
     >>> float(values[0, 2]), int(middles[0, 2])
     (4.0, 1)
     """
-    rows, columns = len(left), right.shape[1]
+    rows = len(left)
+    columns = right.shape[1]
     values = np.full((rows, columns), np.inf)
     middles = np.zeros((rows, columns), dtype=np.int64)
     for a in range(min(rows, columns - 1)):

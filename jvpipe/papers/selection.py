@@ -1,7 +1,7 @@
 """One stage while its fates are being chosen: a choice per layer, changed one at a time.
 
-The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation as
-DawnPiper uses it. They differ in which changes they consider, and in which they take first.
+The planners that choose fates greedily share this: vPipe's algorithm 2 and Capuchin's optimisation
+as DawnPiper uses it. They differ in which changes they consider, and in which they take first.
 
 Legend:
     k           micro-batches in flight on the stage
@@ -45,17 +45,28 @@ class Treatment(NamedTuple):
 
     def is_no_better_than(self, other: "Treatment") -> bool:
         """Tells whether another choice costs at most as much in every respect."""
-        return all(mine >= others for mine, others in zip(self[:4], other[:4], strict=True))
+        pairs = zip(self[:4], other[:4], strict=True)
+        return all(mine >= others for mine, others in pairs)
 
 
 def treatments(layer: LayerCost, k: int) -> tuple[Treatment, ...]:
-    """Lists a layer's choices when k micro-batches are in flight; the last, found at -1, is `RECOMPUTE`."""
+    """Lists a layer's choices when k micro-batches are in flight.
+
+    The last, found at -1, is `RECOMPUTE`.
+    """
     every = [option_bytes(layer, option) for option in layer.options]
     every.append(recomputed_bytes(layer))
     rows = []
     for x in every:
         held_bytes = on_device_bytes(k, x.kept, x.swapped)
-        rows.append(Treatment(held_bytes, x.swapped, x.extra_s, x.working, x.left))
+        treatment = Treatment(
+            held_bytes,
+            x.swapped,
+            x.extra_s,
+            x.working,
+            x.left,
+        )
+        rows.append(treatment)
     return tuple(rows)
 
 
@@ -89,6 +100,7 @@ class FateChanges:
             *options, again = self.layers[layer]
             now = self.layers[layer][choice]
             choices = dict(enumerate(options))
+            # Recomputing everything is a change of its own only if no option does as well.
             if not any(again.is_no_better_than(option) for option in options):
                 choices[RECOMPUTE] = again
             changes: list[FateChange] = []
@@ -96,30 +108,49 @@ class FateChanges:
                 saved_bytes = now.held_bytes - t.held_bytes
                 if saved_bytes > 0:
                     more_bytes = t.swapped_bytes - now.swapped_bytes
-                    changes.append(
-                        FateChange(layer, c, saved_bytes, more_bytes, t.extra_s - now.extra_s)
+                    more_s = t.extra_s - now.extra_s
+                    change = FateChange(
+                        layer,
+                        c,
+                        saved_bytes,
+                        more_bytes,
+                        more_s,
                     )
+                    changes.append(change)
             self._found[layer, choice] = changes
         return self._found[layer, choice]
 
     def swaps(self, layer: int, choice: int) -> list[FateChange]:
         """Lists the changes that swap more and recompute no more."""
-        return [m for m in self.after(layer, choice) if m.swapped_bytes > 0 and m.extra_s <= 0]
+        swapping = (x for x in self.after(layer, choice) if x.swapped_bytes > 0)
+        return [x for x in swapping if x.extra_s <= 0]
 
     def recomputes(self, layer: int, choice: int) -> list[FateChange]:
-        """Lists the change that saves most per second, of those that swap no more; none if there are none."""
+        """Lists the change that saves most per second, of those that swap no more.
+
+        None if there are none.
+        """
         changes = [m for m in self.after(layer, choice) if m.swapped_bytes <= 0]
-        return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))] if changes else []
+        if not changes:
+            return []
+        return [max(changes, key=lambda m: (m.per_second, m.saved_bytes))]
 
 
 class Selection:
     """Stage s with layers [i, j), with everything kept at first.
 
-    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are the
-    same on all devices, and bytes include those that this device has less than others.
+    Its numbers equal those of `stage_cost`, with two exceptions: the seconds that changes add are
+    the same on all devices, and bytes include those that this device has less than others.
     """
 
-    def __init__(self, segments: Segments, changes: FateChanges, s: int, i: int, j: int) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        changes: FateChanges,
+        s: int,
+        i: int,
+        j: int,
+    ) -> None:
         problem = segments.problem
         self.problem, self.segments = problem, segments
         self.changes, self.first = changes, i
@@ -132,7 +163,8 @@ class Selection:
         self.comm_s = float(row.comm_s[0, j])
         self.forward_s = float(row.forward_s[0, j])
         now = [layer[0] for layer in changes.layers[i:j]]
-        self.compute_s = float(row.compute_s[0, j]) + sum(t.extra_s for t in now)
+        extra_s = sum(t.extra_s for t in now)
+        self.compute_s = float(row.compute_s[0, j]) + extra_s
         self.held_bytes = sum(t.held_bytes for t in now)
         self.swapped_bytes = sum(t.swapped_bytes for t in now)
         self._given = segments.given(i)[i:j].tolist()
@@ -151,12 +183,13 @@ class Selection:
     def peak_bytes(self) -> int:
         """The most bytes that the device holds.
 
-        Backwards run from the last layer to the first. Each needs its working bytes, and has room where
-        later layers have freed what they had left.
+        Backwards run from the last layer to the first. Each needs its working bytes, and has room
+        where later layers have freed what they had left.
         """
         peak, left = 0, 0
-        reverse = zip(reversed(self.layers), self.choices[::-1], self._given[::-1], strict=True)
-        for layer, choice, freed in reverse:
+        choices = self.choices[::-1]
+        given = self._given[::-1]
+        for layer, choice, freed in zip(reversed(self.layers), choices, given, strict=True):
             now = self.changes.layers[layer][choice]
             peak = max(peak, now.working_bytes - left)
             left += now.left_bytes + int(freed)
@@ -164,11 +197,16 @@ class Selection:
 
     @property
     def excess_bytes(self) -> int:
-        """The bytes by which the device is over its limit, or the host over the stage's equal share of its limit."""
-        device, host = self.problem.memory_limit_bytes, self.problem.host_limit_bytes
+        """The bytes by which the device is over its limit, or the host over the stage's equal share
+        of its limit.
+        """
+        device = self.problem.memory_limit_bytes
+        host = self.problem.host_limit_bytes
         over = 0 if device is None else max(0, self.peak_bytes - device)
         share = None if host is None else host // self.problem.stages
-        return over if share is None else max(over, self.in_flight * self.swapped_bytes - share)
+        if share is None:
+            return over
+        return max(over, self.in_flight * self.swapped_bytes - share)
 
     @property
     def is_over(self) -> bool:
@@ -182,23 +220,33 @@ class Selection:
     @property
     def may_fit(self) -> bool:
         """Whether the limit leaves room for the smallest treatments."""
-        limit, least = self.problem.memory_limit_bytes, self.changes.least_bytes
+        limit = self.problem.memory_limit_bytes
+        least = self.changes.least_bytes
         if limit is None:
             return True
-        return self.fixed_bytes + least[self.layers.stop] - least[self.first] <= limit
+        least_bytes = self.fixed_bytes + least[self.layers.stop] - least[self.first]
+        return least_bytes <= limit
 
     def link_s(self, more_bytes: int = 0) -> float:
-        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are swapped."""
-        return 2 * self.problem.host.seconds(self.swapped_bytes + more_bytes) + self.traffic_s
+        """Returns the seconds of the link to the host per micro-batch, if so many more bytes are
+        swapped.
+        """
+        one_way_s = self.problem.host.seconds(self.swapped_bytes + more_bytes)
+        return 2 * one_way_s + self.traffic_s
 
     @property
     def seconds(self) -> float:
-        """The seconds between micro-batches: the slowest of the device and its links to the host and other stages."""
+        """The seconds between micro-batches: the slowest of the device and its links to the host
+        and other stages.
+        """
         return max(self.compute_s, self.link_s(), self.comm_s)
 
     def hides(self, change: FateChange) -> bool:
-        """Tells whether a change's copies hide behind the stage's work, and the host has room for them."""
-        return self.host_has_room(change) and self.link_s(change.swapped_bytes) <= self.compute_s
+        """Tells whether a change's copies hide behind the stage's work, and the host has room for
+        them.
+        """
+        is_hidden = self.link_s(change.swapped_bytes) <= self.compute_s
+        return is_hidden and self.host_has_room(change)
 
     def host_has_room(self, change: FateChange) -> bool:
         """Tells whether the stage's share of the host holds what the change swaps."""
@@ -223,7 +271,8 @@ class Selection:
     ) -> None:
         """Takes changes, the best score first, until the stage fits or no allowed change is left.
 
-        It ends because each change that is taken holds fewer bytes, and each that is refused is dropped.
+        It ends because each change that is taken holds fewer bytes, and each that is refused is
+        dropped.
 
         Args:
             changes: lists the changes of a layer from a choice.
@@ -236,12 +285,15 @@ class Selection:
             found = changes(layer, choice)
             return [(-float(score(x)), -x.saved_bytes, choice, x) for x in found]
 
-        heap = [entry for layer in self.layers for entry in entries(layer)] if self.is_over else []
+        heap = []
+        for layer in self.layers if self.is_over else ():
+            heap += entries(layer)
         heapify(heap)
         while heap and self.is_over:
             _, _, choice, change = heappop(heap)
             # The layer may have got to another choice since; then this change is stale.
-            if self.choices[change.layer - self.first] == choice and allowed(change):
+            is_fresh = self.choices[change.layer - self.first] == choice
+            if is_fresh and allowed(change):
                 self.take(change)
                 for entry in entries(change.layer):
                     heappush(heap, entry)

@@ -37,23 +37,30 @@ def torchgpipe(problem: Problem) -> Decision:
 
 
 def torchgpipe_size(problem: Problem) -> Decision:
-    """Plans blocks of equal bytes of parameters (after `balance_by_size`), as `torchgpipe` those of seconds."""
+    """Plans blocks of equal bytes of parameters (after `balance_by_size`), as `torchgpipe` those of
+    seconds.
+    """
     return _balanced(problem, [float(layer.parameter_bytes) for layer in problem.costs.layers])
 
 
 def _balanced(problem: Problem, costs: Sequence[float]) -> Decision:
-    """Plans the block partition of a sequence of layers, in which those that stay together count as one."""
+    """Plans the block partition of a sequence of layers, in which those that stay together count as
+    one.
+    """
     cuts = [int(cut) for cut in Segments(problem).cuts]
-    blocks = block_partition([sum(costs[i:j]) for i, j in pairwise(cuts)], problem.stages)
-    return Decision.keeping_all([cuts[place] for place in (0, *accumulate(blocks))])
+    between_cuts = [sum(costs[i:j]) for i, j in pairwise(cuts)]
+    blocks = block_partition(between_cuts, problem.stages)
+    places = accumulate(blocks, initial=0)
+    return Decision.keeping_all([cuts[place] for place in places])
 
 
 def block_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns the layers per stage, such that no two blocks differ by more than the costliest layer.
+    """Returns the layers per stage, such that no two blocks differ by more than the costliest
+    layer.
 
-    The smallest block takes a layer from its neighbour on the side of the largest, until that holds. The
-    largest never grows; so the partition with the smallest largest block is where it starts, and the
-    result has the smallest one, too.
+    The smallest block takes a layer from its neighbour on the side of the largest, until that
+    holds. The largest never grows; so the partition with the smallest largest block is where it
+    starts, and the result has the smallest one, too.
 
     Args:
         costs: of each layer.
@@ -67,14 +74,16 @@ def block_partition(costs: Sequence[float], stages: int) -> list[int]:
     allowed = max(costs) * (1 + 1e-9)  # sums of floats are not exact
     while True:
         sizes = np.diff(total[bounds])
-        p, q = int(sizes.argmax()), int(sizes.argmin())
+        p = int(sizes.argmax())
+        q = int(sizes.argmin())
         if sizes[p] - sizes[q] <= allowed:
             break
         if p < q:
             bounds[q] -= 1
         else:
             bounds[q + 1] += 1
-    # An empty block gets its neighbour's outermost layer, which is not larger than the largest block.
+    # An empty block gets its neighbour's outermost layer, which is not larger than the largest
+    # block.
     places = np.arange(stages + 1)
     bounds = np.maximum.accumulate(bounds - places) + places
     bounds = np.minimum(bounds, len(costs) - stages + places)

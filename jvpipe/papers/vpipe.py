@@ -9,8 +9,8 @@ Two steps alternate until nothing improves:
          activation traffic; then it recomputes what saves most per second
     (b)  a layer leaves the slowest stage for a lighter one; the stages between pass on a layer each
 
-The slowest stage is the one with the most seconds or, while some stage is over its limit, the one that
-is furthest over it.
+The slowest stage is the one with the most seconds or, while some stage is over its limit, the one
+that is furthest over it.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +43,25 @@ def vpipe(problem: Problem) -> Decision:
 def swap_recompute(stage: Selection) -> None:
     """Changes a stage's fates until it fits (algorithm 2), or as far as that goes.
 
-    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than the
-    stage computes. Only if swaps and recomputation together do not suffice, more is swapped than can be
-    hidden.
+    Swaps are hidden: their copies, and the activation traffic that goes first, take no longer than
+    the stage computes. Only if swaps and recomputation together do not suffice, more is swapped
+    than can be hidden.
     """
-    stage.spend(stage.changes.swaps, lambda change: change.saved_bytes, stage.hides)
-    stage.spend(stage.changes.recomputes, lambda change: change.per_second, lambda _: True)
-    stage.spend(stage.changes.after, lambda change: change.saved_bytes, stage.host_has_room)
+    stage.spend(
+        stage.changes.swaps,
+        lambda change: change.saved_bytes,
+        stage.hides,
+    )
+    stage.spend(
+        stage.changes.recomputes,
+        lambda change: change.per_second,
+        lambda _: True,
+    )
+    stage.spend(
+        stage.changes.after,
+        lambda change: change.saved_bytes,
+        stage.host_has_room,
+    )
 
 
 def try_vpipe(problem: Problem) -> Decision | None:
@@ -59,7 +71,14 @@ def try_vpipe(problem: Problem) -> Decision | None:
 
     @cache
     def stage(s: int, i: int, j: int) -> Selection:
-        chosen = Selection(segments, changes[segments.in_flight[s]], s, i, j)
+        in_flight = segments.in_flight[s]
+        chosen = Selection(
+            segments,
+            changes[in_flight],
+            s,
+            i,
+            j,
+        )
         swap_recompute(chosen)
         return chosen
 
@@ -90,8 +109,8 @@ def _migrate(
         bounds before    0   3   5   7        slowest 0, target 2: every bound between moves by one
         after            0   2   4   7        towards the slowest stage
 
-    It is better if none of the stages from one to the other is then as slow as the slowest was. With
-    each move the largest load falls, or fewer stages have it, so the alternation ends.
+    It is better if none of the stages from one to the other is then as slow as the slowest was.
+    With each move the largest load falls, or fewer stages have it, so the alternation ends.
 
     Args:
         bounds: of the stages.
@@ -104,14 +123,20 @@ def _migrate(
     now = [_load(stage) for stage in stages_of(bounds)]
     slowest = now.index(max(now))
     place = {b: at for at, b in enumerate(allowed)}
-    for target in sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s])):
+    # The nearest stage first; of two that are as near the lighter one.
+    targets = sorted(range(len(now)), key=lambda s: (abs(s - slowest), now[s]))
+    for target in targets:
         between = range(min(target, slowest), max(target, slowest) + 1)
         step = -1 if target > slowest else 1
         moved = list(bounds)
         for s in between[1:]:
+            # Every bound between the two stages moves by one place: one layer passes through all of
+            # them.
             moved[s] = allowed[place[bounds[s]] + step]
         if target == slowest or any(a >= b for a, b in pairwise(moved)):
             continue
-        if max(_load(stages_of(moved)[s]) for s in between) < now[slowest]:
+        stages = stages_of(moved)
+        heaviest = max(_load(stages[s]) for s in between)
+        if heaviest < now[slowest]:
             return tuple(moved)
     return None

@@ -17,8 +17,8 @@ from jvpipe.planners.model.stage_cost import Evaluation
 class Answer:
     """What a planner says; without a decision, why there is none.
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too; `compiled` is what the
-    hardware's compiler says of each stage, if it was asked.
+    `kinds` are the best rough plans of each kind of shape, where the shape was decided too;
+    `compiled` is what the hardware's compiler says of each stage, if it was asked.
     """
 
     planner: str
@@ -40,7 +40,7 @@ class Answer:
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Sorts answers: those that fit, the fastest step first, then plans over the limit, then those without one.
+    """Sorts answers: the fastest that fit first, then plans over the limit, then those without one.
 
     Among equals, up to rounding, the one that is given first comes first.
     """
@@ -48,7 +48,8 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        # Steps that differ by rounding alone are equal, so that the planner asked first stays first.
+        # Steps that differ by rounding alone are equal, so that the planner asked first stays
+        # first.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 
@@ -67,19 +68,18 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
     s = over.index(max(over))
     limit = problem.limit_of(problem.places[s])
     return (
-        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes on stage {s}, and "
-        f"the limit is {limit}; raise the limit, or use a planner that keeps it, such as jvpipe"
+        f"{first.planner} looks at no limit: its plan takes {stages[s].peak_bytes} bytes "
+        f"on stage {s}, and the limit is {limit}; raise the limit, or use a planner that keeps it, "
+        f"such as jvpipe"
     )
 
 
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
-    """A limit that one of the answers would keep."""
-    would_do = [
-        answer.infeasible.smallest_limit_bytes
-        for answer in answers
-        if answer.infeasible is not None
-    ]
-    return min(
-        would_do
-        + [answer.evaluation.limit_bytes for answer in answers if answer.evaluation is not None]
-    )
+    """Returns a limit that one of the answers would keep."""
+    limits = list[int]()
+    for answer in answers:
+        if answer.infeasible is not None:
+            limits.append(answer.infeasible.smallest_limit_bytes)
+        if answer.evaluation is not None:
+            limits.append(answer.evaluation.limit_bytes)
+    return min(limits)

@@ -1,4 +1,4 @@
-"""What an order of tasks gives against 1F1B, and why; what updates take, and what keeps steps from overlapping."""
+"""Explains an order of tasks: what it gains over 1F1B, what updates cost, what prevents overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,19 +12,20 @@ from jvpipe.schedules import find_schedule
 from jvpipe.util.sizes import format_bytes
 
 
-def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[str]) -> list[str]:
-    """Lines about the order of a plan: seconds, idle time, transfers and bytes beside those of 1F1B without a limit.
+def order_reasons(
+    problem: Problem,
+    decision: Decision,
+    cross_layer: Sequence[str],
+) -> list[str]:
+    """Compares a plan's order with 1F1B's without a limit: seconds, idle time, transfers, bytes.
 
     Args:
         problem: that the plan answers; its schedule has the plan's lists.
         decision: the plan's.
         cross_layer: transformations of the optimizer that need a value of all layers.
     """
-    if (
-        not problem.schedule.synchronous
-        or problem.devices == 1
-        or not any(x.forward_s for x in problem.costs.layers)
-    ):
+    is_timed = any(layer.forward_s for layer in problem.costs.layers)
+    if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
         return []
     plain = replace(
         problem,
@@ -39,24 +40,29 @@ def order_reasons(problem: Problem, decision: Decision, cross_layer: Sequence[st
     usual_s = simulated_step_s(plain, usual.stages)
     idle = simulated_bubble_fraction(problem, ours.stages)
     usual_idle = simulated_bubble_fraction(plain, usual.stages)
+    size = format_bytes(ours.peak_bytes)
+    usual_size = format_bytes(usual.peak_bytes)
     line = (
-        f"simulated, a step takes {1e3 * step_s:.2f} ms, {step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
+        f"simulated, a step takes {1e3 * step_s:.2f} ms, "
+        f"{step_s / usual_s:.2f} of 1f1b's where that keeps everything: "
         f"devices are idle for {idle:.0%} of it ({usual_idle:.0%}), "
-        f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch ({1e3 * _transfer_s(usual):.2f}), "
-        f"the fullest device holds {format_bytes(ours.peak_bytes)} ({format_bytes(usual.peak_bytes)})"
+        f"transfers take {1e3 * _transfer_s(ours):.2f} ms per micro-batch "
+        f"({1e3 * _transfer_s(usual):.2f}), "
+        f"the fullest device holds {size} ({usual_size})"
     )
     if not cross_layer:
         return [line]
     busy_s = step_s * (1 - idle)
     return [
         line,
-        f"steps do not overlap: {', '.join(cross_layer)} needs a value of all layers, so no update begins before the "
-        f"last backward has ended. Without it a step of a long run could come down to some {1e3 * busy_s:.2f} ms",
+        f"steps do not overlap: {', '.join(cross_layer)} needs a value of all layers, "
+        "so no update begins before the last backward has ended. "
+        f"Without it a step of a long run could come down to some {1e3 * busy_s:.2f} ms",
     ]
 
 
 def update_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """A line about the updates of a plan's stages: how long they take, and how often; none if nobody knows.
+    """Describes a plan's updates in a line: how long they take, and how often; none if unknown.
 
     Args:
         problem: that the plan answers.
@@ -68,7 +74,8 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
     >>> update_reasons(problem, Decision.keeping_all([0, 1, 4]))
     ['an update takes 500.00 to 1500.00 ms on a stage, 8 times a step']
     """
-    seconds = sorted(stage.update_s for stage in evaluate_decision(problem, decision).stages)
+    stages = evaluate_decision(problem, decision).stages
+    seconds = sorted(stage.update_s for stage in stages)
     if not seconds[-1]:
         return []
     often = "once a step" if problem.updates == 1 else f"{problem.updates:g} times a step"
@@ -78,12 +85,12 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Says where an order that was searched for comes from, how near it is to the bound, and what the rules take."""
+    """Explains a searched order: its origin, its distance to the bound, and what the rules take."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (
-        f"; idle devices lend the others {plan.lent:.0%} of their time: less work is worth more there, and "
-        f"1f1b is kept where an order gains little"
+        f"; idle devices lend the others {plan.lent:.0%} of their time: "
+        "less work is worth more there, and 1f1b is kept where an order gains little"
     )
     return (
         f"the order comes from {plan.family}: {1e3 * plan.step_s:.2f} ms, no order is under "

@@ -24,7 +24,7 @@ def shape_words(problem: Problem) -> str:
 
 
 def shape_of(problem: Problem, size: int = 1) -> Shape:
-    """The shape of a problem, for micro-batches of a size."""
+    """Returns the shape of a problem, for micro-batches of a size."""
     places = dict(zip(problem.places, problem.where, strict=True))
     return Shape(tuple(places[place] for place in range(problem.devices)), size)
 
@@ -35,7 +35,7 @@ def shape_reasons(
     decision: Decision,
     kinds: Mapping[str, RoughPlan],
 ) -> list[str]:
-    """Says, a line each, why places have as many devices as they have, and what the best of other shapes take.
+    """Explains in lines the devices of each place, and what the best of other shapes take.
 
     Args:
         shapes: that there are.
@@ -45,42 +45,49 @@ def shape_reasons(
     """
     best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
     present_kind = shape_of(problem).kind
-    others = sorted(
-        (plan for kind, plan in kinds.items() if kind != present_kind), key=lambda plan: plan.step_s
-    )
+    others = [plan for kind, plan in kinds.items() if kind != present_kind]
     lines = []
-    for plan in others:
+    for plan in sorted(others, key=lambda plan: plan.step_s):
         stages = evaluate_decision(plan.problem, plan.decision).stages
         lines.append(
-            f"{shape_words(plan.problem)}, micro-batches of {plan.shape.size}: {1e3 * plan.step_s:.2f} ms, "
-            f"{plan.step_s / best_s:.2f} times as long: {_not_work(shapes, plan.problem, stages)}"
+            f"{shape_words(plan.problem)}, micro-batches of {plan.shape.size}: "
+            f"{1e3 * plan.step_s:.2f} ms, {plan.step_s / best_s:.2f} times as long: "
+            f"{_not_work(shapes, plan.problem, stages)}"
         )
     return [*_replica_reasons(shapes, problem, decision), *lines]
 
 
-def _replica_reasons(shapes: Shapes, problem: Problem, decision: Decision) -> list[str]:
+def _replica_reasons(
+    shapes: Shapes,
+    problem: Problem,
+    decision: Decision,
+) -> list[str]:
     """Says of each place of several devices what one device less would do."""
     reasons = []
     shape = shape_of(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
-        if len(devices) > 1:
-            fewer = with_entry(shape.places, p, devices[:-1])
-            without = shapes.problem(replace(shape, places=fewer))
-            evaluation = evaluate_decision(without, kept_or_again(without, decision.bounds))
+        count = len(devices)
+        if count == 1:
+            continue
+        fewer = with_entry(shape.places, p, devices[:-1])
+        without = shapes.problem(replace(shape, places=fewer))
+        rough = kept_or_again(without, decision.bounds)
+        evaluation = evaluate_decision(without, rough)
+        why = "it would not keep the limit"
+        if keeps_limits(without, evaluation):
             step_s = simulated_step_s(without, evaluation.stages)
-            why = (
-                f"a step would take {1e3 * step_s:.2f} ms"
-                if keeps_limits(without, evaluation)
-                else "it would not keep the limit"
-            )
-            reasons.append(
-                f"stage {p} has {len(devices)} devices because with {len(devices) - 1} {why}"
-            )
+            why = f"a step would take {1e3 * step_s:.2f} ms"
+        reasons.append(f"stage {p} has {count} devices because with {count - 1} {why}")
     return reasons
 
 
-def _not_work(shapes: Shapes, problem: Problem, stages: Sequence[StageCost]) -> str:
+def _not_work(
+    shapes: Shapes,
+    problem: Problem,
+    stages: Sequence[StageCost],
+) -> str:
     """Says what of a step is not work."""
     longest_s = max(stage.reduce_s for stage in stages)
+    idle = simulated_bubble_fraction(problem, stages, shapes.devices)
     reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""
-    return f"{reduced}{simulated_bubble_fraction(problem, stages, shapes.devices):.1%} idle"
+    return f"{reduced}{idle:.1%} idle"

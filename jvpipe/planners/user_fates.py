@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from jvpipe.ir.layers import LayerGraph
 from jvpipe.ir.plan import FATES, STATE_FATES, Fate, Plan, Stage
@@ -15,7 +15,7 @@ _log = logging.getLogger("jvpipe")
 
 
 def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
-    """Puts a plan under one of torchgpipe's modes: which micro-batches keep their stage's input alone.
+    """Applies one of torchgpipe's modes: which micro-batches keep their stage's input alone.
 
     Args:
         graph: the model's layers.
@@ -26,16 +26,27 @@ def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
     if mode == "never":
         return plan.without_fates()
-    stages = tuple(replace(stage, fates=_all_again(graph, stage)) for stage in plan.stages)
-    return replace(plan, stages=stages, keep_last=mode == "except_last")
+    stages = []
+    for stage in plan.stages:
+        fates = _all_again(graph, stage)
+        stages.append(replace(stage, fates=fates))
+    return replace(
+        plan,
+        stages=tuple(stages),
+        keep_last=mode == "except_last",
+    )
 
 
-def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
-    """Changes the fates of a plan's tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
+def with_fates(
+    graph: LayerGraph,
+    plan: Plan,
+    patterns: Mapping[str, str],
+) -> Plan:
+    """Changes the fates of tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
 
-    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A pattern of a layer
-    that is named, and of another of its values, takes the layer's candidates, which the value is computed from, and
-    says so.
+    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A
+    pattern of a layer that is named, and of another of its values, takes the layer's candidates,
+    which the value is computed from, and says so.
 
     Args:
         graph: the model's layers.
@@ -45,28 +56,39 @@ def with_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Pl
     Raises:
         ValueError: an unknown fate, or a pattern that matches nothing.
     """
-    if unknown := set(patterns.values()) - set(FATES):
+    unknown = set(patterns.values()) - set(FATES)
+    if unknown:
         raise ValueError(f"unknown fates {sorted(unknown)}: there are {', '.join(FATES)}")
-    stages = [dict(stage.fates) for stage in plan.stages]
+    every_fate = [dict(stage.fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = _matching(names, pattern)
-        # A pattern may name a value that is computed inside of a layer: then the layer's candidates are meant.
+        # A pattern may name a value that is computed inside of a layer: then the layer's candidates
+        # are meant.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
                 raise ValueError(
-                    f"unknown tensor '{pattern}' in fates: no name matches, {_close(pattern, names)}"
+                    f"unknown tensor '{pattern}' in fates: no name matches, "
+                    f"{_close(pattern, names)}"
                 )
-            taken = ", ".join(name for stage_names in matches for name in stage_names)
+            taken = ", ".join(chain.from_iterable(matches))
             _log.warning("'%s' is not a candidate: the nearest are taken: %s", pattern, taken)
-        _give(stages, matches, Fate(fate))
-    both = zip(plan.stages, stages, strict=True)
-    return replace(plan, stages=tuple(replace(stage, fates=fates) for stage, fates in both))
+        _give(every_fate, matches, Fate(fate))
+    stages = []
+    for stage, fates in zip(plan.stages, every_fate, strict=True):
+        stages.append(replace(stage, fates=fates))
+    return replace(plan, stages=tuple(stages))
 
 
-def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str]) -> Plan:
-    """Changes the fates of the optimizer's state by the paths of parameters: `{"*": "swap"}`; later patterns win.
+def with_state_fates(
+    graph: LayerGraph,
+    plan: Plan,
+    patterns: Mapping[str, str],
+) -> Plan:
+    """Changes the fates of optimizer state by parameter path; the last pattern wins.
+
+    `{"*": "swap"}` swaps the state of all parameters.
 
     Args:
         graph: the model's layers.
@@ -74,14 +96,16 @@ def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str])
         patterns: fates by pattern.
 
     Raises:
-        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is trained.
+        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is
+            trained.
     """
-    if unknown := set(patterns.values()) - set(STATE_FATES):
+    unknown = set(patterns.values()) - set(STATE_FATES)
+    if unknown:
         raise ValueError(
             f"unknown fates {sorted(unknown)} in state_fates: there are {', '.join(STATE_FATES)}"
         )
     names = [_trained(graph, stage) for stage in plan.stages]
-    fates = [dict(stage.state_fates) for stage in plan.stages]
+    every_fate = [dict(stage.state_fates) for stage in plan.stages]
     for pattern, fate in patterns.items():
         matches = _matching(names, pattern)
         if not any(matches):
@@ -89,71 +113,77 @@ def with_state_fates(graph: LayerGraph, plan: Plan, patterns: Mapping[str, str])
                 f"unknown parameter '{pattern}' in state_fates: no path matches, "
                 f"{_close(pattern, names)}"
             )
-        _give(fates, matches, Fate(fate))
-    both = zip(plan.stages, fates, strict=True)
-    return replace(plan, stages=tuple(replace(stage, state_fates=f) for stage, f in both))
+        _give(every_fate, matches, Fate(fate))
+    stages = []
+    for stage, fates in zip(plan.stages, every_fate, strict=True):
+        stages.append(replace(stage, state_fates=fates))
+    return replace(plan, stages=tuple(stages))
 
 
 def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
     """Picks the names of each stage that a pattern matches."""
-    return [[name for name in stage_names if fnmatchcase(name, pattern)] for stage_names in names]
+    matches = []
+    for stage_names in names:
+        matches.append([name for name in stage_names if fnmatchcase(name, pattern)])
+    return matches
 
 
 def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
     """Says which of the stages' names are nearest to a pattern that matches none."""
-    every = [name for stage_names in names for name in stage_names]
+    every = list(chain.from_iterable(names))
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
 
-def _give(stages: Sequence[dict[str, Fate]], names: Sequence[Sequence[str]], fate: Fate) -> None:
+def _give(
+    stages: Sequence[dict[str, Fate]],
+    names: Sequence[Sequence[str]],
+    fate: Fate,
+) -> None:
     """Gives some names of each stage a fate."""
     for fates, matches in zip(stages, names, strict=True):
         fates.update(dict.fromkeys(matches, fate))
 
 
 def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
-    """Gives a plan other numbers of layers per stage, on the same devices; values keep their fates where they can.
+    """Changes a plan's layers per stage, on the same devices; values keep their fates if possible.
 
     Args:
         graph: the model's layers.
         plan: that is cut otherwise.
         cuts: layers per stage.
     """
-    fates, state_fates = (
-        {name: fate for stage_fates in of_stages for name, fate in stage_fates.items()}
-        for of_stages in (
-            [stage.fates for stage in plan.stages],
-            [stage.state_fates for stage in plan.stages],
-        )
-    )
+    every_fate = dict[str, Fate]()
+    every_state_fate = dict[str, Fate]()
+    for stage in plan.stages:
+        every_fate.update(stage.fates)
+        every_state_fate.update(stage.state_fates)
     stages = []
-    for old, (i, j) in zip(plan.stages, pairwise(accumulate(cuts, initial=0)), strict=True):
+    spans = pairwise(accumulate(cuts, initial=0))
+    for old, (i, j) in zip(plan.stages, spans, strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
-        swapped = [name for name in _trained(graph, stage) if name in state_fates]
         possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        carried = fates | dict(old.fates)  # a value that two stages hold has a fate in each
-        stages.append(
-            replace(
-                stage,
-                fates={name: fate for name, fate in carried.items() if name in possible[fate]},
-                state_fates={name: state_fates[name] for name in swapped},
-            )
-        )
+        # A value that two stages hold has a fate in each: that of this stage goes before others.
+        carried = every_fate | dict(old.fates)
+        fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
+        trained = [name for name in _trained(graph, stage) if name in every_state_fate]
+        state_fates = {name: every_state_fate[name] for name in trained}
+        stages.append(replace(stage, fates=fates, state_fates=state_fates))
     return replace(plan, stages=tuple(stages))
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
-    """Everything computed again from the stage's input: its layers run once more, as soon as it is the stage's turn.
+    """Recomputes everything from the stage's input: its layers run again when it is its turn.
 
-    So does its last layer, for what the stage makes for others is made again too: before the cotangents of that are
-    there, and not within the layer's own backward.
+    So does its last layer, for what the stage makes for others is made again too: before the
+    cotangents of that are there, and not within the layer's own backward.
     """
     return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
 
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
-    """What can have a fate on a stage: candidates of its layers, and edges: what it makes can be made again, what it
-    reads can be kept or swapped.
+    """Lists what can have a fate on a stage: candidates of its layers, and edges.
+
+    What it makes can be made again, what it reads can be kept or swapped.
     """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
@@ -161,23 +191,30 @@ def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
     for tensor in graph.tensors:
         read = not inside.isdisjoint(tensor.readers)
         makes = tensor.producer in inside
-        if makes if FATES[fate].again else read:
+        is_possible = makes if FATES[fate].again else read
+        if is_possible:
             names.append(tensor.array.name)
     return names
 
 
 def _trained(graph: LayerGraph, stage: Stage) -> list[str]:
-    """The paths of the parameters that a stage updates."""
+    """Lists the paths of the parameters that a stage updates."""
     trained = (p for layer in stage.layers for p in graph.trained(graph.owned(layer)))
     return [graph.parameters[p].array.name for p in trained]
 
 
-def _nearest(graph: LayerGraph, stage: Stage, pattern: str) -> list[str]:
-    """The candidates of the layers of which a pattern names another value; wildcards alone name no layer."""
+def _nearest(
+    graph: LayerGraph,
+    stage: Stage,
+    pattern: str,
+) -> list[str]:
+    """Lists the candidates of layers of which a pattern names another value.
+
+    Wildcards alone name no layer.
+    """
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):
         return []
-    layers = [
-        graph.layers[i] for i in stage.layers if fnmatchcase(graph.label(graph.layers[i]), start)
-    ]
-    return [f"{graph.label(layer)}/{c.name}" for layer in layers for c in layer.candidates]
+    every = [graph.layers[i] for i in stage.layers]
+    named = [layer for layer in every if fnmatchcase(graph.label(layer), start)]
+    return [f"{graph.label(layer)}/{c.name}" for layer in named for c in layer.candidates]

@@ -19,8 +19,8 @@ _LINE = re.compile(r"^\s*node\S* --", re.MULTILINE)
 def read_graph(path: str | Path) -> GraphFile:
     """Reads a graph file.
 
-    Layers are the file's (forward) nodes in topological order, with nodes that must share a device as
-    close together as possible; of several that could come next the lowest id comes first.
+    Layers are the file's (forward) nodes in topological order, with nodes that must share a device
+    as close together as possible; of several that could come next the lowest id comes first.
 
     Raises:
         ValueError: the file is wrong; the message names file, line and field.

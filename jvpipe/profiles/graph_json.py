@@ -9,7 +9,8 @@ Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operat
     isBackwardNode      1 for the backward nodes of training files; most are in the class of their
                         forward, losses and sums of gradients may be in a class of their own
 
-The `cost` of an edge is the milliseconds that the output of its source takes to or from an accelerator.
+The `cost` of an edge is the milliseconds that the output of its source takes to or from an
+accelerator.
 """
 
 import statistics
@@ -38,8 +39,8 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     """Reads costs, limit and link from the text of a dnn-partitioning file.
 
     Each forward node is a layer (`operator_graph.py`). Its `size` counts as parameters, that of its
-    backward as gradients: the format does not say what the bytes are, so there is nothing to swap or to
-    recompute. Edges get the bytes that the file's link moves in their `cost`.
+    backward as gradients: the format does not say what the bytes are, so there is nothing to swap
+    or to recompute. Edges get the bytes that the file's link moves in their `cost`.
 
     Args:
         text: of the file.
@@ -57,21 +58,29 @@ def read_graph_json(text: str, file: str) -> GraphFile:
     (0.001, 0.002, 100, 60)
     """
     whole = parse_located(text, file)
-    limit, devices = whole.amount("maxSizePerFPGA"), whole.count("maxFPGAs")
+    limit = whole.amount("maxSizePerFPGA")
+    devices = whole.count("maxFPGAs")
     if devices < 1:
         raise whole.wrong("the field maxFPGAs is 0: at least one accelerator is needed")
     nodes = _nodes(whole)
     edges = _edges(whole, nodes)
-    order = topological_order(nodes, {ends: edge.place.line for ends, edge in edges.items()}, file)
+    # For the message about a cycle.
+    lines = {ends: edge.place.line for ends, edge in edges.items()}
+    order = topological_order(nodes, lines, file)
     link = Link(_bytes_per_s(edges.values()))
     for edge in edges.values():
+        # Written so that NaN is refused, too.
         if not edge.seconds * link.bytes_per_s <= MOST_BYTES:
             raise edge.place.wrong(
                 f"the field cost is {1e3 * edge.seconds:.3g}: at the {link.bytes_per_s:.3g} bytes "
                 f"per second of this file's edges that is more than {MOST_BYTES} bytes"
             )
     seconds = {ends: edge.seconds for ends, edge in edges.items()}
-    costs = operator_costs([nodes[node] for node in order], seconds, link)
+    costs = operator_costs(
+        [nodes[node] for node in order],
+        seconds,
+        link,
+    )
     return GraphFile(costs, int(limit), devices, link)
 
 
@@ -86,7 +95,8 @@ def _nodes(whole: Located) -> dict[int, Operator]:
             raise place.wrong(
                 f"the field supportedOnFpga of node {name} is 0: layers run on accelerators only"
             )
-        nodes[name], lines[name] = _operator(name, place), place.line
+        nodes[name] = _operator(name, place)
+        lines[name] = place.line
     if all(node.is_backward for node in nodes.values()):
         raise whole.wrong("the field nodes holds no forward node: there is nothing to plan")
     return nodes
@@ -125,5 +135,6 @@ def _edges(whole: Located, nodes: Mapping[int, Operator]) -> dict[tuple[int, int
 
 def _bytes_per_s(edges: Iterable[_Edge]) -> float:
     """Returns the rate of the file's edges in bytes per second; the median if they disagree."""
-    rates = [edge.bytes / edge.seconds for edge in edges if edge.bytes and edge.seconds]
+    real = [edge for edge in edges if edge.bytes and edge.seconds]
+    rates = [edge.bytes / edge.seconds for edge in real]
     return statistics.median(rates) if rates else _BYTES_PER_S

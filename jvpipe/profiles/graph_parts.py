@@ -1,4 +1,6 @@
-"""The common parts of all formats of graph files: the result of reading one, the order of its nodes, its errors."""
+"""The common parts of all formats of graph files: the result of reading one,
+the order of its nodes, its errors.
+"""
 
 import heapq
 import math
@@ -55,7 +57,9 @@ def flaw(number: int | float) -> str | None:
 
 
 def topological_order(
-    nodes: Iterable[int], edges: Mapping[tuple[int, int], int], file: str
+    nodes: Iterable[int],
+    edges: Mapping[tuple[int, int], int],
+    file: str,
 ) -> list[int]:
     """Orders nodes such that every edge runs forward.
 
@@ -77,6 +81,7 @@ def topological_order(
     for source, target in edges:
         readers[source].append(target)
         waits_for[target] += 1
+    # A heap, so that the lowest id comes out first whatever the order of the edges.
     ready = [node for node, count in waits_for.items() if not count]
     heapq.heapify(ready)
     order = []
@@ -88,7 +93,8 @@ def topological_order(
             if not waits_for[reader]:
                 heapq.heappush(ready, reader)
     if len(order) < len(readers):
-        cycle = _cycle({node for node, count in waits_for.items() if count}, edges)
+        left = {node for node, count in waits_for.items() if count}
+        cycle = _cycle(left, edges)
         text = " -> ".join(map(str, cycle))
         line = edges[cycle[0], cycle[1]]
         raise wrong(file, line, f"the edges of nodes {text} run in a cycle: remove one of them")
@@ -98,10 +104,11 @@ def topological_order(
 def _cycle(left: set[int], edges: Iterable[tuple[int, int]]) -> list[int]:
     """Finds a cycle among the nodes that always waited.
 
-    Each of them has a source that always waited, too. So a walk from source to source never ends, and
-    comes to a node for the second time; from the first time on it is a cycle.
+    Each of them has a source that always waited, too. So a walk from source to source never ends,
+    and comes to a node for the second time; from the first time on it is a cycle.
     """
-    source_of = {target: source for source, target in edges if source in left and target in left}
+    inside = [(source, target) for source, target in edges if source in left and target in left]
+    source_of = {target: source for source, target in inside}
     path = [min(left)]
     while path.count(path[-1]) < 2:
         path.append(source_of[path[-1]])

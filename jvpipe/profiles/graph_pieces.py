@@ -18,10 +18,11 @@ def pieces_of(
     edges: Iterable[tuple[int, int]],
     classes: Iterable[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a later one.
+    """Divides nodes into pieces such that classes stay whole and edges run within a piece or to a
+    later one.
 
-    No smaller pieces are possible. If several pieces could come next the one with the lowest node does,
-    and within a piece nodes keep their order.
+    No smaller pieces are possible. If several pieces could come next the one with the lowest node
+    does, and within a piece nodes keep their order.
 
     Args:
         nodes: all nodes, in an order.
@@ -37,19 +38,27 @@ def pieces_of(
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    edges, place = list(edges), {node: i for i, node in enumerate(nodes)}
+    edges = list(edges)
+    place = {node: i for i, node in enumerate(nodes)}
     both_ways: list[tuple[int, int]] = []
     for first, *rest in classes:
         for other in rest:
+            # An edge in each direction puts both into one strongly connected component.
             both_ways += [(first, other), (other, first)]
     pairs = [(place[a], place[b]) for a, b in (*edges, *both_ways)]
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    joined = csr_array((np.ones(len(ends)), ends.T), shape=(len(nodes), len(nodes)))
+    shape = len(nodes), len(nodes)
+    joined = csr_array((np.ones(len(ends)), ends.T), shape=shape)
+    # Nodes that wait for each other, or may not be parted, are of one component.
     labels = connected_components(joined, directed=True, connection="strong")[1]
     members: dict[int, list[int]] = {}
     for node, label in zip(nodes, labels, strict=True):
         members.setdefault(int(label), []).append(node)
-    piece_of = {node: min(members[int(label)]) for node, label in zip(nodes, labels, strict=True)}
-    between = {(piece_of[a], piece_of[b]): 0 for a, b in edges if piece_of[a] != piece_of[b]}
+    piece_of: dict[int, int] = {}
+    for node, label in zip(nodes, labels, strict=True):
+        piece_of[node] = min(members[int(label)])
+    ends_of = [(piece_of[a], piece_of[b]) for a, b in edges]
+    between = {(a, b): 0 for a, b in ends_of if a != b}
+    # A piece is named by its least node.
     named = {min(piece): tuple(piece) for piece in members.values()}
     return [named[piece] for piece in topological_order(named, between, "pieces")]

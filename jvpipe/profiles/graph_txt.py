@@ -1,6 +1,7 @@
 """PipeDream's graph.txt: a profile of a model's layers, one line per node and per edge.
 
-    node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2, backward_compute_time=113.3,
+    node4 -- Conv2d(64, 64, kernel_size=(3, 3)) -- forward_compute_time=46.2,
+    backward_compute_time=113.3,
         activation_size=1644167168.0, parameter_size=147712.0 -- stage_id=0         (one line; the stage is optional)
     <white space>node4 -- node5
 
@@ -44,8 +45,9 @@ class _Node:
 def read_graph_txt(text: str, file: str) -> GraphFile:
     r"""Reads costs from the text of a graph.txt.
 
-    Each node is a layer, named by its description. Its activation may be kept, swapped or recomputed. An
-    edge from a node to itself is ignored with a warning; an edge that is there twice counts once.
+    Each node is a layer, named by its description. Its activation may be kept, swapped or
+    recomputed. An edge from a node to itself is ignored with a warning; an edge that is there twice
+    counts once.
 
     Args:
         text: of the file.
@@ -66,6 +68,7 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     lines = [(line, content) for line, content in numbered if content.strip()]
     for line, content in lines:
         if not content[0].isspace():
+            # A line that begins at the margin is a node, an indented one an edge.
             node, cost = _read_node(content.rstrip(), file, line)
             if node in nodes:
                 earlier = nodes[node].line
@@ -75,7 +78,11 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
     edges: dict[tuple[int, int], int] = {}
     for line, content in lines:
         if content[0].isspace():
-            ends = source, target = _read_edge(content.strip(), file, line)
+            ends = source, target = _read_edge(
+                content.strip(),
+                file,
+                line,
+            )
             for end in ends:
                 if end not in nodes:
                     message = f"the edge dangles: node{end} is not described in this file"
@@ -85,10 +92,20 @@ def read_graph_txt(text: str, file: str) -> GraphFile:
                 _log.warning(warning, file, line, source)
             else:
                 edges.setdefault(ends, line)
-    return GraphFile(_costs(nodes, edges, topological_order(nodes, edges, file)))
+    return GraphFile(
+        _costs(
+            nodes,
+            edges,
+            topological_order(nodes, edges, file),
+        )
+    )
 
 
-def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
+def _read_node(
+    content: str,
+    file: str,
+    line: int,
+) -> tuple[int, _Node]:
     """Reads a node's id and its line; the description may hold commas, parentheses and ` -- `."""
     name, _, rest = content.partition(" -- ")
     matched = _NODE.fullmatch(name.strip())
@@ -108,7 +125,12 @@ def _read_node(content: str, file: str, line: int) -> tuple[int, _Node]:
     return int(matched[1]), node
 
 
-def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> float:
+def _number(
+    fields: Mapping[str, str],
+    field: str,
+    file: str,
+    line: int,
+) -> float:
     """Reads a field's number, or for activations the sum of its list."""
     if field not in fields:
         raise wrong(file, line, f"the field {field} is missing")
@@ -120,6 +142,7 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
     except ValueError:
         digits = f"{field}={written} is not a number: write digits, such as 1000.5"
         raise wrong(file, line, digits) from None
+    # The sum, too: finite numbers may add up to infinity.
     for number in (*numbers, sum(numbers)):
         if reason := flaw(number):
             raise wrong(file, line, f"{field}={written} {reason}")
@@ -127,7 +150,10 @@ def _number(fields: Mapping[str, str], field: str, file: str, line: int) -> floa
 
 
 def _read_number(text: str) -> float:
-    """Reads a number as profilers write it; Python would also read underscores and the digits of other scripts."""
+    """Reads a number as profilers write it.
+
+    Python would also read underscores and the digits of other scripts.
+    """
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return float(text)
@@ -142,7 +168,9 @@ def _read_edge(content: str, file: str, line: int) -> tuple[int, int]:
 
 
 def _costs(
-    nodes: Mapping[int, _Node], edges: Mapping[tuple[int, int], int], order: list[int]
+    nodes: Mapping[int, _Node],
+    edges: Mapping[tuple[int, int], int],
+    order: list[int],
 ) -> Costs:
     place = {node: i for i, node in enumerate(order)}
     readers: dict[int, list[int]] = {node: [] for node in order}
@@ -153,18 +181,42 @@ def _costs(
         name, profile = f"node{node}", nodes[node]
         layers.append(_layer(name, profile))
         if readers[node]:
-            to, differentiable = tuple(sorted(readers[node])), not profile.is_input
-            values.append(Edge(place[node], to, profile.activation_bytes, name, differentiable))
+            to = tuple(sorted(readers[node]))
+            size, differentiable = profile.activation_bytes, not profile.is_input
+            values.append(
+                Edge(
+                    place[node],
+                    to,
+                    size,
+                    name,
+                    differentiable,
+                )
+            )
     return Costs(tuple(layers), tuple(values), ids=tuple(order))
 
 
 def _layer(name: str, node: _Node) -> LayerCost:
     kept = node.activation_bytes
-    forward_s, backward_s = (0.0, 0.0) if node.is_input else (node.forward_s, node.backward_s)
+    # An input takes no time: it is there.
+    forward_s = 0.0 if node.is_input else node.forward_s
+    backward_s = 0.0 if node.is_input else node.backward_s
     options = [Option(kept)]
     if kept:
-        options.append(Option(0, swapped_bytes=kept, fates={name: Fate.SWAP}))
-        options.append(Option(0, extra_s=forward_s, extra_bytes=kept, fates={name: Fate.RECOMPUTE}))
+        options.append(
+            Option(
+                0,
+                swapped_bytes=kept,
+                fates={name: Fate.SWAP},
+            )
+        )
+        options.append(
+            Option(
+                0,
+                extra_s=forward_s,
+                extra_bytes=kept,
+                fates={name: Fate.RECOMPUTE},
+            )
+        )
     return LayerCost(
         node.description,
         forward_s,

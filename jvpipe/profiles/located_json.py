@@ -1,7 +1,7 @@
 """JSON whose objects know the line where they start, so that errors in their fields can name it.
 
-Python's parser reports no lines for objects. It makes them in a known order, though, and a search for
-opening braces outside of strings finds their lines in another known order.
+Python's parser reports no lines for objects. It makes them in a known order, though, and a search
+for opening braces outside of strings finds their lines in another known order.
 """
 
 import bisect
@@ -15,7 +15,9 @@ _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]|\\.)*"|\{')
 
 
 class Located(dict[str, Any]):
-    r"""A JSON object that starts on `line` of `file`; a field of the wrong kind is a ValueError with both.
+    r"""A JSON object that starts on `line` of `file`.
+
+    A field of the wrong kind is a ValueError with both.
 
     >>> whole = parse_located('{"size": 8,\n "nodes": [{"id": 1.5}]}', "a.json")
     >>> whole.amount("size"), whole.objects("nodes")[0].line

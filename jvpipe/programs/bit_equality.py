@@ -1,7 +1,9 @@
-"""Compares a layer in two programs with the layer in one: its results, and its update, have to be bitwise identical.
+"""Compares a layer in two programs with the layer in one: its results, and its update,
+have to be bitwise identical.
 
-XLA chooses again in each program what to fuse, and a fused multiplication and addition rounds once instead of twice. No
-rule says when, so it is tried: both run on the same numbers, and every output, gradient and cotangent is compared.
+XLA chooses again in each program what to fuse, and a fused multiplication and addition rounds once
+instead of twice. No rule says when, so it is tried: both run on the same numbers, and every output,
+gradient and cotangent is compared.
 """
 
 import math
@@ -28,9 +30,14 @@ _Arrays = dict[Var, np.ndarray]
 
 
 def same_bits(
-    store: ProgramStore, device: Device, whole: Traced, layer: int, halves: Traced
+    store: ProgramStore,
+    device: Device,
+    whole: Traced,
+    layer: int,
+    halves: Traced,
 ) -> bool:
-    """Tells whether `layer` of `whole` computes bitwise what `layer` and `layer + 1` of `halves` compute.
+    """Tells whether `layer` of `whole` computes bitwise what `layer` and `layer + 1` of `halves`
+    compute.
 
     False also where that cannot be told: for a layer that takes keys, or yields what is not finite.
 
@@ -48,13 +55,22 @@ def same_bits(
         return False
     values: _Arrays = {}
     for v, ref in zip(body.inputs, body.reads, strict=True):
-        values[v] = _drawn(rng, v, is_parameter=ref.kind == ValueKind.PARAMETER)
-    # What comes in from later layers, and what earlier micro-batches added up: a sum that begins with nothing hides
-    # whether its first product was rounded.
+        is_parameter = ref.kind == ValueKind.PARAMETER
+        values[v] = _drawn(rng, v, is_parameter=is_parameter)
+    # What comes in from later layers, and what earlier micro-batches added up: a sum that begins
+    # with nothing hides whether its first product was rounded.
     variables = dict.fromkeys(v for v in atoms if isinstance(v, Var))
     sums = {v: _drawn(rng, v) for v in variables}
-    one = _outcome(store, device, whole, [layer], values, sums)
-    two = _outcome(store, device, halves, [layer, layer + 1], values, sums)
+    one = _outcome(
+        store,
+        device,
+        whole,
+        [layer],
+        values,
+        sums,
+    )
+    both = [layer, layer + 1]
+    two = _outcome(store, device, halves, both, values, sums)
     for of_one, of_two in zip(one, two, strict=True):
         for v in sums:
             if v in of_one and not _alike(of_one[v], of_two[v]):
@@ -63,9 +79,14 @@ def same_bits(
 
 
 def same_update(
-    store: ProgramStore, device: Device, whole: OptimizerCut, layer: int, halves: OptimizerCut
+    store: ProgramStore,
+    device: Device,
+    whole: OptimizerCut,
+    layer: int,
+    halves: OptimizerCut,
 ) -> bool:
-    """Tells whether `layer` of `whole` is updated bitwise as `layer` and `layer + 1` of `halves` are.
+    """Tells whether `layer` of `whole` is updated bitwise as `layer` and `layer + 1` of `halves`
+    are.
 
     Args:
         store: compiles the programs.
@@ -82,9 +103,14 @@ def same_update(
 
 
 def _updated(
-    store: ProgramStore, device: Device, cut: OptimizerCut, layers: Sequence[int]
+    store: ProgramStore,
+    device: Device,
+    cut: OptimizerCut,
+    layers: Sequence[int],
 ) -> dict[Slot, np.ndarray]:
-    """Runs the pieces of some layers; returns new parameters and state, and what goes to the global program.
+    """Runs the pieces of some layers.
+
+    Returns new parameters and state, and what goes to the global program.
 
     The latter is joined and sorted, since halves split it between them.
     """
@@ -112,17 +138,23 @@ def _updated(
 
 
 def _value_of(slot: Slot, aval: Any) -> np.ndarray:
-    """Returns the same numbers for a slot in every piece; a state may be squares, so it is positive."""
+    """Returns the same numbers for a slot in every piece.
+
+    A state may be squares, so it is positive.
+    """
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return np.zeros(aval.shape, aval.dtype)
     is_positive = slot.kind in (SlotKind.STATE, SlotKind.WEIGHT, SlotKind.GLOBAL)
     rng = np.random.default_rng([slot.kind.order, slot.index])
-    return rng.uniform(0.0 if is_positive else -1.0, 1.0, aval.shape).astype(aval.dtype)
+    low = 0.0 if is_positive else -1.0
+    return rng.uniform(low, 1.0, aval.shape).astype(aval.dtype)
 
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     """Tells whether arrays are bitwise identical and finite."""
-    return x.tobytes() == y.tobytes() and bool(np.isfinite(x.astype(np.complex128)).all())
+    # Complex128 holds the values of every type.
+    is_finite = np.isfinite(x.astype(np.complex128)).all()
+    return x.tobytes() == y.tobytes() and bool(is_finite)
 
 
 @dataclass(frozen=True)
@@ -174,17 +206,38 @@ def _outcome(
     values, passes = dict(inputs), []
     for layer in layers:
         body = traced.bodies[layer]
-        forward, backward, signature = _programs(store, device, traced, layer)
-        results = _run(forward, [values[v] for v in body.inputs], device)
+        forward, backward, signature = _programs(
+            store,
+            device,
+            traced,
+            layer,
+        )
+        results = _run(
+            forward,
+            [values[v] for v in body.inputs],
+            device,
+        )
         # Behind the outputs a forward yields residuals, and a mark.
         for v, x in zip(body.outputs, results, strict=False):
             if isinstance(v, Var):
                 values[v] = x
-        passes.append(_Pass(body, signature, backward, results))
-    # A layer's cotangents are what the one behind it has sent back: so the passes go from last to first.
+        passes.append(
+            _Pass(
+                body,
+                signature,
+                backward,
+                results,
+            )
+        )
+    # A layer's cotangents are what the one behind it has sent back: so the passes go from last to
+    # first.
     cotangents, gradients = dict(sums), _Arrays()
     for one in reversed(passes):
-        results = _run(one.backward, one.arguments(values, cotangents), device)
+        results = _run(
+            one.backward,
+            one.arguments(values, cotangents),
+            device,
+        )
         read = (*one.signature.gradients, *one.signature.returned)
         moved = {one.body.inputs[i]: x for i, x in zip(read, results, strict=False)}
         cotangents |= moved
@@ -193,7 +246,10 @@ def _outcome(
 
 
 def _programs(
-    store: ProgramStore, device: Device, traced: Traced, layer: int
+    store: ProgramStore,
+    device: Device,
+    traced: Traced,
+    layer: int,
 ) -> tuple[Any, Any, Signature]:
     """Returns a layer's forward and backward, compiled, and their signature."""
     programs = programs_of(store, traced, layer)
@@ -203,17 +259,29 @@ def _programs(
     return executables[0], executables[1], programs.signature
 
 
-def _run(executable: Any, arrays: Sequence[np.ndarray], device: Device) -> list[np.ndarray]:
+def _run(
+    executable: Any,
+    arrays: Sequence[np.ndarray],
+    device: Device,
+) -> list[np.ndarray]:
     placed = [jax.device_put(x, device, may_alias=False) for x in arrays]
     return [np.asarray(x) for x in executable(*placed)]
 
 
-def _drawn(rng: np.random.Generator, var: Var, *, is_parameter: bool = False) -> np.ndarray:
-    """Draws numbers as a layer meets them: those of a parameter are so small that their products stay near one."""
+def _drawn(
+    rng: np.random.Generator,
+    var: Var,
+    *,
+    is_parameter: bool = False,
+) -> np.ndarray:
+    """Draws numbers as a layer meets them: those of a parameter are so small that their products
+    stay near one.
+    """
     aval = _jax.aval(var)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return np.zeros(aval.shape, aval.dtype)
-    size = 2 / math.sqrt(aval.shape[0]) if is_parameter and aval.shape else 1.0
+    is_matrix = is_parameter and aval.shape
+    size = 2 / math.sqrt(aval.shape[0]) if is_matrix else 1.0
     drawn = rng.uniform(-size, size, aval.shape)
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         drawn = drawn + 1j * rng.uniform(-size, size, aval.shape)

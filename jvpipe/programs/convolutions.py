@@ -1,13 +1,15 @@
 """Convolutions with their axes in the order in which a library takes them.
 
-At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library. In a function that
-is called it does not: there a convolution whose axes lie otherwise is a loop, which is slow and sums in another order.
+At the top of a program XLA on CPUs puts transposes around a convolution and hands it to a library.
+In a function that is called it does not: there a convolution whose axes lie otherwise is a loop,
+which is slow and sums in another order.
 
     batch, features, rows  ->  batch, rows, features       the operand, and back again the result
     out, in, rows          ->  rows, in, out               the filter
 
-That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its readers but those that
-widen it again. These it would not find behind a transpose, so here the rounding comes last.
+That library has no bfloat16, so XLA convolves in float32 and rounds what comes out for all its
+readers but those that widen it again. These it would not find behind a transpose, so here the
+rounding comes last.
 
     conv, transpose  ->  round  ->  bfloat16 readers
                      ->  readers that widen
@@ -26,7 +28,8 @@ from jvpipe.trace import jaxprs
 
 
 def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same function with transposes around its convolutions, as XLA would have put them there.
+    """Returns the same function with transposes around its convolutions, as XLA would have put them
+    there.
 
     Other devices than CPUs run the convolutions as they are.
     """
@@ -56,11 +59,14 @@ def in_order(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float32
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and eqn.params["new_dtype"] == jnp.float32
 
 
 def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
-    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs alone."""
+    """Returns the result of a convolution, and the same before it is rounded, which it is on CPUs
+    alone.
+    """
     dtype = _jax.aval(eqn.outvars[0]).dtype
 
     def here(*values: Any) -> tuple[Any, Any]:
@@ -71,7 +77,11 @@ def _convolved(eqn: JaxprEqn, values: list[Any]) -> tuple[Any, Any]:
         (out,) = _jax.bind(eqn, values)
         return out, out.astype(_exact(dtype))
 
-    return jax.lax.platform_dependent(*values, cpu=here, default=elsewhere)
+    return jax.lax.platform_dependent(
+        *values,
+        cpu=here,
+        default=elsewhere,
+    )
 
 
 def _exact(dtype: Any) -> Any:
@@ -80,7 +90,9 @@ def _exact(dtype: Any) -> Any:
 
 
 def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
-    """Applies a convolution with its axes in order; the result of one of bfloat16 is not rounded yet.
+    """Applies a convolution with its axes in order.
+
+    The result of one of bfloat16 is not rounded yet.
 
     >>> x, w = jax.numpy.ones((1, 2, 8)), jax.numpy.ones((3, 2, 5))
     >>> (eqn,) = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(x, w).eqns
@@ -89,24 +101,33 @@ def turned(eqn: JaxprEqn, values: Sequence[Any]) -> Any:
     [('transpose', (1, 8, 2)), ('transpose', (5, 2, 3)), ('conv_general_dilated', (1, 8, 3)), ('transpose', (1, 3, 8))]
     """
     numbers = eqn.params["dimension_numbers"]
-    operand, filters, result = (
-        _last(*numbers.lhs_spec),
-        (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1]),
-        _last(*numbers.out_spec),
-    )
+    operand = _last(*numbers.lhs_spec)
+    filters = (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])
+    result = _last(*numbers.out_spec)
     usual = tuple(range(len(operand)))
-    inner = type(numbers)(_first(usual), (usual[-1], usual[-2], *usual[:-2]), _first(usual))
+    # Images have one axis of features and filters two, and both have them last.
+    image = _first(usual)
+    inner = type(numbers)(
+        image,
+        (usual[-1], usual[-2], *usual[:-2]),
+        image,
+    )
     params = eqn.params | {"dimension_numbers": inner}
     if (dtype := _jax.aval(eqn.outvars[0]).dtype) == jnp.bfloat16:
         params["preferred_element_type"] = _exact(dtype)
-        # This widens operands, too. Behind the barrier nobody finds what they were before they were rounded.
+        # This widens operands, too. Behind the barrier nobody finds what they were before they were
+        # rounded.
         values = jax.lax.optimization_barrier(values)
-    moved = [_moved(x, axes) for x, axes in zip(values, (operand, filters), strict=True)]
+    moved = list(map(_moved, values, (operand, filters)))
     (out,) = _jax.bind(eqn.replace(params=params), moved)
     return _moved(out, tuple(np.argsort(result).tolist()))
 
 
-def _last(batch: int, feature: int, *space: int) -> tuple[int, ...]:
+def _last(
+    batch: int,
+    feature: int,
+    *space: int,
+) -> tuple[int, ...]:
     return (batch, *space, feature)
 
 
@@ -116,4 +137,5 @@ def _first(usual: Sequence[int]) -> tuple[int, ...]:
 
 
 def _moved(x: Any, axes: tuple[int, ...]) -> Any:
-    return x if axes == tuple(range(len(axes))) else jax.lax.transpose(x, axes)
+    is_in_order = axes == tuple(range(len(axes)))
+    return x if is_in_order else jax.lax.transpose(x, axes)

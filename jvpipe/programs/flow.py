@@ -1,10 +1,12 @@
-"""Placed equations as pieces: who needs which value, what crosses between layers, what each computes in each phase.
+"""Placed equations as pieces: who needs which value, what crosses between layers,
+what each computes in each phase.
 
     layer 0    piece 0   PARTIAL >            > GLOBAL   piece 1
     layer 1    piece 0   PARTIAL >  global 0  > GLOBAL   piece 1
 
-Values between layers and the global program go in vectors, one for each maker, phase and type, so that a piece has few
-arguments. What a layer computed at a cost and needs again in a later phase is KEPT; what is cheap it computes again.
+Values between layers and the global program go in vectors, one for each maker, phase and type, so
+that a piece has few arguments. What a layer computed at a cost and needs again in a later phase is
+KEPT; what is cheap it computes again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,17 +45,21 @@ class Flow:
     shared: frozenset[Slot] = frozenset()
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns the pieces of all layers and of the global program, in an order in which they can run."""
+        """Returns the pieces of all layers and of the global program, in an order in which they can
+        run.
+        """
         homes: list[Home] = [*self.layers, "global"]
         pieces = [piece for home in homes for piece in self._pieces_of(home)]
         return tuple(sorted(pieces, key=lambda piece: (piece.phase, piece.layer is None)))
 
     @cached_property
     def readers(self) -> dict[Var, set[Home]]:
-        """The layers that need each value; the global program too, for values that go from layer to layer.
+        """The layers that need each value.
 
-        From the results back to the inputs: an equation's operands are needed where it runs, and those of one that
-        runs everywhere by all who need its results.
+        The global program too, for values that go from layer to layer.
+
+        From the results back to the inputs: an equation's operands are needed where it runs, and
+        those of one that runs everywhere by all who need its results.
         """
         # Results first: whoever holds a copy needs the value.
         readers: dict[Var, set[Home]] = {var: set() for var in self.placement.places}
@@ -63,7 +69,8 @@ class Flow:
         for eqn in reversed(self.eqns):
             asking = set().union(*(readers[v] for v in eqn.outvars))
             home = self._home(eqn)
-            # An equation that runs everywhere is run by those who need its results, so its operands go to them.
+            # An equation that runs everywhere is run by those who need its results, so its operands
+            # go to them.
             running: set[Home] = {home} if asking and home != "everywhere" else asking
             for var in jaxprs.variables(eqn.invars):
                 readers[var] |= running
@@ -82,10 +89,20 @@ class Flow:
             home, phase = self.placement.of(var)
             dtype = str(_jax.aval(var).dtype)
             if isinstance(home, int) and "global" in needing:
-                to_global = Slot(SlotKind.PARTIAL, phase, home, dtype)
+                to_global = Slot(
+                    SlotKind.PARTIAL,
+                    phase,
+                    home,
+                    dtype,
+                )
                 vectors.setdefault(to_global, []).append(var)
             if home != "everywhere" and needing - {home, "global"}:
-                to_layers = Slot(SlotKind.GLOBAL, phase, 0, dtype)
+                to_layers = Slot(
+                    SlotKind.GLOBAL,
+                    phase,
+                    0,
+                    dtype,
+                )
                 vectors.setdefault(to_layers, []).append(var)
         return vectors
 
@@ -107,7 +124,9 @@ class Flow:
         """
         if home == "global":
             return [eqn for eqn in self.eqns if not isinstance(self._home(eqn), int)]
-        return [*self._eqns_of.get("everywhere", []), *self._eqns_of.get(home, [])]
+        # A layer computes for itself what every layer needs.
+        everywhere = self._eqns_of.get("everywhere", [])
+        return [*everywhere, *self._eqns_of.get(home, [])]
 
     def _unchanged(self, out: Output) -> bool:
         return isinstance(out.atom, Var) and self.inputs.get(out.atom) == out.slot
@@ -131,7 +150,10 @@ class Flow:
         return sent
 
     def _pieces_of(self, home: Home) -> Iterator[Piece]:
-        """Yields a piece for each phase in which something is sent; all results are made in the last."""
+        """Yields a piece for each phase in which something is sent.
+
+        All results are made in the last.
+        """
         # A result that is its own input, such as a frozen parameter, stays where it is.
         of_home = (out for out in self.outputs if home in self._holders(out))
         results = [out for out in of_home if not self._unchanged(out)]
@@ -143,7 +165,9 @@ class Flow:
         needed: dict[int, list[Atom]] = {}
         for phase in sorted({*sent, last}):
             vectors = sent.get(phase, [])
-            needed[phase] = [v for slot in vectors for v in self._vectors[slot]]
+            needed[phase] = []
+            for slot in vectors:
+                needed[phase] += self._vectors[slot]
         needed[last] += [out.atom for out in results]
         runs = self._runs(home, needed)
         kept = self._kept(home, runs)
@@ -151,14 +175,22 @@ class Flow:
         for phase, run in runs.items():
             is_last = phase == last
             yielded = [(out.atom, out.slot) for out in results] if is_last else []
-            yielded += [(v, slot) for v, slot in kept.items() if v in run.computed]
+            yielded += [(v, kept[v]) for v in kept if v in run.computed]
             slots = {v: kept.get(v) or self._slot(v, home) for v in run.reads}
             vectors = sent.get(phase, [])
-            part = Part(run.eqns, self.constants, self._vectors, slots, vectors, yielded)
+            part = Part(
+                run.eqns,
+                self.constants,
+                self._vectors,
+                slots,
+                vectors,
+                yielded,
+            )
             yield part.piece(layer, phase, last=is_last)
 
     def _runs(self, home: Home, needed: Mapping[int, Sequence[Atom]]) -> dict[int, "_Run"]:
-        """Returns what runs in each phase: a layer's costly equations once, all others as often as needed.
+        """Returns what runs in each phase: a layer's costly equations once, all others as often as
+        needed.
 
         Args:
             home: the layer, or the global program.
@@ -183,7 +215,8 @@ class Flow:
             for eqn in run.eqns:
                 if not is_cheap(eqn):
                     costly.update(eqn.outvars)
-        # A run computes what it needs, unless an earlier one has: so a costly value that it reads is that one's.
+        # A run computes what it needs, unless an earlier one has: so a costly value that it reads
+        # is that one's.
         reads = [v for run in runs.values() for v in run.reads]
         kept = dict.fromkeys(v for v in reads if v in costly)
         return {v: Slot(SlotKind.KEPT, i, home) for i, v in enumerate(kept)}
@@ -212,7 +245,11 @@ class _Run:
         return jaxprs.defined(self.eqns)
 
     @staticmethod
-    def of(eqns: Sequence[JaxprEqn], atoms: Sequence[Atom], constants: Mapping[Var, Any]) -> "_Run":
+    def of(
+        eqns: Sequence[JaxprEqn],
+        atoms: Sequence[Atom],
+        constants: Mapping[Var, Any],
+    ) -> "_Run":
         """Returns what makes some values; those of them that no equation makes are passed on."""
         needed = jaxprs.prune(eqns, atoms)
         computed = jaxprs.defined(needed)

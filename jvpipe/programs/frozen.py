@@ -1,4 +1,5 @@
-"""The parameters that an optimizer freezes: it returns them unchanged, and nobody reads their gradients.
+"""The parameters that an optimizer freezes: it returns them unchanged,
+and nobody reads their gradients.
 
 Both are read off the traced update, after what is certain whatever the gradients are:
 
@@ -27,7 +28,9 @@ from jvpipe.trace import jaxprs
 _AS_IT_IS = frozenset(
     "broadcast_in_dim convert_element_type copy copy_p reshape stop_gradient".split()  # noqa: SIM905
 )
-"""Primitives that yield their operand, if it has the shape of the result and the type loses nothing."""
+"""Primitives that yield their operand, if it has the shape of the result and the type loses
+nothing.
+"""
 _OF_ZEROS = _AS_IT_IS | frozenset(
     "add add_any sub neg concatenate expand_dims rev slice squeeze transpose".split()  # noqa: SIM905
 )
@@ -35,9 +38,12 @@ _OF_ZEROS = _AS_IT_IS | frozenset(
 
 
 def without_frozen(
-    traced: TracedOptimizer, readers: Sequence[int], frozen: Collection[int] = ()
+    traced: TracedOptimizer,
+    readers: Sequence[int],
+    frozen: Collection[int] = (),
 ) -> TracedOptimizer:
-    """Returns the same optimizer with what it freezes told: it returns that as it came, and keeps no state for it.
+    """Returns the same optimizer with what it freezes told: it returns that as it came, and keeps
+    no state for it.
 
     Args:
         traced: over all parameters.
@@ -87,7 +93,8 @@ class _Update:
     @staticmethod
     def of(traced: TracedOptimizer, readers: Sequence[int]) -> "_Update":
         """Tells the inputs apart: they are gradients, perhaps a weight, parameters and state."""
-        # From the front the gradients are counted, from the back the rest: a weight may stand between them.
+        # From the front the gradients are counted, from the back the rest: a weight may stand
+        # between them.
         #
         #     gradients of 0 | of 1 | ... | (weight) | parameters | state
         inputs = traced.update.jaxpr.invars
@@ -117,9 +124,10 @@ class _Update:
     def state_alone(self, i: int) -> set[int] | None:
         """Returns the leaves of the state that only a parameter's gradient needs.
 
-        It follows the gradient forward through all that reads it. State that is made of it and belongs to the parameter
-        is followed in turn, from the next update's input on. It ends, since each value is looked at once; most often
-        soon, since what all parameters need leads to any of them.
+        It follows the gradient forward through all that reads it. State that is made of it and
+        belongs to the parameter is followed in turn, from the next update's input on. It ends,
+        since each value is looked at once; most often soon, since what all parameters need leads to
+        any of them.
 
         Args:
             i: the parameter.
@@ -127,7 +135,9 @@ class _Update:
         Returns:
             None if anything else needs the gradient.
         """
-        count, alone, seen = len(self.parameters), set[int](), set[Var]()
+        count = len(self.parameters)
+        alone = set[int]()
+        seen = set[Var]()
         todo = list(self.gradients[i])
         while todo:
             v = todo.pop()
@@ -155,7 +165,10 @@ class _Update:
 
     @cached_property
     def _results(self) -> Mapping[Var, Sequence[int]]:
-        """By value, the numbers of the results that it is; parameters that stay as they are do not count."""
+        """By value, the numbers of the results that it is.
+
+        Parameters that stay as they are do not count.
+        """
         results: dict[Var, list[int]] = {}
         for k, out in enumerate(self.closed.jaxpr.outvars):
             if isinstance(out, Var) and k not in self.unchanged:
@@ -163,7 +176,8 @@ class _Update:
         return results
 
     def leaving(self, frozen: Collection[int], unread: Collection[int]) -> ClosedJaxpr:
-        """Returns the update with frozen parameters as they came, and without state that nobody reads.
+        """Returns the update with frozen parameters as they came, and without state that nobody
+        reads.
 
         Args:
             frozen: parameters.
@@ -184,7 +198,8 @@ class _Update:
 def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
     """Returns by value the input that it is equal to, whatever the other inputs are.
 
-    One pass over the equations, in order: it knows of each value whether it is an input, or zero, or neither.
+    One pass over the equations, in order: it knows of each value whether it is an input, or zero,
+    or neither.
     """
     same: dict[Atom, Var] = {v: v for v in inputs}
     zeros: set[Atom] = set()
@@ -193,10 +208,15 @@ def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
             zeros.add(v)
 
     def is_zero(atom: Atom) -> bool:
-        return not np.any(atom.val) if isinstance(atom, Literal) else atom in zeros
+        if isinstance(atom, Literal):
+            return not np.any(atom.val)
+        return atom in zeros
+
+    def origin_of(atom: Atom) -> Var | None:
+        return same.get(atom) if isinstance(atom, Var) else None
 
     for eqn in closed.jaxpr.eqns:
-        origins = [same.get(a) if isinstance(a, Var) else None for a in eqn.invars]
+        origins = list(map(origin_of, eqn.invars))
         are_zeros = list(map(is_zero, eqn.invars))
         origin = _origin(eqn, origins, are_zeros)
         if origin is not None:
@@ -206,7 +226,11 @@ def _same(closed: ClosedJaxpr, inputs: Sequence[Var]) -> Mapping[Atom, Var]:
     return same
 
 
-def _origin(eqn: JaxprEqn, origins: Sequence[Var | None], are_zeros: Sequence[bool]) -> Var | None:
+def _origin(
+    eqn: JaxprEqn,
+    origins: Sequence[Var | None],
+    are_zeros: Sequence[bool],
+) -> Var | None:
     """Returns the input that an equation yields as it is; None if it does not.
 
     Args:
@@ -220,7 +244,8 @@ def _origin(eqn: JaxprEqn, origins: Sequence[Var | None], are_zeros: Sequence[bo
     if name in ("add", "add_any") and are_zeros[0]:
         return origins[1]
     if name == "select_n":
-        # Whatever the choice is, it is one of these: if all are equal to the same input, so is the result.
+        # Whatever the choice is, it is one of these: if all are equal to the same input, so is the
+        # result.
         first, *others = origins[1:]
         return first if all(origin is first for origin in others) else None
     if name not in _AS_IT_IS or origins[0] is None:
@@ -241,10 +266,12 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
     if wide == narrow:
         return True
     if _are(jnp.floating, wide, narrow):
-        a, b = jnp.finfo(wide), jnp.finfo(narrow)
+        a = jnp.finfo(wide)
+        b = jnp.finfo(narrow)
         return a.nmant >= b.nmant and a.nexp >= b.nexp
     if _are(jnp.integer, wide, narrow):
-        a, b = jnp.iinfo(wide), jnp.iinfo(narrow)
+        a = jnp.iinfo(wide)
+        b = jnp.iinfo(narrow)
         return a.min <= b.min and b.max <= a.max
     return False
 
@@ -257,7 +284,8 @@ def _makes_zeros(eqn: JaxprEqn, zeros: Sequence[bool]) -> bool:
     """Tells whether an equation makes zeros, of operands some of which are `zeros`."""
     match eqn.primitive.name:
         case "mul" if any(zeros):
-            # The other factor must be known: zero times one that is computed, and might be infinite, is NaN.
+            # The other factor must be known: zero times one that is computed, and might be
+            # infinite, is NaN.
             others = [x for x, zero in zip(eqn.invars, zeros, strict=True) if not zero]
             return all(isinstance(x, Literal) and np.all(np.isfinite(x.val)) for x in others)
         case "select_n":
@@ -273,8 +301,11 @@ def _type(var: Var) -> np.dtype:
 
 
 def _masked(tree: _jax.TreeDef, unread: Collection[int]) -> _jax.TreeDef:
-    """Returns the tree of the state, with optax's own sign of nothing in place of leaves that nobody reads."""
+    """Returns the tree of the state, with optax's own sign of nothing in place of leaves that
+    nobody reads.
+    """
     import optax  # late, as in jvpipe/ir/optimizer.py
 
     leaves = [optax.MaskedNode() if k in unread else 0 for k in range(tree.num_leaves)]
-    return jax.tree.structure(jax.tree.unflatten(tree, leaves))
+    masked = jax.tree.unflatten(tree, leaves)
+    return jax.tree.structure(masked)

@@ -23,7 +23,8 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
 
     Args:
         programs: of its parts.
-        wires: what each of these takes and yields, and at last what the whole does, numbered as `Row.wires` does.
+        wires: what each of these takes and yields, and at last what the whole does, numbered as
+            `Row.wires` does.
     """
     *parts, (reads, writes) = wires
     inputs: dict[int, Any] = {}
@@ -49,4 +50,9 @@ def group_program(programs: Sequence[Program], wires: Sequence[Wire]) -> Program
     taken_by_all = tuple(inputs[i] for i in reads)
     # What a part may overwrite the group may overwrite, if it comes from outside.
     overwritten = tuple(i for i in reads if i in donated)
-    return Program(("group", *keys, tuple(wires)), fn, taken_by_all, overwritten)
+    return Program(
+        ("group", *keys, tuple(wires)),
+        fn,
+        taken_by_all,
+        overwritten,
+    )

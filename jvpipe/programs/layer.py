@@ -1,9 +1,9 @@
 """A layer as two programs: a forward that yields residuals, and a backward that reads them.
 
-The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates, each behind a
-barrier; everything else is recomputed in the backward. Candidates and outputs are made by calls that are compiled
-alike in all programs (see `outline`), and what is made of them is the same whether they were kept or recomputed. So
-results are bitwise identical for any choice.
+The layer runs under `jax.checkpoint` with a policy that saves a chosen subset of its candidates,
+each behind a barrier; everything else is recomputed in the backward. Candidates and outputs are
+made by calls that are compiled alike in all programs (see `outline`), and what is made of them is
+the same whether they were kept or recomputed. So results are bitwise identical for any choice.
 
     forward     inputs -> outputs, residuals                       residuals: the candidates that are kept
     backward    sources, cotangents, sums -> sums, cotangents      sources: inputs, outputs and residuals that it reads
@@ -37,7 +37,8 @@ class LayerPrograms:
 
     Attributes:
         forward: `(inputs) -> (outputs, residuals)`.
-        backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of inputs)`.
+        backward: `(sources, cotangents, partial sums, accumulators) -> (accumulators, cotangents of
+            inputs)`.
         signature: what these are, by the layer's own numbers of its inputs and outputs.
     """
 
@@ -58,7 +59,10 @@ class LayerPrograms:
 
     @cached_property
     def halves(self) -> Halves | None:
-        """The backward in two programs; None if all of it yields cotangents, or all of it gradients."""
+        """The backward in two programs.
+
+        None if all of it yields cotangents, or all of it gradients.
+        """
         return halve(self.backward, self.signature)
 
     @cached_property
@@ -71,33 +75,57 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
     """Returns a value that is equal for two jaxprs that compile to the same program."""
     jaxpr = closed.jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return structure(jaxpr.eqns, inputs, jaxpr.outvars, rules=False), comparable(closed.consts)
+    equations = structure(
+        jaxpr.eqns,
+        inputs,
+        jaxpr.outvars,
+        rules=False,
+    )
+    return equations, comparable(closed.consts)
 
 
-def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
+def differentiate(
+    body: Body,
+    kept: Collection[str],
+    partial: Collection[int],
+) -> LayerPrograms:
     """Makes a layer's forward and backward.
 
     Args:
         body: the layer's equations.
         kept: the names of the candidates that the forward saves.
-        partial: tensors (by id) that later layers read too: their cotangents come in as partial sums.
+        partial: tensors (by id) that later layers read too: their cotangents come in as partial
+            sums.
     """
-    summed = [
-        i
-        for i in body.moving
-        if body.reads[i].kind == ValueKind.TENSOR and body.reads[i].index in partial
-    ]
-    # The forward is traced with everything that its derivative closes over; what of this are residuals comes below.
+    summed = []
+    for i in body.moving:
+        ref = body.reads[i]
+        if ref.kind == ValueKind.TENSOR and ref.index in partial:
+            summed.append(i)
+    # The forward is traced with everything that its derivative closes over; what of this are
+    # residuals comes below.
     closed, tree = _trace_forward(body, kept, summed)
     n_out = len(body.outputs)
-    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
+    results = closed.jaxpr.outvars
+    outputs = results[:n_out]
+    leaves = results[n_out:]
     sources = _sources(closed, n_out)
     shapes = [(sources[v], jaxprs.shape_of(v)) for v in leaves]
-    backward, signature = _trace_backward(body, tree, shapes, summed, jaxprs.debug_calls(closed))
-    # The forward yields only those residuals that the backward turned out to read; they are numbered again.
+    calls = jaxprs.debug_calls(closed)
+    backward, signature = _trace_backward(
+        body,
+        tree,
+        shapes,
+        summed,
+        calls,
+    )
+    # The forward yields only those residuals that the backward turned out to read; they are
+    # numbered again.
     residuals = dict.fromkeys(v for v in leaves if sources[v][0] == "residual")
     used = [v for v in residuals if sources[v] in signature.sources]
-    renumber: dict[Source, Source] = {sources[v]: ("residual", i) for i, v in enumerate(used)}
+    renumber: dict[Source, Source] = {}
+    for i, v in enumerate(used):
+        renumber[sources[v]] = ("residual", i)
     forward = jaxprs.yielding(closed, [*outputs, *used])
     # A residual that is not a candidate has no name of its own.
     names = _candidate_names(forward.jaxpr.eqns)
@@ -111,7 +139,10 @@ def differentiate(body: Body, kept: Collection[str], partial: Collection[int]) -
 
 
 def _candidate_names(eqns: Sequence[JaxprEqn]) -> dict[_jax.Atom, str]:
-    """Returns which candidate a value is; what `jax.checkpoint` saves passes through an idle `reduce_precision`."""
+    """Returns which candidate a value is.
+
+    What `jax.checkpoint` saves passes through an idle `reduce_precision`.
+    """
     names: dict[_jax.Atom, str] = {}
     for eqn in eqns:
         if eqn.primitive.name == "name":
@@ -127,10 +158,12 @@ def inference(body: Body) -> ClosedJaxpr:
 
 
 def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
-    """Runs a layer; its candidates and outputs have the values of calls, and the derivatives of its equations.
+    """Runs a layer.
 
-    So everything is computed twice: by equations through which gradients flow, and by calls, which no gradient enters.
-    The compiler drops what is read of neither.
+    Its candidates and outputs have the values of calls, and the derivatives of its equations.
+
+    So everything is computed twice: by equations through which gradients flow, and by calls, which
+    no gradient enters. The compiler drops what is read of neither.
     """
     env = dict(zip(body.inputs, inputs, strict=True))
     fixed = {v: jax.lax.stop_gradient(x) for v, x in env.items()}
@@ -143,37 +176,49 @@ def _run(body: Body, inputs: Sequence[Any]) -> list[Any]:
             fixed |= calls[position](fixed)
         for v in eqn.outvars:
             if name := body.candidates.get(v):
-                env[v] = _candidate(_valued(env[v], fixed[v]), name)
+                valued = _valued(env[v], fixed[v])
+                env[v] = _candidate(valued, name)
                 fixed[v] = jax.lax.stop_gradient(env[v])
     last = calls.get(len(body.eqns))
     if last:
         fixed |= last(fixed)
     results = []
     for v in body.outputs:
-        results.append(v.val if isinstance(v, _jax.Literal) else _valued(env[v], fixed[v]))
+        if isinstance(v, _jax.Literal):
+            results.append(v.val)
+        else:
+            results.append(_valued(env[v], fixed[v]))
     return results
 
 
-# The value of its second argument, with the derivative of its first one, which is equal to it except for roundings.
+# The value of its second argument, with the derivative of its first one, which is equal to it
+# except for roundings.
 _valued = jax.custom_jvp(lambda differentiable, value: value)
 _valued.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
 
 
 def _candidate(x: jax.Array, name: str) -> jax.Array:
-    """Returns a value that can be saved under a name; a complex one is saved as its two parts, as JAX demands."""
+    """Returns a value that can be saved under a name.
+
+    A complex one is saved as its two parts, as JAX demands.
+    """
     if not jnp.iscomplexobj(x):
         return checkpoint_name(jax.lax.optimization_barrier(x), name)
-    parts = checkpoint_name(jax.lax.optimization_barrier(jnp.stack([x.real, x.imag])), name)
+    stacked = jnp.stack([x.real, x.imag])
+    parts = checkpoint_name(jax.lax.optimization_barrier(stacked), name)
     return jax.lax.complex(parts[0], parts[1])
 
 
 def _trace_forward(
-    body: Body, kept: Collection[str], summed: Sequence[int]
+    body: Body,
+    kept: Collection[str],
+    summed: Sequence[int],
 ) -> tuple[ClosedJaxpr, Any]:
     """Traces the forward, with every leaf that the backward closes over as an output.
 
-    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with their partial sums,
-    as if the layers that read them later were part of this one: where layers are cut changes no sum.
+    To the backward the `summed` inputs are outputs as well. Then the layer's own sums begin with
+    their partial sums, as if the layers that read them later were part of this one: where layers
+    are cut changes no sum.
 
     Args:
         body: the layer's equations.
@@ -198,8 +243,13 @@ def _trace_forward(
             active = [x for x, a in zip(out, body.active, strict=True) if a]
             return [*active, *passed], out
 
-        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the forward.
-        _, pull, out = jax.vjp(pick, *(xs[i] for i in body.moving), has_aux=True)
+        # `pull` is a pytree whose leaves are what it closes over: these become outputs of the
+        # forward.
+        _, pull, out = jax.vjp(
+            pick,
+            *(xs[i] for i in body.moving),
+            has_aux=True,
+        )
         leaves, tree = jax.tree.flatten(pull)
         trees.append(tree)
         return [*out, *leaves]
@@ -213,8 +263,11 @@ def _sources(closed: ClosedJaxpr, n_out: int) -> dict[_jax.Atom, Source]:
 
     What is an input or an output of the layer need not be left: it has a buffer of its own.
     """
-    outputs, leaves = closed.jaxpr.outvars[:n_out], closed.jaxpr.outvars[n_out:]
-    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as that.
+    results = closed.jaxpr.outvars
+    outputs = results[:n_out]
+    leaves = results[n_out:]
+    # Later ones overrule: of equal outputs the first one counts, and what is an input too counts as
+    # that.
     sources: dict[_jax.Atom, Source] = {}
     for i, v in reversed(list(enumerate(outputs))):
         if not isinstance(v, _jax.Literal):
@@ -249,12 +302,15 @@ class _Differentiated:
     @staticmethod
     def of(body: Body) -> "_Differentiated":
         kinds = [ref.kind for ref in body.reads]
+        gradients = [i for i in body.moving if kinds[i] == ValueKind.PARAMETER]
+        returned = [i for i in body.moving if kinds[i] == ValueKind.TENSOR]
         active = [i for i, a in enumerate(body.active) if a]
+        taken = [i for i in active if body.received[i] and body.writes[i] != _LOSS]
         return _Differentiated(
-            gradients=[i for i in body.moving if kinds[i] == ValueKind.PARAMETER],
-            returned=[i for i in body.moving if kinds[i] == ValueKind.TENSOR],
-            active=active,
-            taken=[i for i in active if body.received[i] and body.writes[i] != _LOSS],
+            gradients,
+            returned,
+            active,
+            taken,
         )
 
 
@@ -267,8 +323,8 @@ def _trace_backward(
 ) -> tuple[ClosedJaxpr, Signature]:
     """Traces the backward, with all gradients and cotangents that there could be.
 
-    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off again, only after
-    everything is done on which the rounding of the rest depends.
+    What frozen parameters alone have is none: it comes in as zeros, and what it yields is cut off
+    again, only after everything is done on which the rounding of the rest depends.
 
     Args:
         body: the layer's equations.
@@ -283,7 +339,10 @@ def _trace_backward(
     shapes = dict(leaves)
 
     def backward(
-        left: list[Any], cotangents: list[Any], sums: list[Any], accumulators: list[Any]
+        left: list[Any],
+        cotangents: list[Any],
+        sums: list[Any],
+        accumulators: list[Any],
     ) -> list[Any]:
         value = dict(zip(shapes, left, strict=True))
         pull = jax.tree.unflatten(tree, [value[source] for source, _ in leaves])
@@ -291,40 +350,54 @@ def _trace_backward(
         incoming |= zip(parts.taken, cotangents, strict=True)
         later = {i: _zeros(body.inputs[i]) for i in summed}
         later |= zip(partial, sums, strict=True)
-        # In the order in which the forward listed what gradients come from: active outputs, then summed inputs.
-        pulled = pull([*(incoming[i] for i in parts.active), *later.values()])
+        # In the order in which the forward listed what gradients come from: active outputs, then
+        # summed inputs.
+        active = [incoming[i] for i in parts.active]
+        pulled = pull([*active, *later.values()])
         moved = dict(zip(body.moving, pulled, strict=True))
         sums_now = [acc + moved[i] for i, acc in zip(gradients, accumulators, strict=True)]
         return [*sums_now, *(moved[i] for i in returned)]
 
+    input_shapes = list(map(jaxprs.shape_of, body.inputs))
     flat = flatten(
         backward,
         list(shapes.values()),
         [jaxprs.shape_of(body.outputs[i]) for i in parts.taken],
-        [jaxprs.shape_of(body.inputs[i]) for i in partial],
-        [jaxprs.shape_of(body.inputs[i]) for i in gradients],
+        [input_shapes[i] for i in partial],
+        [input_shapes[i] for i in gradients],
     )
     # First what decides how the compiler rounds, then what only leaves results out.
     quiet = jaxprs.silent(flat, printed)
     closed = settle_halves(upright(quiet), len(gradients))
     results = zip((*gradients, *returned), closed.jaxpr.outvars, strict=True)
     closed = jaxprs.yielding(closed, [x for i, x in results if body.returned[i]])
-    closed, sources = _without_unread(closed, body, list(shapes), gradients)
+    closed, sources = _without_unread(
+        closed,
+        body,
+        list(shapes),
+        gradients,
+    )
+    read_gradients = [i for i in gradients if body.returned[i]]
+    read_cotangents = [i for i in returned if body.returned[i]]
     signature = Signature(
         residuals=(),
         sources=tuple(sources),
         cotangents=tuple(parts.taken),
         partial=tuple(partial),
-        gradients=tuple(i for i in gradients if body.returned[i]),
-        returned=tuple(i for i in returned if body.returned[i]),
+        gradients=tuple(read_gradients),
+        returned=tuple(read_cotangents),
     )
     return closed, signature
 
 
 def _without_unread(
-    closed: ClosedJaxpr, body: Body, sources: Sequence[Source], gradients: Sequence[int]
+    closed: ClosedJaxpr,
+    body: Body,
+    sources: Sequence[Source],
+    gradients: Sequence[int],
 ) -> tuple[ClosedJaxpr, list[Source]]:
-    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what is frozen.
+    """Drops the inputs of a backward that it does not read: values of the forward, and sums of what
+    is frozen.
 
     Args:
         closed: the backward; its inputs begin with the sources and end with the sums of gradients.
@@ -349,10 +422,17 @@ def _without_unread(
 
 
 def _cotangent(body: Body, i: int) -> jax.Array:
-    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of others zeros."""
+    """Returns the cotangent of an output that comes from no later layer: of the loss its share, of
+    others zeros.
+    """
+    output = body.outputs[i]
     if body.writes[i] == _LOSS:
-        return jnp.full((), body.share, _jax.aval(body.outputs[i]).dtype)
-    return _zeros(body.outputs[i])
+        return jnp.full(
+            (),
+            body.share,
+            _jax.aval(output).dtype,
+        )
+    return _zeros(output)
 
 
 def _zeros(atom: _jax.Atom) -> jax.Array:

@@ -18,7 +18,9 @@ from jvpipe.programs.store import Program, added_up, types_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The slices on which replicas made a loss or a leaf of aux, and how the whole is made of what they made."""
+    """The slices on which replicas made a loss or a leaf of aux, and how the whole is made of what
+    they made.
+    """
 
     slices: tuple[Examples, ...]
     spread: Spread
@@ -42,34 +44,42 @@ class Parts:
                 raise AssertionError(f"{self.spread} cannot be joined")
 
     def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Slices differ in size if the replicas do not divide the micro-batch: each counts by its examples.
+        # Slices differ in size if the replicas do not divide the micro-batch: each counts by its
+        # examples.
         examples = sum(s.size for s in self.slices)
         shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
-        return added_up([x * share for x, share in zip(values, shares, strict=True)])
+        pairs = zip(values, shares, strict=True)
+        return added_up([x * share for x, share in pairs])
 
 
 def loss_program(
-    graph: LayerGraph, inputs: Sequence[Any], microbatches: int, parts: Sequence[Parts | None] = ()
+    graph: LayerGraph,
+    inputs: Sequence[Any],
+    microbatches: int,
+    parts: Sequence[Parts | None] = (),
 ) -> Program:
     """Returns what reduces the losses and aux of the micro-batches, in ascending order of these.
 
-    The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each leaf of aux is
-    reduced as the user says; unless they do, as the loss is if it is `Weighted` or a floating-point scalar. Others are
-    stacked along a new first axis.
+    The loss is the mean over micro-batches, or `sum(total) / sum(weight)`; the weight follows. Each
+    leaf of aux is reduced as the user says; unless they do, as the loss is if it is `Weighted` or a
+    floating-point scalar. Others are stacked along a new first axis.
 
     Args:
         graph: of the model.
         inputs: the shapes of all losses, then of all aux, each of all micro-batches.
         microbatches: how many.
-        parts: for each loss and leaf of aux the parts in which replicas make it, None if it is made whole; empty
-            without replicas.
+        parts: for each loss and leaf of aux the parts in which replicas make it, None if it is made
+            whole; empty without replicas.
     """
 
     def reduce(*values: jax.Array) -> list[jax.Array]:
         columns = _columns(values, microbatches, parts)
-        losses, aux = columns[: 1 + graph.weighted], columns[1 + graph.weighted :]
+        n_losses = 1 + graph.weighted
+        losses = columns[:n_losses]
+        aux = columns[n_losses:]
         loss = added_up(losses[0])
-        # The weight has its own sum, and only the quotient of both is the loss, however the items were spread.
+        # The weight has its own sum, and only the quotient of both is the loss, however the items
+        # were spread.
         if graph.weighted:
             weight = added_up(losses[1])
             out = [loss / weight.astype(loss.dtype), weight.astype(jnp.float32)]
@@ -107,13 +117,18 @@ def _reduced(values: Sequence[jax.Array], how: AuxReduction | None) -> jax.Array
 
 
 def _columns(
-    values: Sequence[jax.Array], microbatches: int, parts: Sequence[Parts | None]
+    values: Sequence[jax.Array],
+    microbatches: int,
+    parts: Sequence[Parts | None],
 ) -> list[Sequence[jax.Array]]:
     """Returns what each loss and leaf of aux was in each micro-batch."""
     if not parts:
-        return [values[i : i + microbatches] for i in range(0, len(values), microbatches)]
-    # Column after column; in a column micro-batch after micro-batch; of each of these slice after slice.
-    left, columns = iter(values), list[Sequence[jax.Array]]()
+        starts = range(0, len(values), microbatches)
+        return [values[i : i + microbatches] for i in starts]
+    # Column after column; in a column micro-batch after micro-batch; of each of these slice after
+    # slice.
+    left = iter(values)
+    columns = list[Sequence[jax.Array]]()
     for part in parts:
         if part is None:
             columns.append(list(islice(left, microbatches)))
@@ -129,5 +144,7 @@ def _columns(
 def zeros_program(shapes: Sequence[jax.ShapeDtypeStruct]) -> Program:
     """Returns what makes fresh accumulators."""
     return Program(
-        ("zeros", types_of(shapes)), lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], ()
+        ("zeros", types_of(shapes)),
+        lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],
+        (),
     )

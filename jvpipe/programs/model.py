@@ -20,7 +20,9 @@ Share = Literal["all", "half", "nothing"]
 
 
 def layer_programs(
-    store: ProgramStore, traced: Traced, share: Share | Fates = "all"
+    store: ProgramStore,
+    traced: Traced,
+    share: Share | Fates = "all",
 ) -> tuple[LayerPrograms, ...]:
     """Returns forward and backward of every layer.
 
@@ -29,11 +31,15 @@ def layer_programs(
         traced: the model.
         share: how many of a layer's candidates its forward keeps, or what the fates of a plan keep.
     """
-    return tuple(programs_of(store, traced, layer.id, share) for layer in traced.graph.layers)
+    layers = range(len(traced.graph.layers))
+    return tuple(programs_of(store, traced, layer, share) for layer in layers)
 
 
 def programs_of(
-    store: ProgramStore, traced: Traced, number: int, share: Share | Fates = "all"
+    store: ProgramStore,
+    traced: Traced,
+    number: int,
+    share: Share | Fates = "all",
 ) -> LayerPrograms:
     """Returns forward and backward of one layer.
 
@@ -43,7 +49,8 @@ def programs_of(
         number: the layer.
         share: how many of its candidates its forward keeps, or what the fates of a plan keep.
     """
-    layer, body = traced.graph.layers[number], traced.bodies[number]
+    layer = traced.graph.layers[number]
+    body = traced.bodies[number]
     if isinstance(share, Fates):
         kept = sorted(share.kept[number])
     else:
@@ -70,16 +77,31 @@ def kept_names(names: Sequence[str], share: Share) -> Sequence[str]:
 
 
 def forward_program(programs: LayerPrograms, *, recompute: bool = False) -> Program:
-    """Returns a layer's forward as something to compile; one that is for recomputing prints nothing."""
+    """Returns a layer's forward as something to compile.
+
+    One that is for recomputing prints nothing.
+    """
     if recompute and programs.recompute is not programs.forward:
-        return Program.of(programs.recompute, marked=True, key=("F again", programs.key))
-    return Program.of(programs.forward, marked=True, key=("F", programs.key))
+        return Program.of(
+            programs.recompute,
+            marked=True,
+            key=("F again", programs.key),
+        )
+    return Program.of(
+        programs.forward,
+        marked=True,
+        key=("F", programs.key),
+    )
 
 
 def evaluation_program(body: Body) -> Program:
     """Returns a layer's forward that leaves nothing for a backward."""
     closed = inference(body)
-    return Program.of(closed, marked=True, key=("E", program_key(closed)))
+    return Program.of(
+        closed,
+        marked=True,
+        key=("E", program_key(closed)),
+    )
 
 
 def backward_program(programs: LayerPrograms) -> Program:
@@ -88,24 +110,45 @@ def backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     count = len(signature.partial) + len(signature.gradients)
     donated = range(first, first + count)
-    return Program.of(programs.backward, donated, marked=True, key=("B", programs.key))
+    return Program.of(
+        programs.backward,
+        donated,
+        marked=True,
+        key=("B", programs.key),
+    )
 
 
 def input_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields cotangents; it adds into the partial sums that it takes."""
+    """Returns the half of a layer's backward that yields cotangents.
+
+    It adds into the partial sums that it takes.
+    """
     halves = _halves(programs)
     signature = halves.signature.input
     first = len(signature.sources) + len(signature.cotangents)
     donated = range(first, first + len(signature.partial))
-    return Program.of(halves.input, donated, marked=True, key=("I", programs.key))
+    return Program.of(
+        halves.input,
+        donated,
+        marked=True,
+        key=("I", programs.key),
+    )
 
 
 def weight_program(programs: LayerPrograms) -> Program:
-    """Returns the half of a layer's backward that yields gradients; it adds into the accumulators that it takes."""
+    """Returns the half of a layer's backward that yields gradients.
+
+    It adds into the accumulators that it takes.
+    """
     halves = _halves(programs)
     count = len(halves.weight.in_avals)
     donated = range(count - len(halves.signature.weight.gradients), count)
-    return Program.of(halves.weight, donated, marked=True, key=("W", programs.key))
+    return Program.of(
+        halves.weight,
+        donated,
+        marked=True,
+        key=("W", programs.key),
+    )
 
 
 def _halves(programs: LayerPrograms) -> Halves:
@@ -114,7 +157,9 @@ def _halves(programs: LayerPrograms) -> Halves:
 
 
 def single_backward_program(programs: LayerPrograms) -> Program:
-    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums to add to."""
+    """Returns a layer's backward where every micro-batch is an update of its own: there are no sums
+    to add to.
+    """
     signature, avals = programs.signature, programs.backward.in_avals
     taken = len(avals) - len(signature.gradients)
     run = _jax.jaxpr_as_fun(programs.backward)
@@ -127,11 +172,25 @@ def single_backward_program(programs: LayerPrograms) -> Program:
     first = len(signature.sources) + len(signature.cotangents)
     calls_host = backward_program(programs).calls_host
     key = "B alone", programs.key
-    return Program(key, fn, tuple(avals[:taken]), tuple(range(first, taken)), calls_host)
+    return Program(
+        key,
+        fn,
+        tuple(avals[:taken]),
+        tuple(range(first, taken)),
+        calls_host,
+    )
 
 
 def piece_program(piece: Piece, *, keeps: bool = False) -> Program:
-    """Returns a piece of the optimizer as something to compile; one that `keeps` does not overwrite its parameters."""
+    """Returns a piece of the optimizer as something to compile.
+
+    One that `keeps` does not overwrite its parameters.
+    """
     is_kept = [keeps and slot.kind is SlotKind.PARAMETER for slot in piece.reads]
     donated = tuple(i for i in piece.donated if not is_kept[i])
-    return Program.of(piece.program, donated, marked=True, key=("U", piece.key, donated))
+    return Program.of(
+        piece.program,
+        donated,
+        marked=True,
+        key=("U", piece.key, donated),
+    )

@@ -1,8 +1,9 @@
 """An optimizer cut into pieces that run where their operands live.
 
-`optimizer.update` and `init` are traced over the whole tree of parameters. Every parameter has an owner, a layer; so
-has the state that belongs to it. Each equation runs with the layer that its operands belong to. What mixes layers, such
-as a global norm, runs in a global program between two rounds of the layers' own.
+`optimizer.update` and `init` are traced over the whole tree of parameters. Every parameter has an
+owner, a layer; so has the state that belongs to it. Each equation runs with the layer that its
+operands belong to. What mixes layers, such as a global norm, runs in a global program between two
+rounds of the layers' own.
 
     phase    0: layers                    0: global          1: layers
              sum of squares per layer     their norm         clip, adam, new parameters
@@ -66,16 +67,17 @@ class StateLeaf:
 class OptimizerCut:
     """An optimizer in pieces.
 
-    Parameters and state belong to the layer of the piece that reads or writes them: replicated state has a copy per
-    layer, and one for the global program if this reads it. All other slots mean the same array to every piece. A leaf
-    that no piece of `update` writes stays as it is.
+    Parameters and state belong to the layer of the piece that reads or writes them: replicated
+    state has a copy per layer, and one for the global program if this reads it. All other slots
+    mean the same array to every piece. A leaf that no piece of `update` writes stays as it is.
 
     Attributes:
         init: the pieces that make the state, in an order in which they can run.
         update: the pieces of an update, by the same numbers.
         state: the leaves of the state.
         state_tree: their tree, as the optimizer has it.
-        cross_layer: the names of transformations through which a layer's update depends on other layers.
+        cross_layer: the names of transformations through which a layer's update depends on other
+            layers.
     """
 
     init: tuple[Piece, ...]
@@ -86,7 +88,9 @@ class OptimizerCut:
 
     @cached_property
     def holders(self) -> frozenset[tuple[int, int | None]]:
-        """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its own or a copy."""
+        """Pairs of a leaf of the state and a layer (None: the global program) that has it, as its
+        own or a copy.
+        """
         holders = set()
         for piece in (*self.init, *self.update):
             for slot in (*piece.reads, *piece.writes):
@@ -96,7 +100,8 @@ class OptimizerCut:
 
     def held_by(self, layer: int | None) -> tuple[int, ...]:
         """Returns the leaves of the state that a layer, or the global program, has."""
-        return tuple(sorted(i for i, holder in self.holders if holder == layer))
+        leaves = (i for i, holder in self.holders if holder == layer)
+        return tuple(sorted(leaves))
 
 
 def cut_optimizer(
@@ -117,17 +122,19 @@ def cut_optimizer(
         optimizer: any `optax.GradientTransformation`.
         params: arrays or `jax.ShapeDtypeStruct`.
         owners: the layer that owns each leaf, in tree order.
-        readers: the number of layers that read each leaf: it has as many gradient accumulators. They are added
-            in that order.
-        microbatches: what the gradients are divided by; None if their weight is an input of the update.
-        grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a dependence of layers.
+        readers: the number of layers that read each leaf: it has as many gradient accumulators.
+            They are added in that order.
+        microbatches: what the gradients are divided by; None if their weight is an input of the
+            update.
+        grad_norm: also yield the norm of all gradients; it counts as a diagnostic, not as a
+            dependence of layers.
         traced: the optimizer, if it was traced before for all of these but the owners.
         stacks: arrays that the optimizer is to see, whose slices `params` has; None: it sees those.
         frozen: leaves that it does not see; what it freezes by itself is found.
 
     Raises:
-        ValueError: the optimizer mixes large arrays of several layers, or needs more than gradients, state and
-            parameters.
+        ValueError: the optimizer mixes large arrays of several layers, or needs more than
+            gradients, state and parameters.
 
     >>> import jax.numpy as jnp
     >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
@@ -143,8 +150,19 @@ def cut_optimizer(
     """
     if traced is None:
         options: Any = {"grad_norm": grad_norm, "stacks": stacks, "frozen": frozen}
-        traced = trace_stacked(optimizer, params, readers, microbatches, **options)
-    update, init = _programs(traced, readers, weighted=microbatches is None, grad_norm=grad_norm)
+        traced = trace_stacked(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            **options,
+        )
+    update, init = _programs(
+        traced,
+        readers,
+        weighted=microbatches is None,
+        grad_norm=grad_norm,
+    )
     of_leaf = list(map(Input, owners, _names(params, stacks)))
     homes = _homes(update, init, traced, of_leaf)
     layers = _updated(traced, owners)
@@ -167,7 +185,10 @@ def cut_optimizer(
 
 
 def _homes(
-    update: "_Program", init: "_Program", traced: TracedOptimizer, of_leaf: Sequence[Input]
+    update: "_Program",
+    init: "_Program",
+    traced: TracedOptimizer,
+    of_leaf: Sequence[Input],
 ) -> dict[Slot, Input]:
     """Returns what belongs to a layer: each parameter, its gradients, and the state of its path.
 
@@ -179,7 +200,8 @@ def _homes(
     """
     gradients = [slot for slot in update.inputs if slot.kind is SlotKind.GRADIENT]
     homes = {slot: of_leaf[slot.index] for slot in (*gradients, *init.inputs)}
-    for slot, leaf in zip(update.of_kind(SlotKind.STATE), traced.parameter_of, strict=True):
+    states = update.of_kind(SlotKind.STATE)
+    for slot, leaf in zip(states, traced.parameter_of, strict=True):
         if leaf is not None:
             homes[slot] = of_leaf[leaf]
     # The norm is a number of all layers, which the global program yields.
@@ -189,7 +211,9 @@ def _homes(
 
 
 def _state_leaves(
-    update: "_Program", traced: TracedOptimizer, homes: Mapping[Slot, Input]
+    update: "_Program",
+    traced: TracedOptimizer,
+    homes: Mapping[Slot, Input],
 ) -> tuple[StateLeaf, ...]:
     slots = update.of_kind(SlotKind.STATE)
     leaves = []
@@ -201,9 +225,12 @@ def _state_leaves(
 
 
 def laid_state(
-    cut: OptimizerCut, parameters: Sequence[Parameter], sharding: Sharding
+    cut: OptimizerCut,
+    parameters: Sequence[Parameter],
+    sharding: Sharding,
 ) -> OptimizerCut:
-    """Returns the same optimizer, where state of the path and the shape of a parameter lies over devices as this does.
+    """Returns the same optimizer, where state of the path and the shape of a parameter lies over
+    devices as this does.
 
     Args:
         cut: the optimizer.
@@ -247,7 +274,8 @@ class _Program:
         """Returns the home of each input; constants are everywhere."""
         named = zip(self.closed.jaxpr.invars, self.inputs, strict=True)
         constants = dict.fromkeys(self.closed.jaxpr.constvars, _EVERYWHERE)
-        return constants | {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
+        inputs = {var: homes.get(slot, _EVERYWHERE) for var, slot in named}
+        return constants | inputs
 
     def placed(self, homes: Mapping[Slot, Input]) -> tuple["_Program", Placement]:
         """Places all equations; scans over several layers are split first.
@@ -255,7 +283,11 @@ class _Program:
         It ends: the parts of a split scan work on one layer each, so they are not split again.
         """
         eqns = self.closed.jaxpr.eqns
-        placement = place_operands(eqns, self.origins(homes), self.outputs(homes))
+        placement = place_operands(
+            eqns,
+            self.origins(homes),
+            self.outputs(homes),
+        )
         if not placement.splits:
             return self, placement
         splits = {id(eqns[i]): split for i, split in placement.splits.items()}
@@ -286,7 +318,10 @@ class _Program:
 
 
 def _names(params: Any, stacks: Stacks | None) -> list[str]:
-    """Returns the names of the parameters; a slice has that of its stack if the optimizer sees this."""
+    """Returns the names of the parameters.
+
+    A slice has that of its stack if the optimizer sees this.
+    """
     if not stacks:
         return [path_name(path) for path in paths_of(params)]
     joined = stacks.join(params, lambda *slices: slices[0])
@@ -298,14 +333,20 @@ def _names(params: Any, stacks: Stacks | None) -> list[str]:
 
 
 def _updated(traced: TracedOptimizer, owners: Sequence[int]) -> list[int]:
-    """Returns the layers of an update: they own parameters that it changes, or that state belongs to."""
+    """Returns the layers of an update: they own parameters that it changes, or that state belongs
+    to.
+    """
     changed = set(range(len(owners))) - traced.frozen
     with_state = {i for i in traced.parameter_of if i is not None}
     return sorted({owners[i] for i in changed | with_state})
 
 
 def _programs(
-    traced: TracedOptimizer, readers: Sequence[int], *, weighted: bool, grad_norm: bool
+    traced: TracedOptimizer,
+    readers: Sequence[int],
+    *,
+    weighted: bool,
+    grad_norm: bool,
 ) -> tuple[_Program, _Program]:
     """Names what a traced optimizer's update and its init take and yield."""
     gradients: list[Slot] = []
@@ -316,14 +357,18 @@ def _programs(
     state = tuple(Slot(SlotKind.STATE, leaf) for leaf in range(len(traced.state)))
     norm = [Slot(SlotKind.GRAD_NORM)] if grad_norm else []
     inputs = (*gradients, *weight, *parameters, *state)
-    update = _Program(traced.update, inputs, (*parameters, *state, *norm))
+    results = (*parameters, *state, *norm)
+    update = _Program(traced.update, inputs, results)
     return update, _Program(traced.init, parameters, state)
 
 
 def _settled(
-    update: _Program, homes: Mapping[Slot, Input], layers: Sequence[int]
+    update: _Program,
+    homes: Mapping[Slot, Input],
+    layers: Sequence[int],
 ) -> tuple[Flow, dict[Slot, Input]]:
-    """Places an update until no layer claims more of the state and the global program reads no more of it.
+    """Places an update until no layer claims more of the state and the global program reads no more
+    of it.
 
     It ends: each round gives more of the state to layers, or makes more of it shared.
 
@@ -344,20 +389,24 @@ def _settled(
         flow = update.flow(homes, layers)
         claims = _claims(flow)
     _check(flow, homes)
-    # What is shared is updated in the global program too, which may have to read more state for that.
+    # What is shared is updated in the global program too, which may have to read more state for
+    # that.
     while (shared := _read_globally(flow)) != flow.shared:
         flow = replace(flow, shared=shared)
     return flow, homes
 
 
 def _claims(flow: Flow) -> dict[Slot, Input]:
-    """Returns state of no parameter's path that is made of one layer's values and read by that layer alone."""
+    """Returns state of no parameter's path that is made of one layer's values and read by that
+    layer alone.
+    """
     maker: dict[Slot, int] = {}
     for out in flow.outputs:
         home = flow.placement.of(out.atom).home
         if out.home == "everywhere" and isinstance(home, int):
             maker[out.slot] = home
-    # Without the results in question: they count as needed everywhere, which is what is to be found out.
+    # Without the results in question: they count as needed everywhere, which is what is to be found
+    # out.
     others = [out for out in flow.outputs if out.slot not in maker]
     goes_to = destinations(flow.eqns, others)
     variables = {slot: var for var, slot in flow.inputs.items()}
@@ -379,7 +428,9 @@ def _read_globally(flow: Flow) -> frozenset[Slot]:
     read = set()
     for v, slot in flow.inputs.items():
         is_copied = flow.placement.of(v).home == "everywhere"
-        if slot.kind is SlotKind.STATE and is_copied and "global" in flow.readers[v]:
+        if slot.kind is not SlotKind.STATE or not is_copied:
+            continue
+        if "global" in flow.readers[v]:
             read.add(slot)
     return frozenset(read)
 

@@ -1,7 +1,8 @@
 """An optimizer as two straight lines of equations, its update and its init.
 
-Calls are inlined, and of a branch both sides run, so that each equation can be placed by itself. The name scope of each
-equation ends with the transformation that it comes from, for messages and for `OptimizerCut.cross_layer`.
+Calls are inlined, and of a branch both sides run, so that each equation can be placed by itself.
+The name scope of each equation ends with the transformation that it comes from, for messages and
+for `OptimizerCut.cross_layer`.
 """
 
 import functools
@@ -32,8 +33,9 @@ class TracedOptimizer:
     """The equations of an optimizer over a whole tree of parameters.
 
     Attributes:
-        update: takes the gradient accumulators of each parameter, the weight if there is one, the parameters and the
-            state; returns parameters, state and, if asked for, the gradient norm.
+        update: takes the gradient accumulators of each parameter, the weight if there is one, the
+            parameters and the state; returns parameters, state and, if asked for, the gradient
+            norm.
         init: takes the parameters, and returns the state.
         state: its leaves.
         state_tree: their tree.
@@ -66,7 +68,8 @@ def trace_optimizer(
         readers: per leaf, how many gradient accumulators there are to be summed.
         microbatches: what the sums are divided by; None if it is an input, a float32.
         grad_norm: also return the norm of the gradients.
-        frozen: parameters that the optimizer does not see: in their place it finds optax's own sign of nothing.
+        frozen: parameters that the optimizer does not see: in their place it finds optax's own sign
+            of nothing.
     """
     import optax  # late, as in jvpipe/ir/optimizer.py
 
@@ -81,21 +84,27 @@ def trace_optimizer(
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
     def init(leaves: list[Any]) -> Tree:
-        return _call_optimizer(optimizer.init, tree.unflatten([leaves[i] for i in seen]))
+        params = tree.unflatten([leaves[i] for i in seen])
+        return _call_optimizer(optimizer.init, params)
 
     def update(
-        sums: list[list[Any]], weight: Any, values: list[Any], state: Tree
+        sums: list[list[Any]],
+        weight: Any,
+        values: list[Any],
+        state: Tree,
     ) -> tuple[list[Any], Tree, Any]:
         by = np.float32(microbatches) if weight is None else weight
         grads = [mean(sums[i], by, leaves[i].dtype) for i in seen]
         params = tree.unflatten([values[i] for i in seen])
-        answer = _call_optimizer(optimizer.update, tree.unflatten(grads), state, params)
+        answer = _call_optimizer(
+            optimizer.update,
+            tree.unflatten(grads),
+            state,
+            params,
+        )
         updates, state = _checked_answer(answer, tree)
-        new = list(values)  # the frozen ones pass through, in their places
         changed = jax.tree.leaves(optax.apply_updates(params, updates))
-        for i, x in zip(seen, changed, strict=True):
-            new[i] = x
-        return new, state, norm(grads) if grad_norm else None
+        return _placed(values, seen, changed), state, norm(grads) if grad_norm else None
 
     def traced_at(state: Tree) -> ClosedJaxpr:
         closed = straight_line(update, sums, weight, leaves, state)
@@ -107,7 +116,8 @@ def trace_optimizer(
     of_state = slice(len(leaves), -1 if grad_norm else None)
     closed, state = _at_fixed_types(traced_at, first, of_state)
     if state is not first:
-        # The first state has the types that it takes on in later updates, so that one program does for all.
+        # The first state has the types that it takes on in later updates, so that one program does
+        # for all.
         settled_init = lambda leaves: jax.tree.map(_cast, init(leaves), state)  # noqa: E731
         traced_init = _standard(jax.make_jaxpr)(settled_init)(leaves)
     owners = match_paths(paths_of(state), paths_of(params))
@@ -122,7 +132,9 @@ def trace_optimizer(
 
 
 def _at_fixed_types(
-    traced_at: Callable[[Tree], ClosedJaxpr], state: Tree, of_state: slice
+    traced_at: Callable[[Tree], ClosedJaxpr],
+    state: Tree,
+    of_state: slice,
 ) -> tuple[ClosedJaxpr, Tree]:
     """Traces an update at the types of state that it leaves as they are.
 
@@ -132,7 +144,8 @@ def _at_fixed_types(
         of_state: the results that are the state's.
 
     Returns:
-        The update, and the shapes and types of its state; the same tree as at first if these settle at once.
+        The update, and the shapes and types of its state; the same tree as at first if these settle
+        at once.
 
     Raises:
         ValueError: an update changes a shape, or the types do not settle.
@@ -150,7 +163,8 @@ def _at_fixed_types(
 
 def arrays_of(tree: Tree) -> tuple[Array, ...]:
     """Returns the leaves of a tree of shapes, by name."""
-    return tuple(map(_array, path_names(paths_of(tree)), jax.tree.leaves(tree)))
+    names = path_names(paths_of(tree))
+    return tuple(map(_array, names, jax.tree.leaves(tree)))
 
 
 def paths_of(tree: Tree) -> list[Path]:
@@ -159,10 +173,11 @@ def paths_of(tree: Tree) -> list[Path]:
 
 
 def match_paths(state: Sequence[Path], params: Sequence[Path]) -> list[int | None]:
-    """Returns the parameter that each leaf of the state belongs to: its path ends with that of the parameter.
+    """Returns the parameter that each leaf of the state belongs to: its path ends with that of the
+    parameter.
 
-    All leaves under the same prefix must do so: of `hyperparams["b1"]` and `hyperparams["eps"]` neither belongs to a
-    parameter, even if there is one named `b1`.
+    All leaves under the same prefix must do so: of `hyperparams["b1"]` and `hyperparams["eps"]`
+    neither belongs to a parameter, even if there is one named `b1`.
 
     >>> match_paths([("mu", "w"), ("mu", "b"), ("hyper", "b"), ("hyper", "c")], [("b",), ("w",)])
     [1, 0, None, None]
@@ -207,7 +222,9 @@ def _straightened(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def transformation(eqn: JaxprEqn) -> str:
-    """Returns the transformation that an equation of `straight_line` belongs to, such as `clip_by_global_norm`."""
+    """Returns the transformation that an equation of `straight_line` belongs to, such as
+    `clip_by_global_norm`.
+    """
     return scope_of(eqn).rpartition("/")[2]
 
 
@@ -236,8 +253,10 @@ def _expand(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 def _cond(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
-    results = [jaxprs.evaluate(branch, operands, _expand) for branch in eqn.params["branches"]]
-    which = jax.lax.clamp(np.int32(0), index, np.int32(len(results) - 1))
+    branches = eqn.params["branches"]
+    results = [jaxprs.evaluate(branch, operands, _expand) for branch in branches]
+    last = np.int32(len(branches) - 1)
+    which = jax.lax.clamp(np.int32(0), index, last)
     return [jax.lax.select_n(which, *cases) for cases in zip(*results, strict=True)]
 
 
@@ -267,9 +286,21 @@ def _call_optimizer(method: Callable[..., Any], *args: Tree) -> Any:
         ) from error
 
 
+def _placed(values: Sequence[Any], places: Sequence[int], changed: Sequence[Any]) -> list[Any]:
+    """Returns values with those at some places changed; the others pass through."""
+    new = list(values)
+    for i, x in zip(places, changed, strict=True):
+        new[i] = x
+    return new
+
+
 def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
-    """Returns what an optimizer's `update` has returned; raises ValueError unless that is (updates, state)."""
-    if isinstance(answer, tuple) and len(answer) == 2 and jax.tree.structure(answer[0]) == tree:
+    """Returns what an optimizer's `update` has returned.
+
+    Raises ValueError unless that is (updates, state).
+    """
+    is_pair = isinstance(answer, tuple) and len(answer) == 2
+    if is_pair and jax.tree.structure(answer[0]) == tree:
         return answer
     raise ValueError(
         "the optimizer's update must return (updates, state), the updates in the containers of the parameters, not "
@@ -280,8 +311,8 @@ def _checked_answer(answer: Any, tree: TreeDef) -> tuple[Tree, Tree]:
 def _traced_in(eqn: JaxprEqn) -> str:
     """Returns the factory of the innermost `update` or `init` that traced an equation.
 
-    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. If no such function exists,
-    the outermost function of the optimizer counts.
+    It is found on the call stack, from the inside out: `adam` of `adam.<locals>.update_fn`. If no
+    such function exists, the outermost function of the optimizer counts.
     """
     factory, outer = "", ""
     for file, function in _jax.call_stack(eqn):
@@ -296,7 +327,9 @@ def _traced_in(eqn: JaxprEqn) -> str:
 
 
 def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `trace` under the promotion rules that optax is written for, whatever the user has set."""
+    """Returns `trace` under the promotion rules that optax is written for, whatever the user has
+    set.
+    """
 
     def traced(fn: Callable[..., Any], *args: Any) -> Any:
         def standard(*args: Any) -> Any:
@@ -310,7 +343,11 @@ def _standard(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 # Leaves alike are traced once: inlined, the jaxpr is what it would be without `jit`.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def mean(parts: Sequence[jax.Array], by: Any, dtype: Any) -> jax.Array:
+def mean(
+    parts: Sequence[jax.Array],
+    by: Any,
+    dtype: Any,
+) -> jax.Array:
     """Returns a gradient: the sum of its accumulators, divided."""
     return (functools.reduce(jnp.add, parts) / by).astype(dtype)
 
@@ -337,7 +374,8 @@ def _check_shapes(params: Tree, new: Sequence[Any]) -> None:
 
 
 def _settled(old: Tree, new: Sequence[Any]) -> Tree:
-    """Returns the types of the state after an update, as a scan would have its carry: weak types give way.
+    """Returns the types of the state after an update, as a scan would have its carry: weak types
+    give way.
 
     Args:
         old: the state before.
@@ -347,14 +385,22 @@ def _settled(old: Tree, new: Sequence[Any]) -> Tree:
         ValueError: the update changes a shape, or the number of leaves.
     """
 
-    def settle(path: Path, before: Any, after: Any) -> jax.ShapeDtypeStruct:
+    def settle(
+        path: Path,
+        before: Any,
+        after: Any,
+    ) -> jax.ShapeDtypeStruct:
         if before.shape != after.shape:
             raise ValueError(
                 f"the optimizer changes the shape of its state '{path_name(path)}' from {before.shape} to {after.shape}"
             )
         # A weak type gives way to a strong one, but never comes back.
         weak = _type(before)[1] and _type(after)[1]
-        return jax.ShapeDtypeStruct(before.shape, after.dtype, weak_type=weak)
+        return jax.ShapeDtypeStruct(
+            before.shape,
+            after.dtype,
+            weak_type=weak,
+        )
 
     leaves, tree = jax.tree_util.tree_flatten_with_path(old)
     if len(leaves) != len(new):
@@ -377,8 +423,15 @@ def _type(leaf: Any) -> tuple[Any, bool]:
 
 def _cast(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     array = jnp.asarray(value)
-    return array if array.dtype == like.dtype else jax.lax.convert_element_type(array, like.dtype)
+    if array.dtype == like.dtype:
+        return array
+    return jax.lax.convert_element_type(array, like.dtype)
 
 
 def _array(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    return Array(name, tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
+    return Array(
+        name,
+        tuple(leaf.shape),
+        str(leaf.dtype),
+        leaf.size * leaf.dtype.itemsize,
+    )

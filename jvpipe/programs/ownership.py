@@ -1,9 +1,11 @@
-"""The places of an optimizer's equations: with the layer that owns their operands, everywhere, or once for all layers.
+"""The places of an optimizer's equations: with the layer that owns their operands, everywhere,
+or once for all layers.
 
-What is computed only from replicated values is recomputed by whoever needs it. What mixes layers runs in the global
-program, and only small values may go there. Layers and the global program take turns, in phases: the global program of
-a phase reads what layers sent in it, layers read the results in the next phase. One pass over the equations in their
-order places them all, since an equation's place depends on those of its operands.
+What is computed only from replicated values is recomputed by whoever needs it. What mixes layers
+runs in the global program, and only small values may go there. Layers and the global program take
+turns, in phases: the global program of a phase reads what layers sent in it, layers read the
+results in the next phase. One pass over the equations in their order places them all, since an
+equation's place depends on those of its operands.
 """
 
 import math
@@ -33,7 +35,8 @@ class Place(NamedTuple):
     def ready(self, reader: Home) -> int:
         """Returns the phase from which on a layer or the global program can have the value."""
         if self.home == "everywhere":
-            # Layers have what is made of the global program's results a phase later than that program itself.
+            # Layers have what is made of the global program's results a phase later than that
+            # program itself.
             return max(self.phase - 1, 0) if reader == "global" else self.phase
         return self.phase + (reader not in ("global", self.home))
 
@@ -73,7 +76,9 @@ class Placement:
 
 
 def place_operands(
-    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output]
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    outputs: Sequence[Output],
 ) -> Placement:
     """Finds a place for every equation of `straight_line`.
 
@@ -93,7 +98,10 @@ def place_operands(
 
 
 def check_owned(
-    eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], outputs: Sequence[Output], at: Placement
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    outputs: Sequence[Output],
+    at: Placement,
 ) -> None:
     """Checks that no large result is made by one layer and needed by another.
 
@@ -117,7 +125,10 @@ def check_owned(
 
 
 def destinations(eqns: Sequence[JaxprEqn], outputs: Iterable[Output]) -> dict[Var, Home]:
-    """Returns by value the only layer whose results depend on it; "everywhere" if there are several."""
+    """Returns by value the only layer whose results depend on it.
+
+    "everywhere" if there are several.
+    """
     reached: dict[Var, Home] = {}
     several: Home = "everywhere"
 
@@ -144,7 +155,10 @@ class _Placing:
     """
 
     def __init__(
-        self, eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], goes_to: Mapping[Var, Home]
+        self,
+        eqns: Sequence[JaxprEqn],
+        inputs: Mapping[Var, Input],
+        goes_to: Mapping[Var, Home],
     ) -> None:
         self.eqns = eqns
         self.inputs = inputs
@@ -160,9 +174,11 @@ class _Placing:
                 f"an optimizer with side effects cannot be cut: {eqn.primitive.name} in {transformation(eqn)}"
             )
         operands = {v: self.places[v] for v in jaxprs.variables(eqn.invars)}
-        layers = {p.home for p in operands.values() if isinstance(p.home, int)}
-        # Large arrays of several layers cannot meet: either the equation comes apart, or the optimizer is refused.
-        large = {p.home for v, p in operands.items() if p.home in layers and not _is_small(v)}
+        layers = {place.home for place in operands.values() if isinstance(place.home, int)}
+        # Large arrays of several layers cannot meet: either the equation comes apart, or the
+        # optimizer is refused.
+        large_homes = {place.home for v, place in operands.items() if not _is_small(v)}
+        large = layers & large_homes
         if len(large) > 1 and not _stacks_vectors(eqn):
             self._split(index, eqn, operands)
             return
@@ -179,7 +195,8 @@ class _Placing:
         layers: set[int],
         large: Collection[Home],
     ) -> Home:
-        """Returns where an equation runs: with its only layer, or that of its large operand, else with none.
+        """Returns where an equation runs: with its only layer, or that of its large operand, else
+        with none.
 
         Args:
             eqn: the equation.
@@ -195,9 +212,11 @@ class _Placing:
         return "global" if self._belongs_together(eqn, operands) else "everywhere"
 
     def send_early(self, results: Iterable[Var]) -> None:
-        """Moves a layer's arithmetic on scalars that only the global program reads into the global program.
+        """Moves a layer's arithmetic on scalars that only the global program reads into the global
+        program.
 
-        So layers that are alike have programs that are alike, wherever their parameters stand in the tree.
+        So layers that are alike have programs that are alike, wherever their parameters stand in
+        the tree.
 
         Args:
             results: that layers need.
@@ -214,7 +233,8 @@ class _Placing:
     def _belongs_together(self, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> bool:
         """Tells whether what is made of global values is best made once, and sent.
 
-        It is if it serves many, is no larger than they are, and of their type: a vector per type is sent.
+        It is if it serves many, is no larger than they are, and of their type: a vector per type is
+        sent.
         """
         if not any(self.goes_to.get(v) == "everywhere" for v in eqn.outvars):
             return False
@@ -228,9 +248,13 @@ class _Placing:
         return True
 
     def _continues_a_reduction(
-        self, eqn: JaxprEqn, operands: Mapping[Var, Place], layer: Home
+        self,
+        eqn: JaxprEqn,
+        operands: Mapping[Var, Place],
+        layer: Home,
     ) -> bool:
-        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares over all parameters.
+        """Tells whether a layer's scalar is added to one that is global, as in a sum of squares
+        over all parameters.
 
         Then the result stays global: else each layer in turn would wait for the one before.
         """
@@ -238,8 +262,8 @@ class _Placing:
         serves_others = any(self.goes_to.get(v, layer) != layer for v in eqn.outvars)
         if not (mixes and serves_others):
             return False
-        are_reduced = (p.home != layer or v in self.reductions for v, p in operands.items())
-        return all(are_reduced) and all(_size(v) == 1 for v in operands)
+        of_layer = [v for v, place in operands.items() if place.home == layer]
+        return self.reductions.issuperset(of_layer) and all(_size(v) == 1 for v in operands)
 
     def _is_reduction(self, eqn: JaxprEqn) -> bool:
         """Tells whether an equation makes a number of an array, or of such numbers."""
@@ -249,7 +273,12 @@ class _Placing:
             return True
         return any(_size(v) > 1 or v in self.reductions for v in jaxprs.variables(eqn.invars))
 
-    def _split(self, index: int, eqn: JaxprEqn, operands: Mapping[Var, Place]) -> None:
+    def _split(
+        self,
+        index: int,
+        eqn: JaxprEqn,
+        operands: Mapping[Var, Place],
+    ) -> None:
         """Places the results of a scan over several layers as if it were one scan per layer."""
         homes = [operands[v].home if isinstance(v, Var) else "everywhere" for v in eqn.invars]
         layers = [frozenset([h] if isinstance(h, int) else []) for h in homes]
@@ -276,7 +305,11 @@ class _Placing:
         )
 
 
-def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Iterable[Atom]) -> str:
+def _origins(
+    eqns: Sequence[JaxprEqn],
+    inputs: Mapping[Var, Input],
+    atoms: Iterable[Atom],
+) -> str:
     """Returns the parameters that values are made of, as text."""
     origins: dict[str, None] = {}
     for atom in atoms:
@@ -284,18 +317,22 @@ def _origins(eqns: Sequence[JaxprEqn], inputs: Mapping[Var, Input], atoms: Itera
         named = (inputs[v].parameter for v in [*read, atom] if v in inputs)
         origins |= dict.fromkeys(filter(None, named))
     names = [f"'{name}'" for name in origins]
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def _stacks(eqn: JaxprEqn) -> bool:
     """Tells whether an equation stacks arrays along an axis that each of them has one element of."""
     if eqn.primitive.name != "concatenate":
         return False
-    return all(_jax.aval(v).shape[eqn.params["dimension"]] == 1 for v in eqn.invars)
+    axis = eqn.params["dimension"]
+    return all(_jax.aval(v).shape[axis] == 1 for v in eqn.invars)
 
 
 def _stacks_vectors(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column leave, say."""
+    """Tells whether an equation stacks vectors: what the sums over layers of a norm per column
+    leave, say.
+    """
     return _stacks(eqn) and all(sum(n > 1 for n in _jax.aval(v).shape) <= 1 for v in eqn.invars)
 
 

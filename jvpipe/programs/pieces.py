@@ -21,7 +21,10 @@ from jvpipe.trace.structure import comparable, structure
 
 
 class SlotKind(StrEnum):
-    """The kinds of arrays that pieces of an optimizer read and write; pieces take theirs in this order."""
+    """The kinds of arrays that pieces of an optimizer read and write.
+
+    Pieces take theirs in this order.
+    """
 
     GRADIENT = "gradient"
     WEIGHT = "weight"
@@ -75,7 +78,8 @@ class Piece:
         phase: in which it runs.
         reads: the arrays that it takes.
         writes: the arrays that it yields.
-        donated: positions in `reads` whose arrays nobody reads afterwards and that a result can replace.
+        donated: positions in `reads` whose arrays nobody reads afterwards and that a result can
+            replace.
         program: what it computes.
     """
 
@@ -116,10 +120,22 @@ class Part:
     def reads(self) -> tuple[Slot, ...]:
         """The arrays that the piece takes, each once."""
         slots = set(self.read.values())
-        return tuple(sorted(slots, key=lambda s: (s.kind.order, s.index, s.source, s.dtype)))
 
-    def piece(self, layer: int | None, phase: int, *, last: bool) -> Piece:
-        """Returns the program of these equations; the last of a layer may overwrite what the layer owns.
+        def place(slot: Slot) -> tuple[int, int, int, str]:
+            return slot.kind.order, slot.index, slot.source, slot.dtype
+
+        return tuple(sorted(slots, key=place))
+
+    def piece(
+        self,
+        layer: int | None,
+        phase: int,
+        *,
+        last: bool,
+    ) -> Piece:
+        """Returns the program of these equations.
+
+        The last of a layer may overwrite what the layer owns.
 
         Args:
             layer: that runs it; None: the global program.
@@ -130,7 +146,14 @@ class Part:
         writes = (*self.sent, *(slot for _, slot in self.yielded))
         # Until its last piece a layer may read everything once more.
         donated = _donated(self.reads, writes, program) if last else ()
-        return Piece(layer, phase, self.reads, writes, donated, program)
+        return Piece(
+            layer,
+            phase,
+            self.reads,
+            writes,
+            donated,
+            program,
+        )
 
     @property
     def _content(self) -> Hashable:
@@ -140,13 +163,16 @@ class Part:
         outputs += [atom for atom, _ in self.yielded]
         read = [*jaxprs.free_variables(self.eqns), *jaxprs.variables(outputs)]
         constants = {v: self.constants[v] for v in read if v in self.constants}
+        inputs = [*self.read, *constants]
         # Which argument, and which part of it, each variable stands for.
         place = {slot: i for i, slot in enumerate(self.reads)}
-        layout = tuple((place[slot], *self._span(slot, var)) for var, slot in self.read.items())
+        layout = []
+        for var, slot in self.read.items():
+            layout.append((place[slot], *self._span(slot, var)))
         return (
-            structure(self.eqns, [*self.read, *constants], outputs, rules=False),
+            structure(self.eqns, inputs, outputs, rules=False),
             tuple(map(comparable, constants.values())),
-            layout,
+            tuple(layout),
             tuple(map(len, packed)),
         )
 
@@ -171,15 +197,28 @@ class Part:
 
     def _vector(self, slot: Slot) -> jax.ShapeDtypeStruct:
         variables = self.vectors[slot]
-        return jax.ShapeDtypeStruct((sum(map(_size, variables)),), _jax.aval(variables[0]).dtype)
+        length = sum(map(_size, variables))
+        return jax.ShapeDtypeStruct((length,), _jax.aval(variables[0]).dtype)
 
-    def _unpack(self, vector: jax.Array, slot: Slot, var: Var) -> jax.Array:
+    def _unpack(
+        self,
+        vector: jax.Array,
+        slot: Slot,
+        var: Var,
+    ) -> jax.Array:
         start, _ = self._span(slot, var)
-        flat = jax.lax.slice(vector, [start], [start + _size(var)])
+        flat = jax.lax.slice(
+            vector,
+            [start],
+            [start + _size(var)],
+        )
         return jax.lax.reshape(flat, _jax.aval(var).shape)
 
     def _span(self, slot: Slot, var: Var) -> tuple[int, ...]:
-        """Returns where a value begins in its vector, and the length of that; nothing if it has a slot alone."""
+        """Returns where a value begins in its vector, and the length of that.
+
+        Nothing if it has a slot alone.
+        """
         if slot not in self.vectors:
             return ()
         sizes = {v: _size(v) for v in self.vectors[slot]}
@@ -189,7 +228,9 @@ class Part:
 
 @dataclass(frozen=True)
 class _Content:
-    """A part that is equal to others which compute the same: the key of the cache of traced programs."""
+    """A part that is equal to others which compute the same: the key of the cache of traced
+    programs.
+    """
 
     key: Hashable
     part: Part = field(compare=False)
@@ -206,17 +247,21 @@ def _key_of(program: ClosedJaxpr) -> Hashable:
 
 
 def _donated(
-    reads: Sequence[Slot], writes: Sequence[Slot], program: ClosedJaxpr
+    reads: Sequence[Slot],
+    writes: Sequence[Slot],
+    program: ClosedJaxpr,
 ) -> tuple[int, ...]:
     """Returns the positions of arrays that results can replace.
 
-    They are parameters and state that are written again, and then accumulators, as long as there are results left of
-    their shape and type: a donated array that nothing overwrites only gives a warning.
+    They are parameters and state that are written again, and then accumulators, as long as there
+    are results left of their shape and type: a donated array that nothing overwrites only gives a
+    warning.
     """
     results = Counter((aval.shape, aval.dtype) for aval in program.out_avals)
     again, sums = [], []
     for i, slot in enumerate(reads):
-        if slot.kind in (SlotKind.PARAMETER, SlotKind.STATE) and slot in writes:
+        is_lasting = slot.kind in (SlotKind.PARAMETER, SlotKind.STATE)
+        if is_lasting and slot in writes:
             again.append(i)
         elif slot.kind is SlotKind.GRADIENT:
             sums.append(i)
@@ -230,7 +275,8 @@ def _donated(
 
 
 def _packed(values: Sequence[jax.Array]) -> jax.Array:
-    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in values], 0)
+    flat = [jax.lax.reshape(x, (x.size,)) for x in values]
+    return jax.lax.concatenate(flat, 0)
 
 
 def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -239,7 +285,9 @@ def _bind_in_scope(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _strong(value: Any) -> jax.Array:
-    """Returns a value without a weak type, for which each of its readers would be compiled once more."""
+    """Returns a value without a weak type, for which each of its readers would be compiled once
+    more.
+    """
     array = value if isinstance(value, jax.Array) else jnp.asarray(value)
     if not jax.typeof(array).weak_type:
         return array

@@ -1,7 +1,7 @@
 """Products whose result is only transposed, made the other way round.
 
-The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on CPUs takes up to
-twice as long for that as for the product of `x` and the cotangent:
+The derivative of `x @ w` by `w` is traced as a transposed product of the cotangent and `x`. XLA on
+CPUs takes up to twice as long for that as for the product of `x` and the cotangent:
 
     (cotangent^T @ x)^T  ->  x^T @ cotangent
 """
@@ -34,7 +34,8 @@ def upright(closed: ClosedJaxpr) -> ClosedJaxpr:
         if eqn.primitive.name == "dot_general" and readings[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = eqn
         eqns.append(_turned(product, eqn.outvars[0]) if product else eqn)
-    return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), closed.consts)
+    needed = jaxprs.prune(eqns, jaxpr.outvars)
+    return ClosedJaxpr(jaxpr.replace(eqns=needed), closed.consts)
 
 
 def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
@@ -46,7 +47,9 @@ def _transposed(eqn: JaxprEqn, products: Mapping[Var, JaxprEqn]) -> JaxprEqn | N
 
 
 def _exchange(product: JaxprEqn) -> tuple[int, ...]:
-    """Returns the permutation of a product's result that exchanges the axes of its first and its second operand."""
+    """Returns the permutation of a product's result that exchanges the axes of its first and its
+    second operand.
+    """
     (contracting, _), (batch, _) = product.params["dimension_numbers"]
     rank = len(_jax.aval(product.outvars[0]).shape)
     first = len(_jax.aval(product.invars[0]).shape) - len(contracting)
@@ -57,8 +60,14 @@ def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
     """Returns a product with its operands exchanged, bound to another result."""
     contracting, batch = product.params["dimension_numbers"]
     precision = product.params["precision"]
+    if isinstance(precision, tuple):  # one for each operand
+        precision = precision[::-1]
     params = product.params | {
         "dimension_numbers": (contracting[::-1], batch[::-1]),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+        "precision": precision,
     }
-    return product.replace(invars=product.invars[::-1], outvars=[result], params=params)
+    return product.replace(
+        invars=product.invars[::-1],
+        outvars=[result],
+        params=params,
+    )

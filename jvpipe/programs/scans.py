@@ -1,7 +1,8 @@
 """A scan over values of several layers as one scan per layer, where its body does not mix them.
 
-Which layers each result depends on is found by following them through the body, from carries to carries until nothing
-is added. A part then keeps those equations of the body, and those carries, that its results need.
+Which layers each result depends on is found by following them through the body, from carries to
+carries until nothing is added. A part then keeps those equations of the body, and those carries,
+that its results need.
 """
 
 from collections.abc import Sequence
@@ -36,12 +37,17 @@ class SplitScan:
     @property
     def separates(self) -> bool:
         """Tells whether no result mixes layers."""
-        return all(result is None or len(result) <= 1 for result in self.layers)
+        used = [result for result in self.layers if result is not None]
+        return all(len(result) <= 1 for result in used)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        """Runs one scan for each set of results that depend on the same layer; None stands for what is not used."""
+        """Runs one scan for each set of results that depend on the same layer.
+
+        None stands for what is not used.
+        """
         results: dict[int, Any] = {}
-        for layers in dict.fromkeys(result for result in self.layers if result is not None):
+        used = dict.fromkeys(result for result in self.layers if result is not None)
+        for layers in used:
             outputs = [i for i, result in enumerate(self.layers) if result == layers]
             results |= self._run(outputs, values)
         return [results.get(i) for i in range(len(self.layers))]
@@ -71,21 +77,32 @@ class SplitScan:
         read = jaxprs.all_reads(eqns, [*kept_out, *ys_out])
         xs = {i: x for i, x in enumerate(scanned) if scanned_in[i] in read}
         init = [_as_array(start[i]) for i in kept]
-        carry, stacked = jax.lax.scan(step, init, xs, **scan_options(self.eqn))
-        values_of = dict(zip([*kept, *ys], [*carry, *stacked], strict=True))
+        options = scan_options(self.eqn)
+        carry, stacked = jax.lax.scan(
+            step,
+            init,
+            xs,
+            **options,
+        )
+        positions = [*kept, *ys]
+        arrays = [*carry, *stacked]
+        values_of = dict(zip(positions, arrays, strict=True))
         return {i: values_of[i] for i in outputs}
 
     def _narrowed(
         self, outputs: Sequence[int], carry_in: Sequence[Var]
     ) -> tuple[list[int], list[JaxprEqn]]:
-        """Returns the carries that some results need, and the equations of the body behind all these.
+        """Returns the carries that some results need, and the equations of the body behind all
+        these.
 
-        A carry that is read in one iteration is needed from the one before: it ends when no carry is added.
+        A carry that is read in one iteration is needed from the one before: it ends when no carry
+        is added.
         """
         results = self.body.jaxpr.outvars
         carries = {i for i in outputs if i < len(carry_in)}
         while True:
-            needed_results = [results[i] for i in sorted({*outputs, *carries})]
+            needed = sorted({*outputs, *carries})
+            needed_results = [results[i] for i in needed]
             eqns = jaxprs.prune(self.body.jaxpr.eqns, needed_results)
             read = jaxprs.all_reads(eqns, needed_results)
             added = {i for i, var in enumerate(carry_in) if var in read}
@@ -94,7 +111,11 @@ class SplitScan:
             carries |= added
 
 
-def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) -> SplitScan:
+def split_scan(
+    eqn: JaxprEqn,
+    operands: Sequence[Layers],
+    used: Sequence[bool],
+) -> SplitScan:
     """Finds the layers that each result of a scan depends on.
 
     Args:
@@ -103,14 +124,16 @@ def split_scan(eqn: JaxprEqn, operands: Sequence[Layers], used: Sequence[bool]) 
         used: whether anything depends on each of its results.
     """
     body = straight_body(eqn)
-    # A carry depends on what the iteration before has put into it. It ends, since carries only gain layers.
+    # A carry depends on what the iteration before has put into it. It ends, since carries only gain
+    # layers.
     while True:
         results = _layers_of_results(body, operands)
         constants, carry, xs = _jax.scan_operands(eqn, operands)
         grown = [before | after for before, after in zip(carry, results, strict=False)]
         if grown == carry:
-            layers = zip(results, used, strict=True)
-            return SplitScan(eqn, body, tuple(result if u else None for result, u in layers))
+            pairs = zip(results, used, strict=True)
+            layers = tuple(result if is_used else None for result, is_used in pairs)
+            return SplitScan(eqn, body, layers)
         operands = [*constants, *grown, *xs]
 
 
@@ -118,12 +141,15 @@ def _layers_of_results(body: ClosedJaxpr, operands: Sequence[Layers]) -> list[La
     """Returns the layers that each result of a scan's body depends on, in one iteration."""
     nothing = Layers()
     layers: dict[_jax.Atom, Layers] = dict(zip(body.jaxpr.invars, operands, strict=True))
+
+    def layers_of(atom: _jax.Atom) -> Layers:
+        # A literal is of no layer, nor is what none of the operands went into.
+        return nothing if isinstance(atom, _jax.Literal) else layers.get(atom, nothing)
+
     for eqn in body.jaxpr.eqns:
-        read = jaxprs.variables(eqn.invars)
-        mixed = nothing.union(*(layers.get(v, nothing) for v in read))
+        mixed = nothing.union(*map(layers_of, eqn.invars))
         layers |= dict.fromkeys(eqn.outvars, mixed)
-    results = body.jaxpr.outvars
-    return [nothing if isinstance(v, _jax.Literal) else layers.get(v, nothing) for v in results]
+    return list(map(layers_of, body.jaxpr.outvars))
 
 
 def scan_options(eqn: JaxprEqn) -> dict[str, Any]:

@@ -6,8 +6,8 @@ An array whose slices lie apart travels as `Rows`:
     reduces over the layers            to each slice, then to what that leaves  Rows -> array
     anything else                      to the whole array                       Rows -> array
 
-Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that is the same all
-along an axis travels as `Even`, so that its slices are known without the whole.
+Whether slices of different layers may meet is for `jvpipe.programs.ownership` to say. An array that
+is the same all along an axis travels as `Even`, so that its slices are known without the whole.
 """
 
 import math
@@ -43,6 +43,10 @@ class Rows:
     axis: int
     pieces: tuple[Any, ...]
     thin: bool = False
+
+    def is_cut(self, axis: int, count: int) -> bool:
+        """Tells whether it is cut along an axis into that many parts."""
+        return self.axis == axis and len(self.pieces) == count
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
@@ -95,12 +99,13 @@ def parts_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: along which it is cut.
         count: of the parts.
     """
-    if isinstance(value, Rows) and value.axis == axis and len(value.pieces) == count:
+    if isinstance(value, Rows) and value.is_cut(axis, count):
         return value.parts
     if count == 1:
         return (whole(value),)
     if isinstance(value, Even) and value.one.shape[axis] == 1:
-        return (_broadcast(value.one, _cut(value.shape, axis, count)),) * count
+        part = _broadcast(value.one, _cut(value.shape, axis, count))
+        return (part,) * count
     array = whole(value)
     size = array.shape[axis] // count
     starts = range(0, size * count, size)
@@ -115,20 +120,22 @@ def slices_of(value: Any, axis: int, count: int) -> Sequence[Any]:
         axis: that the slices lack.
         count: of the slices.
     """
-    if isinstance(value, Rows) and value.thin and value.axis == axis and len(value.pieces) == count:
+    if isinstance(value, Rows) and value.thin and value.is_cut(axis, count):
         return value.pieces
     if isinstance(value, Even) and value.one.shape[axis] == 1:
         shape = (*value.shape[:axis], *value.shape[axis + 1 :])
         one = jax.lax.squeeze(value.one, (axis,))
         return (_broadcast(one, shape),) * count
-    return tuple(jax.lax.squeeze(x, (axis,)) for x in parts_of(value, axis, count))
+    parts = parts_of(value, axis, count)
+    return tuple(jax.lax.squeeze(x, (axis,)) for x in parts)
 
 
 def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs an equation of `straight_line` on arrays, of which some may be `Rows` or `Even`."""
     with jax.named_scope(scope_of(eqn)):
-        on_parts = _on_rows if any(isinstance(v, Rows) for v in values) else _on_even
-        return on_parts(eqn, values) or _jax.bind(eqn, list(map(whole, values)))
+        has_rows = any(isinstance(v, Rows) for v in values)
+        results = _on_rows(eqn, values) if has_rows else _on_even(eqn, values)
+        return results or _jax.bind(eqn, list(map(whole, values)))
 
 
 def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
@@ -138,7 +145,12 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
     rank = len(_jax.aval(eqn.invars[0]).shape)
     along_others = name in _MATRIX and rows.axis < rank - 2  # matrices lie in the last two axes
     if is_elementwise(eqn) or along_others:
-        return _on_each(eqn, values, rows, thin=rows.thin and not along_others)
+        return _on_each(
+            eqn,
+            values,
+            rows,
+            thin=rows.thin and not along_others,
+        )
     # Each slice is reduced by itself, then what is left of them, in the order of the layers.
     if name in _SUMS and rows.axis in eqn.params["axes"]:
         left = [_jax.bind(eqn, [part])[0] for part in rows.parts]
@@ -161,7 +173,10 @@ def _on_rows(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
 
 
 def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """Returns the results of an equation that makes or keeps what is the same along an axis; None for others."""
+    """Returns the results of an equation that makes or keeps what is the same along an axis.
+
+    None for others.
+    """
     out = _jax.aval(eqn.outvars[0])
     if eqn.primitive.name == "broadcast_in_dim" and len(values) == 1:
         one = values[0].one if isinstance(values[0], Even) else values[0]
@@ -175,18 +190,26 @@ def _on_even(eqn: JaxprEqn, values: list[Any]) -> list[Any] | None:
         narrow = _with(eqn, {"shape": tuple(sizes)})
         return [Even(out.shape, x) for x in _jax.bind(narrow, [one])]
     # Scalars go with everything.
-    ranked = [v for v in values if jax.numpy.ndim(v.one if isinstance(v, Even) else v)]
+    ranked = [v for v in values if _rank_of(v)]
     are_even = bool(ranked) and all(isinstance(v, Even) for v in ranked)
     if not (are_even and is_elementwise(eqn)):
         return None
-    # Along an axis the result is the same if all operands are: else it has as many elements as those that are not.
+    # Along an axis the result is the same if all operands are: else it has as many elements as
+    # those that are not.
     shapes = [v.one.shape for v in ranked]
     sizes = tuple(map(max, zip(*shapes, strict=True)))
     ones = [_broadcast(v.one, sizes) if isinstance(v, Even) else v for v in values]
-    return [Even(out.shape, one) for one in _jax.bind(eqn, ones)]
+    results = _jax.bind(eqn, ones)
+    return [Even(out.shape, one) for one in results]
 
 
-def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> list[Any]:
+def _on_each(
+    eqn: JaxprEqn,
+    values: list[Any],
+    like: Rows,
+    *,
+    thin: bool,
+) -> list[Any]:
     """Returns the results of an equation that is done to each part alone.
 
     Args:
@@ -207,9 +230,11 @@ def _on_each(eqn: JaxprEqn, values: list[Any], like: Rows, *, thin: bool) -> lis
 
     shapes = [_jax.aval(atom).shape for atom in eqn.invars]
     # Operand by operand, then part by part, then result by result.
-    of_operands = map(parts, values, shapes)
-    of_parts = [_jax.bind(eqn, list(operands)) for operands in zip(*of_operands, strict=True)]
-    return [Rows(axis, pieces, thin) for pieces in zip(*of_parts, strict=True)]
+    of_operands = list(map(parts, values, shapes))
+    by_part = zip(*of_operands, strict=True)
+    of_parts = [_jax.bind(eqn, list(operands)) for operands in by_part]
+    by_result = zip(*of_parts, strict=True)
+    return [Rows(axis, pieces, thin) for pieces in by_result]
 
 
 _BATCH, _CONTRACTED, _FREE = range(3)
@@ -219,7 +244,8 @@ _BATCH, _CONTRACTED, _FREE = range(3)
 def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
     """Returns a product of arrays of which one or both are `Rows`.
 
-    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the first of these counts:
+    The axis of the layers is one of three things to the operand that is `Rows`; if both are, the
+    first of these counts:
 
         batch        a product per layer, with that layer's part of the other operand
         contracted too, and the products are added up in the order of the layers
@@ -235,12 +261,17 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
         return _CONTRACTED if axis in contracted[side] else _FREE
 
     side = min(sides, key=rank)
-    rows, other, meaning = values[side], values[1 - side], rank(side)
+    rows = values[side]
+    other = values[1 - side]
+    meaning = rank(side)
     count = len(rows.parts)
-    # The result has the batch axes first, then the free axes of the first operand, then those of the second.
+    # The result has the batch axes first, then the free axes of the first operand, then those of
+    # the second.
     if meaning == _FREE:
         others = (whole(other),) * count
-        before = len(batch[0]) + (len(_free_axes(eqn, 0)) if side == 1 else 0)
+        before = len(batch[0])
+        if side == 1:
+            before += len(_free_axes(eqn, 0))
         position = before + _free_axes(eqn, side).index(rows.axis)
     else:
         axes = batch if meaning == _BATCH else contracted
@@ -256,7 +287,9 @@ def _product(eqn: JaxprEqn, values: list[Any]) -> Any:
 
 
 def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
-    """Returns the axes of a product's operand that are neither contracted nor batch axes: the result has them."""
+    """Returns the axes of a product's operand that are neither contracted nor batch axes: the
+    result has them.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     others = {*contracted[side], *batch[side]}
     rank = len(_jax.aval(eqn.invars[side]).shape)
@@ -266,8 +299,8 @@ def _free_axes(eqn: JaxprEqn, side: int) -> list[int]:
 def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Runs a scan whose body works on parts.
 
-    Which carries are in parts is found by running the body: a carry that it leaves in parts begins in such parts, too.
-    It ends, since carries are only ever taken apart, and each at most once.
+    Which carries are in parts is found by running the body: a carry that it leaves in parts begins
+    in such parts, too. It ends, since carries are only ever taken apart, and each at most once.
     """
     body = straight_body(eqn)
     constants, carry, xs = _jax.scan_operands(eqn, list(map(_without_even, values)))
@@ -279,7 +312,11 @@ def _scan(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         # An iteration sees xs without their first axis, and its ys get one.
         inner = [_moved(x, -1) for x in xs]
-        results[:] = jaxprs.evaluate(body, [*constants, *carry, *inner], apply)
+        results[:] = jaxprs.evaluate(
+            body,
+            [*constants, *carry, *inner],
+            apply,
+        )
         ys = [_moved(_without_even(y), 0) for y in results[len(carry) :]]
         return [_like(x, c) for x, c in zip(results, carry, strict=False)], ys
 
@@ -309,11 +346,16 @@ def _like(value: Any, other: Any) -> Any:
     """Returns a value in such parts as another one."""
     if not isinstance(other, Rows):
         return whole(value)
-    return Rows(other.axis, tuple(parts_of(value, other.axis, len(other.parts))))
+    parts = parts_of(value, other.axis, len(other.parts))
+    return Rows(other.axis, tuple(parts))
 
 
 def _with(eqn: JaxprEqn, params: Params) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
+
+
+def _rank_of(value: Any) -> int:
+    return jax.numpy.ndim(value.one if isinstance(value, Even) else value)
 
 
 def _cut(shape: Shape, axis: int, count: int) -> Shape:
@@ -327,40 +369,62 @@ def _broadcast(array: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _stacked(arrays: Sequence[Any]) -> jax.Array:
-    return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
+    rows = [jax.lax.expand_dims(x, (0,)) for x in arrays]
+    return jax.lax.concatenate(rows, 0)
 
 
 _Shaped = Callable[[JaxprEqn, int, int], tuple[Params, int] | None]
-"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for a part,
-and the axis that the parts have in the result. None if they do not stay apart."""
+"""For an equation that changes shapes, an axis and the number of parts along it: the parameters for
+a part, and the axis that the parts have in the result. None if they do not stay apart.
+"""
 
 
-def _broadcast_in_dim(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
+def _broadcast_in_dim(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
     target = int(eqn.params["broadcast_dimensions"][axis])
     return {"shape": _cut(eqn.params["shape"], target, count)}, target
 
 
-def _reshape(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
-    """Keeps parts apart along an axis with as many elements before it, and whose size their number divides."""
-    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3 are 3 times 1.
+def _reshape(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
+    """Keeps parts apart along an axis with as many elements before it, and whose size their number
+    divides.
+    """
+    # [2, 6, 5] in 3 parts along axis 1 -> [2, 3, 10]: before both axes there are 2 elements, and 3
+    # are 3 times 1.
     if eqn.params["dimensions"] is not None:
         return None
     before = math.prod(_jax.aval(eqn.invars[0]).shape[:axis])
     shape = eqn.params["new_sizes"]
     for target, size in enumerate(shape):
-        if math.prod(shape[:target]) == before and size % count == 0:
+        is_there = math.prod(shape[:target]) == before
+        if is_there and size % count == 0:
             return {"new_sizes": _cut(shape, target, count)}, target
     return None
 
 
-def _transpose(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int]:
+def _transpose(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int]:
     return {}, list(eqn.params["permutation"]).index(axis)
 
 
 def _without(name: str) -> _Shaped:
     """Returns what is true of equations that take away the axes in a parameter of this name."""
 
-    def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
         removed = eqn.params[name]
         if axis in removed:
             return None
@@ -373,7 +437,11 @@ def _without(name: str) -> _Shaped:
 def _along(name: str) -> _Shaped:
     """Returns what is true of equations that work along the axes in a parameter of this name."""
 
-    def shaped(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+    def shaped(
+        eqn: JaxprEqn,
+        axis: int,
+        count: int,
+    ) -> tuple[Params, int] | None:
         axes = eqn.params[name]
         works_along = axis in axes if isinstance(axes, tuple) else axis == axes
         return None if works_along else ({}, axis)
@@ -381,14 +449,22 @@ def _along(name: str) -> _Shaped:
     return shaped
 
 
-def _slice(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+def _slice(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
     size = _jax.aval(eqn.invars[0]).shape[axis]
     if _jax.aval(eqn.outvars[0]).shape[axis] != size:
         return None
     return {"limit_indices": _cut(eqn.params["limit_indices"], axis, count)}, axis
 
 
-def _pad(eqn: JaxprEqn, axis: int, count: int) -> tuple[Params, int] | None:
+def _pad(
+    eqn: JaxprEqn,
+    axis: int,
+    count: int,
+) -> tuple[Params, int] | None:
     return None if any(eqn.params["padding_config"][axis]) else ({}, axis)
 
 

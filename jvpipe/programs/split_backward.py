@@ -1,12 +1,14 @@
-"""A layer's backward as two programs: I for the cotangents that others wait for, W for the gradients.
+"""A layer's backward as two programs: I for the cotangents that others wait for,
+W for the gradients.
 
     whole    sources, cotangents, sums -> cotangents of inputs, sums
     I        sources, cotangents       -> cotangents of inputs, handed values
     W        sources, cotangents, handed values, sums -> sums
 
-I hands W what it has computed at a cost, products and the like; W computes again what is cheap. So that both together
-are bitwise identical with the whole backward, handed values stand behind a barrier there too, and what both compute is
-made by calls that are compiled alike in all three (see `outline`).
+I hands W what it has computed at a cost, products and the like; W computes again what is cheap. So
+that both together are bitwise identical with the whole backward, handed values stand behind a
+barrier there too, and what both compute is made by calls that are compiled alike in all three (see
+`outline`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +29,8 @@ from jvpipe.trace.primitives import is_cheap, is_move
 class Halves:
     """Both halves of a layer's backward.
 
-    `input` is `(sources, cotangents, partial sums) -> (cotangents of inputs, handed values)`; `weight` is `(sources,
-    cotangents, handed values, accumulators) -> accumulators`.
+    `input` is `(sources, cotangents, partial sums) -> (cotangents of inputs, handed values)`;
+    `weight` is `(sources, cotangents, handed values, accumulators) -> accumulators`.
     """
 
     input: ClosedJaxpr
@@ -38,7 +40,9 @@ class Halves:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The equations of both halves, of which some are in both, and the values that the first hands to the second."""
+    """The equations of both halves, of which some are in both, and the values that the first hands
+    to the second.
+    """
 
     input: list[JaxprEqn]
     weight: list[JaxprEqn]
@@ -46,21 +50,25 @@ class _Cut:
 
     @staticmethod
     def of(backward: ClosedJaxpr, gradients: int) -> "_Cut":
-        """Finds by liveness what the cotangents are made of, and what the sums are made of beside that.
+        """Finds by liveness what the cotangents are made of, and what the sums are made of beside
+        that.
 
         Args:
             backward: of a layer.
             gradients: how many of its results are sums; they come first.
         """
-        eqns, results = backward.jaxpr.eqns, backward.jaxpr.outvars
+        eqns = backward.jaxpr.eqns
+        results = backward.jaxpr.outvars
         first = jaxprs.prune(eqns, results[gradients:])
         in_first = set(map(id, first))
         can_be_handed: set[Var] = set()  # the first half makes it at a cost or with an effect
         again = []  # what the second half may compute
         for eqn in eqns:
-            # A barrier behind what is handed belongs to it: the second half reads what comes out of it.
+            # A barrier behind what is handed belongs to it: the second half reads what comes out of
+            # it.
             holds = not can_be_handed.isdisjoint(jaxprs.variables(eqn.invars))
-            is_costly = eqn.effects or not is_cheap(eqn) or (_is_barrier(eqn) and holds)
+            holds_back = holds and _is_barrier(eqn)
+            is_costly = eqn.effects or holds_back or not is_cheap(eqn)
             if id(eqn) in in_first and is_costly:
                 can_be_handed.update(eqn.outvars)
             else:
@@ -85,7 +93,9 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
     if gradients in (0, len(jaxpr.outvars)):
         return backward
     cut = _Cut.of(backward, gradients)
-    behind_barriers = {v for eqn in jaxpr.eqns if _is_barrier(eqn) for v in eqn.outvars}
+    behind_barriers: set[Var] = set()
+    for eqn in filter(_is_barrier, jaxpr.eqns):
+        behind_barriers.update(eqn.outvars)
     handed = set(cut.handed) - behind_barriers
     shared = _shared(backward, cut)
     eqns: list[JaxprEqn] = []
@@ -94,12 +104,16 @@ def settle_halves(backward: ClosedJaxpr, gradients: int) -> ClosedJaxpr:
             eqns.append(shared[id(eqn)].equation())
         else:
             eqns += _held(eqn, [v for v in eqn.outvars if v in handed])
-    return ClosedJaxpr(jaxpr.replace(eqns=jaxprs.prune(eqns, jaxpr.outvars)), backward.consts)
+    needed = jaxprs.prune(eqns, jaxpr.outvars)
+    return ClosedJaxpr(jaxpr.replace(eqns=needed), backward.consts)
 
 
 def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
-    """Returns the calls that make what both halves compute, by the ids of the equations that they replace."""
-    jaxpr, second = backward.jaxpr, set(map(id, cut.weight))
+    """Returns the calls that make what both halves compute, by the ids of the equations that they
+    replace.
+    """
+    jaxpr = backward.jaxpr
+    second = set(map(id, cut.weight))
     in_both = (eqn for eqn in cut.input if id(eqn) in second)
     eqns = [eqn for eqn in in_both if eqn.primitive.name != "outlined"]  # else it is a call already
     both = set(map(id, eqns))
@@ -115,19 +129,26 @@ def _shared(backward: ClosedJaxpr, cut: _Cut) -> dict[int, Call]:
 
 
 def _held(eqn: JaxprEqn, values: Sequence[Var]) -> Iterator[JaxprEqn]:
-    """Yields an equation with a barrier behind some of its results, which lie as they do between programs."""
+    """Yields an equation with a barrier behind some of its results, which lie as they do between
+    programs.
+    """
     if not values:
         yield eqn
         return
     bare = {v: _jax.new_variable(_jax.aval(v)) for v in values}
-    shapes = [jax.ShapeDtypeStruct(_jax.aval(v).shape, _jax.aval(v).dtype) for v in values]
-    laid_out = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier([*map(_jax.laid_out, xs)]))(
-        shapes
-    ).jaxpr
-    ends = dict(zip((*laid_out.invars, *laid_out.outvars), (*bare.values(), *values), strict=True))
+
+    def laid(xs: list[jax.Array]) -> list[jax.Array]:
+        return jax.lax.optimization_barrier([_jax.laid_out(x) for x in xs])
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, values)]
+    laid_out = jax.make_jaxpr(laid)(shapes).jaxpr
+    # The equations of `laid` stand between the bare values and those that others read.
+    inner = (*laid_out.invars, *laid_out.outvars)
+    ends = dict(zip(inner, (*bare.values(), *values), strict=True))
     yield eqn.replace(outvars=[bare.get(v, v) for v in eqn.outvars])
     for each in laid_out.eqns:
-        invars, outvars = ([ends.get(v, v) for v in vs] for vs in (each.invars, each.outvars))
+        invars = [ends.get(v, v) for v in each.invars]
+        outvars = [ends.get(v, v) for v in each.outvars]
         yield each.replace(invars=invars, outvars=outvars)
 
 
@@ -145,16 +166,34 @@ def halve(backward: ClosedJaxpr, signature: Signature) -> Halves | None:
         return None
     jaxpr, count = backward.jaxpr, len(signature.gradients)
     cut = _Cut.of(backward, count)
-    sums, returned = jaxpr.outvars[:count], jaxpr.outvars[count:]
-    partial = jaxpr.invars[len(signature.sources) + len(signature.cotangents) : -count]
+    sums = jaxpr.outvars[:count]
+    returned = jaxpr.outvars[count:]
+    first_sum = len(signature.sources) + len(signature.cotangents)
+    partial = jaxpr.invars[first_sum:-count]
     accumulators = jaxpr.invars[-count:]
     first = replace(signature, gradients=())
     second = replace(signature, partial=(), returned=())
-    input_half, first = _half(backward, first, cut.input, partial, [*returned, *cut.handed])
+    input_half, first = _half(
+        backward,
+        first,
+        cut.input,
+        partial,
+        [*returned, *cut.handed],
+    )
     taken = [*cut.handed, *accumulators]
-    weight_half, second = _half(backward, second, cut.weight, taken, sums)
+    weight_half, second = _half(
+        backward,
+        second,
+        cut.weight,
+        taken,
+        sums,
+    )
     handed = tuple(array_of(v, f"handed{i}") for i, v in enumerate(cut.handed))
-    return Halves(input_half, weight_half, SplitSignature(handed, first, second))
+    return Halves(
+        input_half,
+        weight_half,
+        SplitSignature(handed, first, second),
+    )
 
 
 def _half(
@@ -178,16 +217,26 @@ def _half(
     """
     jaxpr = whole.jaxpr
     read = {*jaxprs.free_variables(eqns), *jaxprs.variables(results)}
-    sources = {v: s for v, s in zip(jaxpr.invars, signature.sources, strict=False) if v in read}
     others = jaxpr.invars[len(signature.sources) :]
-    cotangents = {v: c for v, c in zip(others, signature.cotangents, strict=False) if v in read}
-    constants = {v: c for v, c in zip(jaxpr.constvars, whole.consts, strict=True) if v in read}
+    of_sources = zip(jaxpr.invars, signature.sources, strict=False)
+    of_cotangents = zip(others, signature.cotangents, strict=False)
+    of_constants = zip(jaxpr.constvars, whole.consts, strict=True)
+    sources = {v: source for v, source in of_sources if v in read}
+    cotangents = {v: cotangent for v, cotangent in of_cotangents if v in read}
+    constants = {v: constant for v, constant in of_constants if v in read}
     invars = [*sources, *cotangents, *taken]
     computed = {v for eqn in eqns for v in eqn.outvars}
     assert read <= {*invars, *constants, *computed}, "a half reads what is the other's"
     half = jaxpr.replace(
-        constvars=list(constants), invars=invars, eqns=list(eqns), outvars=list(results)
+        constvars=list(constants),
+        invars=invars,
+        eqns=list(eqns),
+        outvars=list(results),
     )
     found_at = tuple(sources.values())
-    narrowed = replace(signature, sources=found_at, cotangents=tuple(cotangents.values()))
+    narrowed = replace(
+        signature,
+        sources=found_at,
+        cotangents=tuple(cotangents.values()),
+    )
     return ClosedJaxpr(half, list(constants.values())), narrowed

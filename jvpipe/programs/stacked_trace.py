@@ -1,8 +1,8 @@
 """An optimizer traced over stacked parameters and run on their slices, which layers own.
 
-A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the optimizer is to see
-what the user gave it: it is traced over the stacks, and that trace is run on slices (`slicewise`), as far as what it
-does leaves them apart.
+A loss that scans over layers has their parameters stacked. Each slice belongs to a layer, but the
+optimizer is to see what the user gave it: it is traced over the stacks, and that trace is run on
+slices (`slicewise`), as far as what it does leaves them apart.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,9 +56,22 @@ def trace_stacked(
     """
     options: Any = {"grad_norm": grad_norm, "frozen": frozen}
     if stacks:
-        traced = _trace_stacks(optimizer, params, readers, microbatches, stacks, **options)
+        traced = _trace_stacks(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            stacks,
+            **options,
+        )
     else:
-        traced = trace_optimizer(optimizer, params, readers, microbatches, **options)
+        traced = trace_optimizer(
+            optimizer,
+            params,
+            readers,
+            microbatches,
+            **options,
+        )
     return without_frozen(traced, readers, frozen)
 
 
@@ -73,33 +86,56 @@ def _trace_stacks(
     frozen: Collection[int],
 ) -> TracedOptimizer:
     """Traces an optimizer over stacks (`trace_stacked` has the arguments)."""
-    joined, parameters = stacks.join(params, _stacked_shape), _Split(stacks.lengths)
+    joined = stacks.join(params, _stacked_shape)
+    parameters = _Split(stacks.lengths)
     hidden = [i for i, start in enumerate(parameters.starts[:-1]) if start in frozen]
     one_reader = [1] * len(stacks.lengths)
     # Gradients are summed, divided and normed outside: the core gets one gradient per stack.
-    core = trace_optimizer(optimizer, joined, one_reader, 1, grad_norm=False, frozen=hidden)
+    core = trace_optimizer(
+        optimizer,
+        joined,
+        one_reader,
+        1,
+        grad_norm=False,
+        frozen=hidden,
+    )
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(params)]
     state = _settled(core, parameters, leaves)
     shapes = state.shapes(_state(core))
     sums = [[x] * n for x, n in zip(leaves, readers, strict=True)]
     weight = None if microbatches is not None else jax.ShapeDtypeStruct((), np.float32)
 
-    def update(sums: list[list[Any]], weight: Any, params: Any, moments: Any) -> list[Any]:
+    def update(
+        sums: list[list[Any]],
+        weight: Any,
+        params: Any,
+        moments: Any,
+    ) -> list[Any]:
         by = np.float32(microbatches) if weight is None else weight
         # Nobody reads the gradient of what is frozen: the parameter stands in for it.
-        grads = [
-            x if i in frozen else mean(parts, by, x.dtype)
-            for i, (parts, x) in enumerate(zip(sums, params, strict=True))
-        ]
+        grads = list(params)
+        for i, parts in enumerate(sums):
+            if i not in frozen:
+                grads[i] = mean(parts, by, params[i].dtype)
         split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-        results = jaxprs.evaluate(core.update, list(chain(*split)), apply)
+        results = jaxprs.evaluate(
+            core.update,
+            list(chain(*split)),
+            apply,
+        )
         new = parameters.taken_apart(results)
         new += state.taken_apart(results[len(stacks.lengths) :])
         seen = [grad for i, grad in enumerate(grads) if i not in frozen]
         return [*new, norm(seen)] if grad_norm else new
 
     def init(params: Any) -> list[Any]:
-        return state.taken_apart(jaxprs.evaluate(core.init, parameters.joined(params), apply))
+        return state.taken_apart(
+            jaxprs.evaluate(
+                core.init,
+                parameters.joined(params),
+                apply,
+            )
+        )
 
     # The pipeline sees the state with `Slices` in place of what was taken apart.
     tree = jax.tree.unflatten(core.state_tree, state.slices(shapes))
@@ -114,7 +150,8 @@ def _trace_stacks(
 
 @dataclass(frozen=True)
 class _Split:
-    """A way to take leaves apart along their first axis: into how many slices each, None for not at all.
+    """A way to take leaves apart along their first axis: into how many slices each, None for not at
+    all.
 
     >>> split = _Split((2, None))
     >>> split.taken_apart(split.joined([1.0, 2.0, 3.0]))[2]
@@ -126,7 +163,8 @@ class _Split:
     @property
     def starts(self) -> list[int]:
         """The position of the first slice of each leaf among all."""
-        return [0, *accumulate(1 if n is None else n for n in self.lengths)]
+        counts = [1 if n is None else n for n in self.lengths]
+        return list(accumulate(counts, initial=0))
 
     def slices(self, values: Sequence[Any]) -> list[Any]:
         """Returns the slices of each leaf, those of one that is taken apart as `Slices`."""
@@ -135,8 +173,8 @@ class _Split:
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
         """Returns the leaves that these are the slices of."""
-        leaves = self.slices(values)
-        return [x if n is None else stacked(x) for x, n in zip(leaves, self.lengths, strict=True)]
+        pairs = zip(self.slices(values), self.lengths, strict=True)
+        return [x if n is None else stacked(x) for x, n in pairs]
 
     def taken_apart(self, values: Sequence[Any]) -> list[Any]:
         """Returns the slices of these leaves."""
@@ -150,7 +188,11 @@ class _Split:
         split: list[jax.ShapeDtypeStruct] = []
         for x, n in zip(leaves, self.lengths, strict=True):
             shape = x.shape if n is None else x.shape[1:]
-            slice_ = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+            slice_ = jax.ShapeDtypeStruct(
+                shape,
+                x.dtype,
+                weak_type=x.weak_type,
+            )
             split += [slice_] * (1 if n is None else n)
         return split
 
@@ -174,37 +216,56 @@ class _Split:
         return tuple(of_slices)
 
 
-def _settled(core: TracedOptimizer, parameters: _Split, leaves: Shapes) -> _Split:
-    """Returns how the state is taken apart: what belongs to a stack and is as long, and what updates make of slices.
+def _settled(
+    core: TracedOptimizer,
+    parameters: _Split,
+    leaves: Shapes,
+) -> _Split:
+    """Returns how the state is taken apart: what belongs to a stack and is as long, and what
+    updates make of slices.
 
-    The latter is found by running an update abstractly, until it takes apart nothing more: at most once per leaf.
+    The latter is found by running an update abstractly, until it takes apart nothing more: at most
+    once per leaf.
 
     Args:
         core: the optimizer over stacks.
         parameters: how these are taken apart.
         leaves: their slices.
     """
-    shapes, state = _state(core), _Split(_stack_lengths(core, parameters))
+    shapes = _state(core)
+    state = _Split(_stack_lengths(core, parameters))
     while True:
         results: list[Any] = []
 
-        def update(grads: Any, params: Any, moments: Any, state: _Split = state) -> None:
+        def update(
+            grads: Any,
+            params: Any,
+            moments: Any,
+            state: _Split = state,
+        ) -> None:
             split = (parameters.joined(grads), parameters.joined(params), state.joined(moments))
-            results[:] = jaxprs.evaluate(core.update, list(chain(*split)), apply)  # noqa: B023 - it is called at once
+            arrays = list(chain(*split))
+            new = jaxprs.evaluate(core.update, arrays, apply)
+            results[:] = new  # noqa: B023 - called at once
 
-        jax.eval_shape(update, leaves, leaves, state.shapes(shapes))
-        new = results[len(parameters.lengths) :]
-        grown = tuple(
-            len(x.pieces) if n is None and _is_stack(x) else n
-            for n, x in zip(state.lengths, new, strict=True)
+        jax.eval_shape(
+            update,
+            leaves,
+            leaves,
+            state.shapes(shapes),
         )
+        new = results[len(parameters.lengths) :]
+        pairs = zip(state.lengths, new, strict=True)
+        grown = tuple(len(x.pieces) if n is None and _is_stack(x) else n for n, x in pairs)
         if grown == state.lengths:
             return state
         state = _Split(grown)
 
 
 def _stack_lengths(core: TracedOptimizer, parameters: _Split) -> tuple[int | None, ...]:
-    """Returns for each leaf of the state the length of its parameter's stack, if it is as long itself."""
+    """Returns for each leaf of the state the length of its parameter's stack, if it is as long
+    itself.
+    """
     lengths: list[int | None] = []
     for owner, shape in zip(core.parameter_of, _state(core), strict=True):
         n = None if owner is None else parameters.lengths[owner]
@@ -218,9 +279,10 @@ def _is_stack(value: Any) -> bool:
 
 def _state(core: TracedOptimizer) -> Shapes:
     """Returns the shapes of the state as the optimizer sees it."""
-    avals = core.init.out_avals
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+    shape = jax.ShapeDtypeStruct
+    return [shape(x.shape, x.dtype, weak_type=x.weak_type) for x in core.init.out_avals]
 
 
 def _stacked_shape(*slices: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((len(slices), *slices[0].shape), slices[0].dtype)
+    first = slices[0]
+    return jax.ShapeDtypeStruct((len(slices), *first.shape), first.dtype)

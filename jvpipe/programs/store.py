@@ -44,7 +44,8 @@ class Program:
     gives: tuple[Spec | None, ...] = ()
 
     def laid(self, takes: Sequence[Spec], gives: Sequence[Spec | None]) -> "Program":
-        """Returns the same program, some of whose inputs or results are cut along the axes of a group of devices.
+        """Returns the same program, some of whose inputs or results are cut along the axes of a
+        group of devices.
 
         Args:
             takes: of each input.
@@ -53,7 +54,12 @@ class Program:
         if all(spec == () for spec in (*takes, *gives)):
             return self
         key = self.key, *takes, "gives", *gives
-        return replace(self, key=key, takes=tuple(takes), gives=tuple(gives))
+        return replace(
+            self,
+            key=key,
+            takes=tuple(takes),
+            gives=tuple(gives),
+        )
 
     @staticmethod
     def of(
@@ -63,7 +69,9 @@ class Program:
         marked: bool = False,
         key: Hashable = None,
     ) -> "Program":
-        """Returns a program from a jaxpr; a marked one also yields four bytes that are never donated, to wait on.
+        """Returns a program from a jaxpr.
+
+        A marked one also yields four bytes that are never donated, to wait on.
 
         Args:
             closed: the jaxpr.
@@ -75,28 +83,37 @@ class Program:
         fn = (lambda *xs: (*run(*xs), jax.numpy.int32(0))) if marked else run
         can_fail = any(map(calls_host, closed.jaxpr.eqns))
         inputs = tuple(closed.in_avals)
-        return Program((key, marked), fn, inputs, tuple(donated), can_fail)
+        return Program(
+            (key, marked),
+            fn,
+            inputs,
+            tuple(donated),
+            can_fail,
+        )
 
 
 def types_of(arrays: Iterable[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Returns shapes and types of arrays, as a part of a program's key."""
-    return tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
+    types = [(tuple(array.shape), str(array.dtype)) for array in arrays]
+    return tuple(types)
 
 
 def added_up(values: Sequence[Any]) -> Any:
     """Returns the sum of arrays of one shape.
 
-    One after another, not by `jnp.sum`: the order of summation is theirs, whatever the compiler does.
+    One after another, not by `jnp.sum`: the order of summation is theirs, whatever the compiler
+    does.
     """
     return reduce(operator.add, values)
 
 
 @dataclass(frozen=True)
 class PackedCall:
-    """An executable that takes elements smaller than a byte, compiled once more by `jax.jit` when it is first called.
+    """An executable that takes elements smaller than a byte, compiled once more by `jax.jit` when
+    it is first called.
 
-    JAX 0.10.2 checks how an executable's inputs lie in memory, and fails on such elements if they are on a device of
-    one's choice; under `jit` it does not check.
+    JAX 0.10.2 checks how an executable's inputs lie in memory, and fails on such elements if they
+    are on a device of one's choice; under `jit` it does not check.
     """
 
     executable: Any
@@ -119,7 +136,12 @@ class ProgramStore:
         self._jitted: dict[Hashable, Any] = {}
         self._compiled: dict[tuple[Hashable, Device], Any] = {}
 
-    def layer(self, body: Body, kept: Collection[str], partial: Collection[int]) -> LayerPrograms:
+    def layer(
+        self,
+        body: Body,
+        kept: Collection[str],
+        partial: Collection[int],
+    ) -> LayerPrograms:
         """Returns a layer's forward and backward; layers that are alike get the same ones.
 
         Args:
@@ -135,13 +157,25 @@ class ProgramStore:
         return self._layers[key]
 
     def known_layer(
-        self, body: Body, kept: Collection[str], partial: Collection[int]
+        self,
+        body: Body,
+        kept: Collection[str],
+        partial: Collection[int],
     ) -> LayerPrograms | None:
         """Returns the same, if it has been asked for before; None if not."""
-        return self._layers.get(_layer_key(body, kept, partial))
+        return self._layers.get(
+            _layer_key(
+                body,
+                kept,
+                partial,
+            )
+        )
 
     def compile(self, programs: Sequence[tuple[Program, Device]]) -> list[Any]:
-        """Returns the executables of programs on devices; those that are missing are compiled side by side."""
+        """Returns the executables of programs on devices.
+
+        The missing ones are compiled side by side.
+        """
         # By key: a program that several layers share is compiled once.
         missing = {(p.key, d): (p, d) for p, d in programs if (p.key, d) not in self._compiled}
         if missing:
@@ -152,7 +186,12 @@ class ProgramStore:
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in programs]
 
-    def text(self, program: Program, device: Device, platform: str | None = None) -> str:
+    def text(
+        self,
+        program: Program,
+        device: Device,
+        platform: str | None = None,
+    ) -> str:
         """Returns what a program is, in words that are the same in every process.
 
         Args:
@@ -162,26 +201,52 @@ class ProgramStore:
         """
         return self._lower(program, device, platform).as_text()
 
-    def _compiled_for(self, program: Program, device: Device, *, wide: bool) -> Any:
+    def _compiled_for(
+        self,
+        program: Program,
+        device: Device,
+        *,
+        wide: bool,
+    ) -> Any:
         options: Any = _jax.exact(device.platform)
         with jax.enable_x64(wide):
             executable = self._lower(program, device).compile(compiler_options=options)
         if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
             return executable
         fn, donated = program.fn, program.donated
-        again = jax.jit(fn, donate_argnums=donated, keep_unused=True, compiler_options=options)
+        again = jax.jit(
+            fn,
+            donate_argnums=donated,
+            keep_unused=True,
+            compiler_options=options,
+        )
         return PackedCall(executable, again)
 
-    def _lower(self, program: Program, device: Device, platform: str | None = None) -> Any:
+    def _lower(
+        self,
+        program: Program,
+        device: Device,
+        platform: str | None = None,
+    ) -> Any:
         inputs = []
         for array, spec in zip(program.inputs, chain(program.takes, repeat(())), strict=False):
             sharding = _jax.sharding_on(device, spec)
-            inputs.append(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+            inputs.append(
+                jax.ShapeDtypeStruct(
+                    array.shape,
+                    array.dtype,
+                    sharding=sharding,
+                )
+            )
         if isinstance(device, DeviceGroup):
             return _spread(program, device).lower(*inputs)
         if program.key not in self._jitted:
             laid = _laid(program)
-            jitted = jax.jit(laid, donate_argnums=program.donated, keep_unused=True)
+            jitted = jax.jit(
+                laid,
+                donate_argnums=program.donated,
+                keep_unused=True,
+            )
             self._jitted.setdefault(program.key, jitted)
         jitted = self._jitted[program.key]
         with jax.default_device(device):  # for programs without inputs
@@ -195,7 +260,11 @@ def _laid(program: Program) -> Callable[..., Any]:
     return lambda *arrays: program.fn(*map(_jax.laid_out, arrays))
 
 
-def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> Hashable:
+def _layer_key(
+    body: Body,
+    kept: Collection[str],
+    partial: Collection[int],
+) -> Hashable:
     """Returns a value that is equal for layers that are alike and keep the same."""
     # Which tensors, parameters or keys a layer reads does not count, only what it does with them.
     places = tuple(ref.kind == ValueKind.TENSOR and ref.index in partial for ref in body.reads)
@@ -216,7 +285,9 @@ def _layer_key(body: Body, kept: Collection[str], partial: Collection[int]) -> H
 
 
 def _spread(program: Program, group: DeviceGroup) -> Any:
-    """Returns a program over the devices of a group: the compiler decides which part is computed where."""
+    """Returns a program over the devices of a group: the compiler decides which part is computed
+    where.
+    """
     closed = jax.make_jaxpr(program.fn)(*program.inputs)
     gives = islice(chain(program.gives, repeat(())), len(closed.out_avals))
     results = [None if spec is None else _jax.sharding_on(group, spec) for spec in gives]

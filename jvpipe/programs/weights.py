@@ -1,4 +1,5 @@
-"""The small programs around an asynchronous update: weights predicted, corrected, and what each update leaves behind.
+"""The small programs around an asynchronous update: weights predicted, corrected,
+and what each update leaves behind.
 
 w         a parameter
 u         its last applied update
@@ -37,20 +38,31 @@ def difference(shapes: Shapes) -> Program:
     n = len(shapes)
 
     def run(*values: jax.Array) -> list[jax.Array]:
-        before, after = values[:n], values[n : 2 * n]
-        return [new - old for old, new in zip(before, after, strict=True)]
+        pairs = zip(values[:n], values[n : 2 * n], strict=True)
+        return [after - before for before, after in pairs]
 
     # The last updates are overwritten; they are taken for nothing else.
     last_updates = tuple(range(2 * n, 3 * n))
     key = "difference", types_of(shapes)
-    return Program(key, run, (*shapes, *shapes, *shapes), last_updates)
+    return Program(
+        key,
+        run,
+        (*shapes, *shapes, *shapes),
+        last_updates,
+    )
 
 
-def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Program:
+def settled(
+    shapes: Shapes,
+    tau: int,
+    decay: float,
+    anneal_updates: int,
+) -> Program:
     """Returns PipeMare's T1 and T2 as a program that works in place.
 
-    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the update, the t-th, by
-    max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 - gamma) u.
+    It is `(w before..., w after..., delta..., t) -> (w after..., delta..., t + 1)`. T1 scales the
+    update, the t-th, by max(1, tau) ** -(1 - min(t / K, 1)); T2 is delta = gamma delta + (1 -
+    gamma) u.
 
     Args:
         shapes: of the parameters.
@@ -58,7 +70,8 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
         decay: D, between 0 and 1.
         anneal_updates: K; 0: updates are not scaled.
     """
-    n, gamma = len(shapes), decay ** (1 / tau)
+    n = len(shapes)
+    gamma = decay ** (1 / tau)
 
     def scale(t: jax.Array) -> Any:
         if not anneal_updates:
@@ -74,16 +87,21 @@ def settled(shapes: Shapes, tau: int, decay: float, anneal_updates: int) -> Prog
 
     def run(*values: jax.Array) -> list[Any]:
         *arrays, t = values
-        old, new, delta = arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
+        old = arrays[:n]
+        new = arrays[n : 2 * n]
+        delta = arrays[2 * n :]
         by = scale(t)
-        updates = [(b - a) * by.astype(a.dtype) for a, b in zip(old, new, strict=True)]
-        after = [a + u for a, u in zip(old, updates, strict=True)]
+        updates = []
+        for a, b in zip(old, new, strict=True):
+            updates.append((b - a) * by.astype(a.dtype))
+        after = [a + update for a, update in zip(old, updates, strict=True)]
         return [*after, *map(mean, delta, updates), t + np.int32(1)]
 
     key = "settled", tau, decay, anneal_updates, types_of(shapes)
     # All but the weights before the update, which others may still read.
     in_place = tuple(range(n, 3 * n + 1))
-    return Program(key, run, (*shapes, *shapes, *shapes, COUNT), in_place)
+    inputs = (*shapes, *shapes, *shapes, COUNT)
+    return Program(key, run, inputs, in_place)
 
 
 def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
@@ -92,4 +110,5 @@ def total(shape: jax.ShapeDtypeStruct, count: int) -> Program:
     def run(*values: jax.Array) -> list[jax.Array]:
         return [added_up(values).astype(jnp.float32)]
 
-    return Program(("total", count, types_of([shape])), run, (shape,) * count)
+    key = "total", count, types_of([shape])
+    return Program(key, run, (shape,) * count)

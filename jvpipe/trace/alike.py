@@ -1,8 +1,9 @@
-"""Values that are equal by construction: counts and weights of examples, however often a loss has computed them.
+"""Values that are equal by construction: counts and weights of examples,
+however often a loss has computed them.
 
-Equations are numbered as in value numbering: one with the same primitive, parameters and operands as an earlier one has
-the number of that. A whole number is equal in every type: sum(mask).astype(float) and sum(mask, dtype=float) are one
-count.
+Equations are numbered as in value numbering: one with the same primitive, parameters and operands
+as an earlier one has the number of that. A whole number is equal in every type:
+sum(mask).astype(float) and sum(mask, dtype=float) are one count.
 """
 
 from collections.abc import Hashable
@@ -55,7 +56,9 @@ _COMPARED = (
 
 
 class Alike:
-    """Numbers variables so that those with the same number are equal; it has to meet all equations in their order.
+    """Numbers variables so that those with the same number are equal.
+
+    It has to meet all equations in their order.
 
     >>> import jax, jax.numpy as jnp
     >>> def counts(mask):
@@ -82,13 +85,15 @@ class Alike:
             same: a value that the result counts as, though it need not be equal.
         """
         name = eqn.primitive.name
-        if len(eqn.outvars) != 1 or (name not in _COMPARED and name not in _SAME):
+        is_followed = name in _COMPARED or name in _SAME
+        if len(eqn.outvars) != 1 or not is_followed:
             return
         (out,) = eqn.outvars
         operands = tuple(map(self.number, eqn.invars))
         if same is not None:
             self._numbers[out] = self.number(same)
         elif name in _SAME or (name == "convert_element_type" and operands[0] in self._whole):
+            # A whole number stays what it is in another type.
             self._numbers[out] = operands[0]
         else:
             params = {"axes": eqn.params["axes"]} if name == "reduce_sum" else eqn.params
@@ -109,7 +114,8 @@ class Alike:
         elif atom in self._numbers:
             return self._numbers[atom]
         else:
-            number, is_whole = self._number(atom), _is_whole(atom)
+            number = self._number(atom)
+            is_whole = _is_whole(atom)
         if is_whole:
             self._whole.add(number)
         return number
@@ -124,4 +130,4 @@ class Alike:
 
 def _is_whole(atom: Atom) -> bool:
     dtype = _jax.aval(atom).dtype
-    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))

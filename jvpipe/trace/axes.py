@@ -1,12 +1,13 @@
-"""The axis of the examples, followed through an equation: which axis of each result has a part for each of them.
+"""The axis of the examples, followed through an equation:
+which axis of each result has a part for each of them.
 
 An axis holds the examples one after another, perhaps several rows of each:
 
     [examples, tokens]     along axis 0          [tokens, examples]     along axis 1
     [examples x tokens]    along axis 0          [tokens x examples]    along none
 
-Each class of equations has a rule, which needs only the axes of the operands and the equation's parameters. Anything
-else is refused.
+Each class of equations has a rule, which needs only the axes of the operands and the equation's
+parameters. Anything else is refused.
 """
 
 import math
@@ -20,8 +21,9 @@ from jvpipe._jax import JaxprEqn
 
 Axis = int | None
 Followed = Sequence[Axis | np.integer] | str
-"""The axis of each result, None for one without such an axis; or why examples do not stay apart. vmap counts
-axes in numpy."""
+"""The axis of each result, None for one without such an axis; or why examples do not stay apart.
+vmap counts axes in numpy.
+"""
 
 _CLASSES = {
     "reduces": """
@@ -50,10 +52,17 @@ _CLASSES = {
 
 @cache
 def _class_of() -> dict[str, str]:
-    return {name: kind for kind, names in _CLASSES.items() for name in names.split()}
+    class_of: dict[str, str] = {}
+    for kind, names in _CLASSES.items():
+        class_of |= dict.fromkeys(names.split(), kind)
+    return class_of
 
 
-def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Sequence[Axis] | str:
+def along_after(
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    grown: Sequence[Axis],
+) -> Sequence[Axis] | str:
     """Follows the axis of the examples.
 
     Args:
@@ -70,7 +79,11 @@ def along_after(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> S
     return [None if axis is None else int(axis) for axis in followed]
 
 
-def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Followed:
+def _followed(
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    grown: Sequence[Axis],
+) -> Followed:
     name, params = eqn.primitive.name, eqn.params
     first = next(axis for axis in axes if axis is not None)
     same = all(axis in (None, first) for axis in axes)
@@ -86,13 +99,13 @@ def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Fol
             after = None if first in removed else first - sum(axis < first for axis in removed)
             return [after] * len(grown)
         case "runs":
-            return (
-                _all(first, grown) if params["axis"] != first else "sums up from example to example"
-            )
+            if params["axis"] == first:
+                return "sums up from example to example"
+            return _all(first, grown)
         case "windows":
-            is_of_one = (
-                params["window_dimensions"][first] == 1 and params["window_strides"][first] == 1
-            )
+            size = params["window_dimensions"][first]
+            stride = params["window_strides"][first]
+            is_of_one = size == stride == 1
             if is_of_one and tuple(params["padding"][first]) == (0, 0):
                 return _all(first, grown)
             return "looks at several examples"
@@ -101,7 +114,12 @@ def _followed(eqn: JaxprEqn, axes: Sequence[Axis], grown: Sequence[Axis]) -> Fol
 
 
 def _others(
-    eqn: JaxprEqn, axes: Sequence[Axis], first: int, grown: Sequence[Axis], *, same: bool
+    eqn: JaxprEqn,
+    axes: Sequence[Axis],
+    first: int,
+    grown: Sequence[Axis],
+    *,
+    same: bool,
 ) -> Followed:
     """Follows the axis through equations that are of no class.
 
@@ -127,8 +145,9 @@ def _others(
             is_beside = same and eqn.params["dimension"] != first
             return _all(first, grown) if is_beside else "sorts examples"
         case "fft":
-            rank, last = len(_jax.aval(eqn.invars[0]).shape), len(eqn.params["fft_lengths"])
-            return _all(first, grown) if first < rank - last else "transforms over examples"
+            rank = len(_jax.aval(eqn.invars[0]).shape)
+            first_transformed = rank - len(eqn.params["fft_lengths"])
+            return _all(first, grown) if first < first_transformed else "transforms over examples"
         case "top_k":
             last = len(_jax.aval(eqn.invars[0]).shape) - 1
             return _all(first, grown) if eqn.params.get("axis", last) != first else "sorts examples"
@@ -187,7 +206,8 @@ def _reshaped(eqn: JaxprEqn, axis: int, grown: Axis) -> Followed:
 
     If it begins where the one before began, it holds whole examples, one after another.
     """
-    before, after = _jax.aval(eqn.invars[0]).shape, _jax.aval(eqn.outvars[0]).shape
+    before = _jax.aval(eqn.invars[0]).shape
+    after = _jax.aval(eqn.outvars[0]).shape
     if grown is None or math.prod(before[:axis]) != math.prod(after[:grown]):
         return "mixes the axis of the examples with others"
     return [grown]
@@ -211,10 +231,13 @@ def _product(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
     assert axis is not None
     if axis in batched[side]:
         return [batched[side].index(axis)]
-    # The result has the batch axes first, then the free ones of the left operand, then those of the right one.
+    # The result has the batch axes first, then the free ones of the left operand, then those of the
+    # right one.
     ranks = [len(_jax.aval(x).shape) for x in eqn.invars]
-    free = [i for i in range(ranks[side]) if i not in contracted[side] and i not in batched[side]]
-    before = len(batched[0]) + (ranks[0] - len(contracted[0]) - len(batched[0]) if side else 0)
+    bound = {*contracted[side], *batched[side]}
+    free = [i for i in range(ranks[side]) if i not in bound]
+    # The result has the batch axes, then the free axes of the left operand, then of the right one.
+    before = ranks[0] - len(contracted[0]) if side else len(batched[0])
     return [before + free.index(axis)]
 
 
@@ -228,8 +251,11 @@ def _convolved(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
 
 
 def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis through a lookup: of each example in what has none, or of an example in its own."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    """Follows the axis through a lookup: of each example in what has none, or of an example in its
+    own.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    sizes = eqn.params["slice_sizes"]
     operand, indices = axes
     rank = len(_jax.aval(eqn.outvars[0]).shape)
     # The axes that the result has from the indices: all of theirs but the last.
@@ -243,20 +269,25 @@ def _gathered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
         return "looks other examples up: write jnp.take_along_axis instead of x[jnp.arange(n), i]"
     dropped = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     assert operand is not None
-    if operand in dropped or sizes[operand] != _jax.aval(eqn.invars[0]).shape[operand]:
+    count = _jax.aval(eqn.invars[0]).shape[operand]
+    if operand in dropped or sizes[operand] != count:
         return "takes some of the examples"
     inner = [i for i in range(len(sizes)) if i not in dropped]
     return [numbers.offset_dims[inner.index(operand)]]
 
 
 def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
-    """Follows the axis where values are added by indices: to examples of their own, or to what has none."""
+    """Follows the axis where values are added by indices: to examples of their own, or to what has
+    none.
+    """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = axes
     rank = len(_jax.aval(eqn.invars[2]).shape)
     outer = [i for i in range(rank) if i not in numbers.update_window_dims]
     # The axis of the updates that goes with that of the indices.
-    beside = None if indices is None or indices >= len(outer) else outer[indices]
+    beside = None
+    if indices is not None and indices < len(outer):
+        beside = outer[indices]
     if operand is None:
         adds = eqn.primitive.name == "scatter-add"
         are_paired = updates in outer and beside in (None, updates)
@@ -273,4 +304,6 @@ def _scattered(eqn: JaxprEqn, axes: Sequence[Axis]) -> Followed:
         return "adds to examples by their numbers"
     window = numbers.update_window_dims[inner.index(operand)]
     whole = _jax.aval(eqn.invars[2]).shape[window] == shape[operand]
-    return [operand] if whole and updates in (None, window) else "adds to some of the examples"
+    if whole and updates in (None, window):
+        return [operand]
+    return "adds to some of the examples"

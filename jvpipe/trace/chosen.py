@@ -1,4 +1,6 @@
-"""The reductions that a user chooses for what a loss yields, found by the paths of its leaves, and checked."""
+"""The reductions that a user chooses for what a loss yields, found by the paths of its leaves,
+and checked.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +14,9 @@ from jvpipe.trace.keys import is_key
 
 
 def chosen_aux(
-    reductions: Reductions, paths: Sequence[str], leaves: Sequence[Sequence[Atom]]
+    reductions: Reductions,
+    paths: Sequence[str],
+    leaves: Sequence[Sequence[Atom]],
 ) -> tuple[AuxReduction | None, ...]:
     """Returns the reduction of each leaf of aux, as the user says; None if they say nothing.
 
@@ -44,7 +48,11 @@ def _unfit(reduction: AuxReduction, parts: Sequence[Atom]) -> str | None:
     return None
 
 
-def check_state_reduction(path: str, leaf: Atom, reduction: StateReduction) -> None:
+def check_state_reduction(
+    path: str,
+    leaf: Atom,
+    reduction: StateReduction,
+) -> None:
     """Checks that a leaf of the model state can be reduced as the user says.
 
     Args:

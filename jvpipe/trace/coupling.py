@@ -1,10 +1,11 @@
 """Whether the loss of a batch is the mean of the losses of its micro-batches, and if not, why.
 
-A mean over examples is. A sum is not, nor is a loss in which examples meet: an in-batch softmax, a batch norm, a
-maximum, a mean over a varying number of items. The loss is followed at two sizes, as replicas need it
-(`jvpipe.trace.spread`), but nothing is excused: replicas may normalise by statistics of their own, and still a batch
-norm makes another loss of smaller batches. Only what the loss itself is made of counts, because metrics and model state
-may look at all examples as they like.
+A mean over examples is. A sum is not, nor is a loss in which examples meet: an in-batch softmax, a
+batch norm, a maximum, a mean over a varying number of items. The loss is followed at two sizes, as
+replicas need it (`jvpipe.trace.spread`), but nothing is excused: replicas may normalise by
+statistics of their own, and still a batch norm makes another loss of smaller batches. Only what the
+loss itself is made of counts, because metrics and model state may look at all examples as they
+like.
 """
 
 import logging
@@ -43,7 +44,8 @@ def warn_of_splitting(traced: Traced, microbatches: int) -> None:
 
 
 def why_splitting_matters(traced: Traced) -> str | None:
-    """Returns why the loss of a batch is not the mean of the losses of its parts, and the place where this is decided.
+    """Returns why the loss of a batch is not the mean of the losses of its parts, and the place
+    where this is decided.
 
     The loss is traced once or twice more, at other sizes; nothing is compiled.
 
@@ -51,9 +53,9 @@ def why_splitting_matters(traced: Traced) -> str | None:
         traced: the layers on a whole micro-batch.
 
     Returns:
-        The layer and the equation there, and what it does. None for a mean over examples and for a `jvpipe.Weighted` of
-        two sums, and where the loss does not take other numbers of examples or is another program on them, so that
-        nothing can be said.
+        The layer and the equation there, and what it does. None for a mean over examples and for a
+        `jvpipe.Weighted` of two sums, and where the loss does not take other numbers of examples or
+        is another program on them, so that nothing can be said.
     """
     loss, of_size = traced.loss, traced.loss.of_size
     assert of_size is not None, "a loss that was not traced from a function"
@@ -64,8 +66,14 @@ def why_splitting_matters(traced: Traced) -> str | None:
         double = of_size(2 * examples)
     except Exception:  # whatever the user's function raises
         return None
-    spreading = Spreading(examples, 2 * examples, (), places(traced), flows=())
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading = Spreading(
+        examples,
+        2 * examples,
+        (),
+        places(traced),
+        flows=(),
+    )
+    batch = loss.inputs_of(ValueKind.BATCH)
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     eqns, results = _loss_alone(loss)
     double_eqns, double_results = _loss_alone(double)
@@ -84,7 +92,10 @@ def why_splitting_matters(traced: Traced) -> str | None:
 
 
 def _loss_alone(loss: LossJaxpr) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Returns the equations that the value of a loss is made of, and the value: a `Weighted` has two."""
-    results = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.LOSS]
+    """Returns the equations that the value of a loss is made of, and the value: a `Weighted` has
+    two.
+    """
+    results = loss.outputs_of(ValueKind.LOSS)
     reached = reaching(loss.eqns, results)
-    return [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)], results
+    eqns = [eqn for eqn in loss.eqns if not reached.isdisjoint(eqn.outvars)]
+    return eqns, results

@@ -1,15 +1,17 @@
 """The narrow places of a model, at which a run of equations is cut into layers.
 
-A cut is good where few values are alive. What "few" means depends on the model, so it is asked locally: a
-position is narrow if no position nearby has fewer live values. Distance is counted in weighted
-operations (products, convolutions, lookups that read a parameter), values that live long (skip connections) do
-not count, and a layer holds at least one weighted operation. A run that is still large is cut again on its own, as
-the levels of a U-Net are: what enters it no longer counts. Only the neighbourhood decides, so a change far away
-leaves a layer, and with it its compiled programs, as it was. Only a model of very few layers is looked at more
-closely: there a skip of a few operations is no longer one layer, so that small models can be cut at all.
+A cut is good where few values are alive. What "few" means depends on the model, so it is asked
+locally: a position is narrow if no position nearby has fewer live values. Distance is counted in
+weighted operations (products, convolutions, lookups that read a parameter), values that live long
+(skip connections) do not count, and a layer holds at least one weighted operation. A run that is
+still large is cut again on its own, as the levels of a U-Net are: what enters it no longer counts.
+Only the neighbourhood decides, so a change far away leaves a layer, and with it its compiled
+programs, as it was. Only a model of very few layers is looked at more closely: there a skip of a
+few operations is no longer one layer, so that small models can be cut at all.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,30 +20,51 @@ from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Var
 from jvpipe.trace.jaxprs import variables
 
-# How many weighted operations to either side a narrow place is compared with, and across how many a value that is no
-# skip connection lives at most: from the usual scale to the closest look.
-_SCALES = ((6, 12), (3, 3), (1, 1), (0, 0))
-_FEW = 6  # a model of fewer layers is looked at more closely
-_LARGE = 8  # a layer of more weighted operations is cut again if it can be
+
+@dataclass(frozen=True)
+class LayerEffort:
+    """How fine the layers are: more of them leave more to choose, and take longer to compile.
+
+    Attributes:
+        scales: how many weighted operations to either side a narrow place is compared with, and
+            across how many a value lives at most, except for skip connections: from the usual scale
+            to the closest look.
+        few_layers: a model of fewer ones is looked at more closely.
+        large_operations: a layer of more weighted ones is cut again if it can be.
+        even: halves of a layer are as good as others if the slower ones differ by less than this
+            share of the layer: then the fewest bytes decide.
+    """
+
+    scales: tuple[tuple[int, int], ...] = ((6, 12), (3, 3), (1, 1), (0, 0))
+    few_layers: int = 6
+    large_operations: int = 8
+    even: float = 0.05
+
+
+LAYERS = LayerEffort()
 
 
 def narrow_cuts(eqns: Sequence[JaxprEqn], weighted: Sequence[bool]) -> list[int]:
-    """Returns the positions at which equations are cut into layers: p is between equations p - 1 and p.
+    """Returns the positions at which equations are cut into layers: p is between equations p - 1
+    and p.
 
     Args:
         eqns: in order.
         weighted: marks the weighted operations.
     """
     cuts: list[int] = []
-    for window, skip in _SCALES:
+    for window, skip in LAYERS.scales:
         cuts = _cuts_at(eqns, weighted, window, skip)
-        if len(cuts) + 1 >= min(_FEW, sum(weighted)):
+        if len(cuts) + 1 >= min(LAYERS.few_layers, sum(weighted)):
             break
     return cuts
 
 
 def _cuts_at(
-    eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
+    eqns: Sequence[JaxprEqn],
+    weighted: Sequence[bool],
+    window: int,
+    skip: int,
 ) -> list[int]:
     """Returns the cuts at one scale; a run that is still large is cut again by itself.
 
@@ -50,15 +73,19 @@ def _cuts_at(
     cuts = _narrow(eqns, weighted, window, skip)
     if cuts:
         for a, b in pairwise([0, *cuts, len(eqns)]):
-            if sum(weighted[a:b]) > _LARGE:
+            if sum(weighted[a:b]) > LAYERS.large_operations:
                 cuts += [a + p for p in _cuts_at(eqns[a:b], weighted[a:b], window, skip)]
     return sorted(cuts)
 
 
 def _narrow(
-    eqns: Sequence[JaxprEqn], weighted: Sequence[bool], window: int, skip: int
+    eqns: Sequence[JaxprEqn],
+    weighted: Sequence[bool],
+    window: int,
+    skip: int,
 ) -> list[int]:
-    """Returns the narrow places: of each group of positions between two weighted operations one, if any.
+    """Returns the narrow places: of each group of positions between two weighted operations one, if
+    any.
 
     Args:
         eqns: in order.
@@ -72,15 +99,18 @@ def _narrow(
     #     groups        0 0 0 1 1             before the first and behind the last W there is no cut
     #     alive        2 1 3 2 2  ->  fewest of group 0: 1, of group 1: 2
     #
-    # Two equal neighbours are both narrow, so that models of equal layers are cut between all of them.
+    # Two equal neighbours are both narrow, so that models of equal layers are cut between all of
+    # them.
     seen = np.array([0, *accumulate(weighted)])  # weighted operations before each position
     count, width = _alive(eqns, seen, skip)
-    starts = [int(np.searchsorted(seen, g)) for g in range(1, seen[-1] + 1)]
+    numbers = range(1, seen[-1] + 1)
+    starts = [int(np.searchsorted(seen, g)) for g in numbers]
     groups = [np.arange(a, b) for a, b in pairwise(starts)]
     fewest = [int(count[group].min()) for group in groups]
     cuts = []
     for g, group in enumerate(groups):
-        nearby = fewest[max(0, g - window) : g + window + 1]
+        begin = max(0, g - window)
+        nearby = fewest[begin : g + window + 1]
         if fewest[g] == min(nearby):
             # Among the places with the fewest values, the last one with the fewest bytes.
             narrow = group[count[group] == fewest[g]]
@@ -89,18 +119,26 @@ def _narrow(
     return cuts
 
 
-def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns per position the number of values that live across it, and their bytes; skips are left out.
+def _alive(
+    eqns: Sequence[JaxprEqn],
+    seen: np.ndarray,
+    skip: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns per position the number of values that live across it, and their bytes.
 
-    Scalars count only in bytes. A position across which nothing lives, such as behind the loss, counts as one value.
+    Skips are left out.
+
+    Scalars count only in bytes. A position across which nothing lives, such as behind the loss,
+    counts as one value.
 
     Args:
         eqns: in order.
         seen: the weighted operations before each position.
         skip: a value that lives across more of them is a skip connection.
     """
-    # Liveness by differences: a value adds one where it is born and takes one away behind its last reader, so that all
-    # counts are one running sum, at a cost of a step per value instead of one per value and position.
+    # Liveness by differences: a value adds one where it is born and takes one away behind its last
+    # reader, so that all counts are one running sum, at a cost of a step per value instead of one
+    # per value and position.
     #
     #     born at 1, last read by 4:    +1 at 2,  -1 at 5     alive across 2, 3 and 4
     born: dict[Var, int] = {}
@@ -108,7 +146,8 @@ def _alive(eqns: Sequence[JaxprEqn], seen: np.ndarray, skip: int) -> tuple[np.nd
     for p, eqn in enumerate(eqns):
         last.update((var, p) for var in variables(eqn.invars) if var in born)
         born.update((var, p) for var in eqn.outvars)
-    count, width = np.zeros(len(eqns) + 2, int), np.zeros(len(eqns) + 2, int)
+    count = np.zeros(len(eqns) + 2, int)
+    width = np.zeros_like(count)
     for var, end in last.items():
         start = born[var] + 1
         aval = _jax.aval(var)

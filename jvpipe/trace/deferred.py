@@ -1,4 +1,6 @@
-"""Batch norm that remembers the statistics of whole batches: micro-batches add to them in turn, the last ends it."""
+"""Batch norm that remembers the statistics of whole batches: micro-batches add to them in turn,
+the last ends it.
+"""
 
 from typing import NamedTuple
 
@@ -11,10 +13,12 @@ from jvpipe.util.given import is_whole
 
 
 class BatchStatistics(NamedTuple):
-    """The running statistics of each feature, and what the micro-batches of a batch have come to so far.
+    """The running statistics of each feature, and what the micro-batches of a batch have come to so
+    far.
 
-    A part of a model state. `mean` and `variance` are what an evaluation would normalise with. `total` and `squares`
-    are of values less `mean`: far from zero, squares would say little of how values differ.
+    A part of a model state. `mean` and `variance` are what an evaluation would normalise with.
+    `total` and `squares` are of values less `mean`: far from zero, squares would say little of how
+    values differ.
 
     >>> BatchStatistics.of(3).variance.tolist()
     [1.0, 1.0, 1.0]
@@ -35,7 +39,14 @@ class BatchStatistics(NamedTuple):
             features: the size of the last axis of what is normalised.
         """
         zeros = jnp.zeros(features, jnp.float32)
-        return BatchStatistics(zeros, zeros + 1.0, zeros, zeros, jnp.int32(0), jnp.int32(0))
+        return BatchStatistics(
+            zeros,
+            zeros + 1.0,
+            zeros,
+            zeros,
+            jnp.int32(0),
+            jnp.int32(0),
+        )
 
 
 def deferred_batch_norm(
@@ -46,11 +57,13 @@ def deferred_batch_norm(
     momentum: float = 0.1,
     epsilon: float = 1e-5,
 ) -> tuple[Float[Array, "... features"], BatchStatistics]:
-    """Normalises each feature by the statistics of a micro-batch, and remembers those of whole batches.
+    """Normalises each feature by the statistics of a micro-batch, and remembers those of whole
+    batches.
 
-    A pipeline normalises micro-batches, so that running statistics which each of them updates are those of small
-    batches, updated often. Here they are updated once per batch, with the statistics of all its examples, as by
-    torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, section 3.3): they do not depend on how a batch is split.
+    A pipeline normalises micro-batches, so that running statistics which each of them updates are
+    those of small batches, updated often. Here they are updated once per batch, with the statistics
+    of all its examples, as by torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, section 3.3):
+    they do not depend on how a batch is split.
 
     Args:
         x: values, features last; any axes before. Scale and shift them yourself.
@@ -75,7 +88,8 @@ def deferred_batch_norm(
         raise ValueError(
             f"microbatches must be those of the pipeline, at least 1, not {brief(microbatches)}"
         )
-    values, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+    values = x.astype(jnp.float32)
+    axes = tuple(range(x.ndim - 1))
     size = x.size // x.shape[-1]
     mean = jnp.mean(values, axes, keepdims=True)
     variance = jnp.mean((values - mean) ** 2, axes, keepdims=True)
@@ -95,7 +109,8 @@ def _remembered(
     microbatches: int,
     momentum: float,
 ) -> BatchStatistics:
-    """Returns the statistics after one more micro-batch, whose values and their squares come to these sums.
+    """Returns the statistics after one more micro-batch, whose values and their squares come to
+    these sums.
 
     Args:
         before: the statistics.
@@ -106,7 +121,8 @@ def _remembered(
         momentum: how much a batch counts.
     """
     total, squares = before.total + total, before.squares + squares
-    items, seen = before.items + size, before.seen + 1
+    items = before.items + size
+    seen = before.seen + 1
     whole = seen == microbatches
     off = total / items.astype(jnp.float32)
     mean, variance = (

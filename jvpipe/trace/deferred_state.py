@@ -4,7 +4,8 @@
     sums        0 -> s0 -> s0+s1 -> ...  -> 0          leaves of the model state that the user does not see
     r           r    r        r        r    h(r, all)  as a whole batch at once would have it
 
-What single examples are normalised by stays that of their micro-batch, as in torchgpipe's `DeferredBatchNorm`.
+What single examples are normalised by stays that of their micro-batch, as in torchgpipe's
+`DeferredBatchNorm`.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: of a batch.
 
     Returns:
-        the loss with more leaves of the model state, behind the user's: for each leaf that follows a batch norm the
-        number of micro-batches that have been seen, and their sums.
+        the loss with more leaves of the model state, behind the user's: for each leaf that follows
+        a batch norm the number of micro-batches that have been seen, and their sums.
 
     Raises:
         ValueError: no leaf follows one, or one does in a way that cannot be put off.
@@ -43,16 +44,19 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
     if microbatches == 1:
         return loss
     assert loss.of_size is not None
-    examples = next(v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH)
+    examples = loss.inputs_of(ValueKind.BATCH)[0]
     whole = loss.of_size(microbatches * _jax.aval(examples).shape[0])
     traces = TwoTraces(loss, whole)
-    eqns, after = list(loss.eqns), dict[Ref, Atom]()
-    inputs, names = dict[Var, Ref](), list(loss.names[ValueKind.STATE])
+    eqns = list(loss.eqns)
+    after: dict[Ref, Atom] = {}
+    inputs: dict[Var, Ref] = {}
+    names = list(loss.names[ValueKind.STATE])
     for leaf in traces.find():
         change = _change(traces, leaf, microbatches)
         eqns += change.eqns
         after[Ref(ValueKind.STATE, leaf.index)] = change.value
-        for i, (var, atom) in enumerate(zip(change.inputs, change.results, strict=True)):
+        pairs = zip(change.inputs, change.results, strict=True)
+        for i, (var, atom) in enumerate(pairs):
             ref = Ref(ValueKind.STATE, len(names))
             inputs[var], after[ref] = ref, atom
             names.append(f"{names[leaf.index]}/of_batch{i}")
@@ -81,7 +85,8 @@ class _Change:
     Attributes:
         eqns: of a micro-batch.
         value: the leaf's new value.
-        inputs: the added leaves of the model state: how many micro-batches were seen, and each sum so far.
+        inputs: the added leaves of the model state: how many micro-batches were seen, and each sum
+            so far.
         results: their new values.
     """
 
@@ -91,21 +96,51 @@ class _Change:
     results: Sequence[Atom]
 
 
-def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
-    """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its new value."""
+def _change(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    microbatches: int,
+) -> _Change:
+    """Makes the equations that add a micro-batch's sums, and after the last one give the leaf its
+    new value.
+    """
     before = state_before(traces.micro, leaf.index)
-    sums = [traces.eqns[x.eqn].outvars[0] for x in leaf.sums]
+    sum_eqns = [traces.eqns[x.eqn] for x in leaf.sums]
+    sums = [eqn.outvars[0] for eqn in sum_eqns]
 
-    def update(old: Array, parts: list[Array], seen: Array, so_far: list[Array]) -> Any:
+    def update(
+        old: Array,
+        parts: list[Array],
+        seen: Array,
+        so_far: list[Array],
+    ) -> Any:
         """Returns the leaf's value, and what was seen and summed so far."""
-        after = _added(leaf.sums, seen, so_far, [part.astype(jnp.float32) for part in parts])
+        after = _added(
+            leaf.sums,
+            seen,
+            so_far,
+            [part.astype(jnp.float32) for part in parts],
+        )
         is_last = seen + 1 == microbatches
-        value = jnp.where(is_last, _ended(traces, leaf, old, after), old)
-        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in (seen + 1, *after)]
+        value = jnp.where(
+            is_last,
+            _ended(traces, leaf, old, after),
+            old,
+        )
+        # The last micro-batch of a batch leaves nothing for the next batch.
+        counters = [seen + 1, *after]
+        return value, [jnp.where(is_last, jnp.zeros_like(x), x) for x in counters]
 
-    totals = [jax.ShapeDtypeStruct(_jax.aval(var).shape, jnp.float32) for var in sums]
+    shapes = [_jax.aval(var).shape for var in sums]
+    totals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    closed = flatten(update, _jax.aval(before), list(map(_jax.aval, sums)), number, totals)
+    closed = flatten(
+        update,
+        _jax.aval(before),
+        list(map(_jax.aval, sums)),
+        number,
+        totals,
+    )
     # What it adds to the model state are inputs of its own; all else it reads of the micro-batch.
     reads = [before, *sums]
     env = dict(zip(closed.jaxpr.invars, reads, strict=False))
@@ -116,15 +151,24 @@ def _change(traces: TwoTraces, leaf: RunningLeaf, microbatches: int) -> _Change:
     eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in closed.jaxpr.eqns]
     value, *results = read(closed.jaxpr.outvars)
     assert not closed.consts
-    return _Change(eqns, value, closed.jaxpr.invars[len(reads) :], results)
+    return _Change(
+        eqns,
+        value,
+        closed.jaxpr.invars[len(reads) :],
+        results,
+    )
 
 
 def _added(
-    kinds: Sequence[Sum], seen: Array, so_far: Sequence[Array], parts: Sequence[Array]
+    kinds: Sequence[Sum],
+    seen: Array,
+    so_far: Sequence[Array],
+    parts: Sequence[Array],
 ) -> list[Array]:
     """Adds the sums of a micro-batch to those before.
 
-    Squares that each micro-batch has centred by its own mean are centred by that of all of them (Chan et al., 1983).
+    Squares that each micro-batch has centred by its own mean are centred by that of all of them
+    (Chan et al., 1983).
 
     Args:
         kinds: of the sums.
@@ -132,18 +176,25 @@ def _added(
         so_far: their sums.
         parts: those of this one.
     """
-    places, batches = [kind.eqn for kind in kinds], seen.astype(jnp.float32)
+    places = [kind.eqn for kind in kinds]
+    batches = seen.astype(jnp.float32)
     after = [before + part for before, part in zip(so_far, parts, strict=True)]
     for i, kind in enumerate(kinds):
         if kind.mean_of is None:
             continue
-        j, count = places.index(kind.mean_of), kind.count
+        j = places.index(kind.mean_of)
+        count = kind.count
         off = parts[j] / count - so_far[j] / (count * jnp.maximum(batches, 1.0))
         after[i] += off**2 * (count * batches / (batches + 1.0))
     return after
 
 
-def _ended(traces: TwoTraces, leaf: RunningLeaf, old: Array, totals: Sequence[Array]) -> Array:
+def _ended(
+    traces: TwoTraces,
+    leaf: RunningLeaf,
+    old: Array,
+    totals: Sequence[Array],
+) -> Array:
     """Returns the value that a whole batch gives a leaf.
 
     Args:

@@ -1,7 +1,7 @@
 """Digests of arrays and of what jaxprs compute: equal in every process that was given the same.
 
-Nothing in them depends on the names of variables, on addresses or on the order of sets, so that they may be compared
-between processes whatever PYTHONHASHSEED is.
+Nothing in them depends on the names of variables, on addresses or on the order of sets, so that
+they may be compared between processes whatever PYTHONHASHSEED is.
 """
 
 import hashlib
@@ -25,7 +25,9 @@ from jvpipe.util.paths import path_names
 Tree = Any
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _THREADS = 8
-"""So many arrays are hashed at once: one thread hashes about 1 GB in a second, and hashing releases Python's lock."""
+"""So many arrays are hashed at once: one thread hashes about 1 GB in a second, and hashing releases
+Python's lock.
+"""
 
 
 def digest(content: str | bytes | memoryview) -> str:
@@ -44,17 +46,22 @@ def without_addresses(text: str) -> str:
 
 
 def array_digest(value: Any) -> str:
-    """Returns a digest of the bytes that an array has on a device; of typed keys those of their words."""
+    """Returns a digest of the bytes that an array has on a device.
+
+    Typed keys count by the bytes of their words.
+    """
     if isinstance(value, jax.Array) and is_key(value):
         value = jax.random.key_data(value)
-    # As a device has it: a float64 array of NumPy and its float32 copy there are the same parameter.
+    # As a device has it: a float64 array of NumPy and its float32 copy there are the same
+    # parameter.
     array = np.asarray(value)
     like = np.ascontiguousarray(array, canonical(array.dtype))
     return digest(like.reshape(-1).view(np.uint8).data)
 
 
 def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
-    """Returns a line for each leaf of a tree: path, type and shape, and the digest of its bytes if it has any here.
+    """Returns a line for each leaf of a tree: path, type and shape, and the digest of its bytes if
+    it has any here.
 
     Each leaf is read once: gigabytes take as many seconds, divided by the cores that are free.
 
@@ -64,23 +71,28 @@ def leaf_lines(tree: Tree, role: Role = "parameter") -> list[str]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_of_leaf, (leaf for _, leaf in leaves)))
+        arrays = (leaf for _, leaf in leaves)
+        digests = list(threads.map(_digest_of_leaf, arrays))
     lines = zip(shape_lines(tree, role), digests, strict=True)
     return [f"{name} {of_leaf}".rstrip() for name, of_leaf in lines]
 
 
 def _digest_of_leaf(leaf: Any) -> str:
-    """Returns the digest of a leaf; lazy arrays are read. Nothing for a shape, or an array of several processes."""
+    """Returns the digest of a leaf.
+
+    Lazy arrays are read. Nothing for a shape, or an array of several processes.
+    """
     if type(leaf) is jax.ShapeDtypeStruct or not getattr(leaf, "is_fully_addressable", True):
         return ""
     return array_digest(np.asarray(leaf) if isinstance(leaf, LazyArray) else leaf)
 
 
 def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
-    """Returns a line for each leaf that a function makes of a key: its path, type and shape, and how it is computed.
+    """Returns a line for each leaf that a function makes of a key: its path, type and shape, and
+    how it is computed.
 
-    The digest of a value is that of the equation that makes it and of the digests of what this reads; so each
-    equation is looked at once, however many leaves depend on it.
+    The digest of a value is that of the equation that makes it and of the digests of what this
+    reads; so each equation is looked at once, however many leaves depend on it.
 
     Args:
         initialiser: makes a tree of a key.
@@ -88,17 +100,23 @@ def made_lines(initialiser: Callable[[Any], Tree], rng: jax.Array) -> list[str]:
     """
     shapes = jax.eval_shape(initialiser, rng)
     closed = flatten(initialiser, rng)
-    digests: dict[Var, str] = {var: f"key {i}" for i, var in enumerate(closed.jaxpr.invars)}
+    digests: dict[Var, str] = {}
+    for i, var in enumerate(closed.jaxpr.invars):
+        digests[var] = f"key {i}"
     for var, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         digests[var] = array_digest(constant)
     for eqn in closed.jaxpr.eqns:
         read = jaxprs.variables(eqn.invars)
-        itself = _text(structure([eqn], list(dict.fromkeys(read)), eqn.outvars))
-        of_all = digest("\n".join([itself, *(digests[var] for var in read)]))
+        inputs = list(dict.fromkeys(read))
+        itself = _text(structure([eqn], inputs, eqn.outvars))
+        operands = [digests[var] for var in read]
+        of_all = digest("\n".join([itself, *operands]))
         digests |= {var: f"{of_all} {i}" for i, var in enumerate(eqn.outvars)}
 
     def text_of(atom: Atom) -> str:
-        return _text(structure([], [], [atom])) if isinstance(atom, Literal) else digests[atom]
+        if isinstance(atom, Literal):
+            return _text(structure([], [], [atom]))
+        return digests[atom]
 
     results = zip(shape_lines(shapes), closed.jaxpr.outvars, strict=True)
     return [f"{name} {digest(text_of(atom))}" for name, atom in results]
@@ -113,23 +131,31 @@ def shape_lines(tree: Tree, role: Role = "parameter") -> list[str]:
 
 
 def jaxpr_lines(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[str]:
-    """Returns lines that are equal if two jaxprs compute the same in the same way from the same constants.
+    """Returns lines that are equal if two jaxprs compute the same in the same way from the same
+    constants.
 
-    First the constants, then the equations, each with what it reads: variables are compared by where they appear
-    first, literals by their values.
+    First the constants, then the equations, each with what it reads: variables are compared by
+    where they appear first, literals by their values.
 
     Args:
         jaxpr: with its constants among its inputs.
         constants: their values.
     """
-    arrays = [
-        f"closed-over array {i} {_shape_of(c)} {array_digest(c)}" for i, c in enumerate(constants)
-    ]
-    compared = structure(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    lines = []
+    for i, constant in enumerate(constants):
+        lines.append(f"closed-over array {i} {_shape_of(constant)} {array_digest(constant)}")
+    compared = structure(
+        jaxpr.eqns,
+        [*jaxpr.constvars, *jaxpr.invars],
+        jaxpr.outvars,
+    )
     inputs, equations, outputs = compared.parts
-    pairs = enumerate(zip(jaxpr.eqns, equations, strict=True))
-    lines = [f"equation {i}, {_shown(eqn)} {digest(_text(part))}" for i, (eqn, part) in pairs]
-    return [*arrays, f"inputs {digest(_text(inputs))}", *lines, f"outputs {digest(_text(outputs))}"]
+    lines.append(f"inputs {digest(_text(inputs))}")
+    pairs = zip(jaxpr.eqns, equations, strict=True)
+    for i, (eqn, part) in enumerate(pairs):
+        lines.append(f"equation {i}, {_shown(eqn)} {digest(_text(part))}")
+    lines.append(f"outputs {digest(_text(outputs))}")
+    return lines
 
 
 def _shown(eqn: JaxprEqn) -> str:

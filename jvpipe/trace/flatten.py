@@ -12,8 +12,8 @@ from jvpipe.trace.inline import SHARDING, folded, inlined, literal
 from jvpipe.trace.keys import index_key
 from jvpipe.trace.unroll import as_array, stacked_result, stacks_layers, unrolled
 
-# Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2` is among
-# them because jvpipe decides by itself what is kept and what is recomputed.
+# Calls that add nothing to their bodies: these are treated as the caller's own equations. `remat2`
+# is among them because jvpipe decides by itself what is kept and what is recomputed.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -27,16 +27,21 @@ CALLS = {
 RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 
-def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> ClosedJaxpr:
+def flatten(
+    fn: Callable[..., Any],
+    *args: Any,
+    keep_rules: bool = False,
+) -> ClosedJaxpr:
     """Traces a function to one flat, pruned jaxpr.
 
-    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends only on constants is
-    computed at once. Sharding constraints are left out.
+    Nested `jit` and `jax.checkpoint` calls are inlined and keep their name scopes; what depends
+    only on constants is computed at once. Sharding constraints are left out.
 
     Args:
         fn: the function.
         args: arrays or `jax.ShapeDtypeStruct`.
-        keep_rules: leave functions with a derivative of their own as they are: the result is to be differentiated.
+        keep_rules: leave functions with a derivative of their own as they are: the result is to be
+            differentiated.
 
     Raises:
         ValueError: the function closes over a value that was traced.
@@ -59,13 +64,17 @@ def flatten(fn: Callable[..., Any], *args: Any, keep_rules: bool = False) -> Clo
     def unrolled_fn(*xs: Any) -> list[Any]:
         return [*map(as_array, _traced(traced.jaxpr, traced.consts, xs, calls))]
 
-    # Only scans over stacked layers need a second trace; anything else is inlined equation by equation.
+    # Only scans over stacked layers need a second trace; anything else is inlined equation by
+    # equation.
     closed = jax.make_jaxpr(unrolled_fn)(*traced.in_avals)
     return jaxprs.with_equations(closed, closed.jaxpr.eqns)
 
 
 def _traced(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], calls: dict[str, str]
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    calls: dict[str, str],
 ) -> list[Any]:
     """Traces the equations of a jaxpr again, without its calls, scans over stacked layers unrolled.
 
@@ -88,7 +97,8 @@ def _traced(
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
+            body = eqn.params["jaxpr"]
+            results = unrolled(eqn, values, lambda xs: inline(body, xs))
             if results is not None:
                 return results
             values = [as_array(v) for v in values]
@@ -97,6 +107,11 @@ def _traced(
             return folded(eqn, values) or index_key(eqn, values) or _jax.bind(eqn, values)
 
     constants = map(literal, consts, map(_jax.aval, jaxpr.constvars))
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
-    jaxprs.run_jaxpr(jaxprs.prune(jaxpr.eqns, jaxpr.outvars), env, apply)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(variables, [*constants, *args], strict=True))
+    jaxprs.run_jaxpr(
+        jaxprs.prune(jaxpr.eqns, jaxpr.outvars),
+        env,
+        apply,
+    )
     return jaxprs.read_by(jaxpr.outvars, env)

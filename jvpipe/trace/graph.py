@@ -4,7 +4,8 @@
     floating    f0 f1                        masks, positions, casts: each layer computes those that it needs
     layer 1     f1 e3 e4                     reads f1's inputs, its parameters, and tensors of layer 0
 
-A value that another layer reads is a tensor between the two; each input of the loss is read where it is needed.
+A value that another layer reads is a tensor between the two; each input of the loss is read where
+it is needed.
 """
 
 import math
@@ -42,8 +43,9 @@ class Body:
         differentiable: marks the inputs that a gradient flows to.
         active: marks the outputs that a gradient comes from.
         candidates: the variables whose fate can be chosen, by name.
-        returned: marks the inputs whose gradient somebody reads. The backward is made for all that are differentiable
-            and pruned to these: else it would have other equations, and the compiler might round the rest differently.
+        returned: marks the inputs whose gradient somebody reads. The backward is made for all that
+            are differentiable and pruned to these: else it would have other equations, and the
+            compiler might round the rest differently.
         received: marks the outputs whose gradient comes.
         share: of a slice's loss in that of the micro-batch, where the loss is a mean.
     """
@@ -92,17 +94,19 @@ class Traced:
     @property
     def loss_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shape of the total and, if the loss is weighted, of the weight."""
-        avals = (_jax.aval(atom) for atom, ref in self.loss.outputs if ref.kind == ValueKind.LOSS)
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        parts = self.loss.outputs_of(ValueKind.LOSS)
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(_jax.aval, parts)]
 
 
 def build_graph(
-    loss: LossJaxpr, cuts: Sequence[int] | None = None, splits: Sequence[int] = ()
+    loss: LossJaxpr,
+    cuts: Sequence[int] | None = None,
+    splits: Sequence[int] = (),
 ) -> Traced:
     """Cuts a traced loss into layers.
 
-    Values that depend on no parameter and cost little, and cheap functions only of parameters (casts), belong to no
-    layer: each layer that needs one recomputes it (but see `settle_sums`).
+    Values that depend on no parameter and cost little, and cheap functions only of parameters
+    (casts), belong to no layer: each layer that needs one recomputes it (but see `settle_sums`).
 
     Args:
         loss: traced.
@@ -112,15 +116,23 @@ def build_graph(
     sorted_eqns = Sorted.of(loss)
     if cuts is None:
         cuts = narrow_cuts(sorted_eqns.main, sorted_eqns.weighted)
+    # Cuts are found at each trace, splits are asked for: both end a layer.
     bounds = [0, *sorted([*cuts, *splits]), len(sorted_eqns.main)]
     runs = [sorted_eqns.main[a:b] for a, b in pairwise(bounds)]
     outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
-    parameters = [v for v, ref in loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
-    making_loss = (
-        i for i, run in enumerate(runs) if not jaxprs.defined(run).isdisjoint(outputs[:1])
+    parameters = loss.inputs_of(ValueKind.PARAMETER)
+    last = len(runs) - 1
+    for i, run in enumerate(runs):
+        if not jaxprs.defined(run).isdisjoint(outputs[:1]):
+            last = i
+            break
+    floating, runs = settle_sums(
+        sorted_eqns.floating,
+        runs,
+        parameters,
+        outputs,
+        last,
     )
-    last = next(making_loss, len(runs) - 1)
-    floating, runs = settle_sums(sorted_eqns.floating, runs, parameters, outputs, last)
     traced = _Assembly(loss, floating, runs, tuple(cuts), last).traced()
     return replace(traced, splits=tuple(splits))
 
@@ -141,8 +153,9 @@ def freeze(traced: Traced, frozen: frozenset[int]) -> Traced:
 
 
 _DERIVATIONS = 6
-"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain would make its layer a
-program of its own."""
+"""Keys that are derived in more steps are sent instead of recomputed: each link of a long chain
+would make its layer a program of its own.
+"""
 
 
 @dataclass(frozen=True)
@@ -161,17 +174,23 @@ class Sorted:
 
     @staticmethod
     def of(loss: LossJaxpr) -> "Sorted":
-        """Sorts the equations of a loss, in one pass: a place depends only on what an equation reads."""
+        """Sorts the equations of a loss, in one pass: a place depends only on what an equation
+        reads.
+        """
         source = {v: ref.kind for v, ref in loss.inputs.items()}
         constants = {v for v, kind in source.items() if kind is ValueKind.CONSTANT}
         free = constants | {v for v, kind in source.items() if VALUES[kind].fed}
         parametric = {v for v, kind in source.items() if kind is ValueKind.PARAMETER}
-        floating, main, weighted, reading = [], [], [], []
+        floating = []
+        main = []
+        weighted = []
+        reading = []
         derivations: dict[Var, int] = {}  # of keys
         for eqn in loss.eqns:
             read = set(jaxprs.variables(eqn.invars))
             # How often a key was derived on the way from the seed.
-            steps = max((derivations.get(v, 0) for v in read), default=0) + derives_key(eqn)
+            before = max((derivations.get(v, 0) for v in read), default=0)
+            steps = before + derives_key(eqn)
             derivations |= dict.fromkeys(eqn.outvars, steps)
             cheap = is_cheap(eqn) and not eqn.effects and steps <= _DERIVATIONS
             # Masks, positions and keys: made of constants and of what every stage can be fed.
@@ -187,7 +206,8 @@ class Sorted:
                 main.append(eqn)
                 reading.append(not read.isdisjoint(parametric))
                 weighted.append(is_heavy(eqn) and reading[-1])
-        # A model without products has no weighted operation: then whatever reads a parameter counts as one.
+        # A model without products has no weighted operation: then whatever reads a parameter counts
+        # as one.
         weighted = weighted if sum(weighted) > 1 else reading
         return Sorted(tuple(floating), tuple(main), tuple(weighted))
 
@@ -218,36 +238,64 @@ class _Assembly:
         between = [(v, r) for v, r in readers.items() if v in self.maker]
         # Tensors are numbered in the order of the layers that make them.
         crossing = sorted(between, key=lambda item: self.maker[item[0]])
-        refs = self.loss.inputs | {v: Ref(ValueKind.TENSOR, i) for i, (v, _) in enumerate(crossing)}
-        # Backwards are made as if nothing was frozen, and pruned to what is read: see `Body.returned`.
-        every, flows = active(self.loss), active(self.loss, self.loss.frozen)
+        refs = dict(self.loss.inputs)
+        for i, (v, _) in enumerate(crossing):
+            refs[v] = Ref(ValueKind.TENSOR, i)
+        # Backwards are made as if nothing was frozen, and pruned to what is read: see
+        # `Body.returned`.
+        every = active(self.loss)
+        flows = active(self.loss, self.loss.frozen)
         bodies = []
         for layer, eqns in enumerate(needs):
-            writes = [(v, refs[v]) for v, _ in crossing if self.maker[v] == layer] + sinks[layer]
+            sent = [v for v, _ in crossing if self.maker[v] == layer]
+            writes = [*((v, refs[v]) for v in sent), *sinks[layer]]
             reads = [(v, refs[v]) for v, r in readers.items() if layer in r]
             # Parameters first; all others keep their order.
             reads.sort(key=lambda item: item[1].kind != ValueKind.PARAMETER)
             candidates = _candidates(eqns, self.runs[layer])
-            bodies.append(_body(eqns, reads, writes, (every, flows), candidates))
+            bodies.append(
+                _body(
+                    eqns,
+                    reads,
+                    writes,
+                    (every, flows),
+                    candidates,
+                )
+            )
         layers = [_layer(i, body) for i, body in enumerate(bodies)]
         names = self._names(layers)
         # Names need all layers: a layer is named by parameters that no earlier one reads.
-        layers = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
+        pairs = zip(layers, names, strict=True)
+        layers = [replace(layer, name=name) for layer, name in pairs]
         tensors = []
         for i, (v, of_tensor) in enumerate(crossing):
             producer = self.maker[v]
             array = array_of(v, f"{names[producer]}:{i}")
-            tensors.append(Tensor(array, producer, tuple(of_tensor), v in flows))
+            tensors.append(
+                Tensor(
+                    array,
+                    producer,
+                    tuple(of_tensor),
+                    v in flows,
+                )
+            )
         graph = self._graph(tuple(layers), tuple(tensors), readers)
         return Traced(graph, tuple(bodies), self.loss, self.cuts)
 
     @cached_property
     def maker(self) -> dict[Var, int]:
         """The layer that makes each value."""
-        return {v: layer for layer, run in enumerate(self.runs) for eqn in run for v in eqn.outvars}
+        makers: dict[Var, int] = {}
+        for layer, run in enumerate(self.runs):
+            for eqn in run:
+                makers |= dict.fromkeys(eqn.outvars, layer)
+        return makers
 
     def _sinks(self) -> list[list[tuple[Atom, Ref]]]:
-        """Returns the outputs of the loss that each layer yields; model state that nobody changes is left out."""
+        """Returns the outputs of the loss that each layer yields.
+
+        Model state that nobody changes is left out.
+        """
         sinks: list[list[tuple[Atom, Ref]]] = [[] for _ in self.runs]
         for atom, ref in self.loss.outputs:
             if isinstance(atom, _jax.Literal):
@@ -268,11 +316,14 @@ class _Assembly:
         readers: dict[Var, list[int]] = {}
         for layer, (eqns, sink) in enumerate(zip(needs, sinks, strict=True)):
             computed = jaxprs.defined(eqns)
-            passed_on = (v for v in jaxprs.variables(a for a, _ in sink) if v not in computed)
+            yielded = jaxprs.variables(atom for atom, _ in sink)
+            passed_on = [v for v in yielded if v not in computed]
             for v in dict.fromkeys([*jaxprs.free_variables(eqns), *passed_on]):
                 if v in self.loss.inputs or self.maker[v] != layer:
                     readers.setdefault(v, []).append(layer)
-        writer = {ref: layer for layer, sink in enumerate(sinks) for _, ref in sink}
+        writer: dict[Ref, int] = {}
+        for layer, sink in enumerate(sinks):
+            writer |= dict.fromkeys((ref for _, ref in sink), layer)
         for v, ref in self.loss.inputs.items():
             # A parameter that nothing reads has an owner too, and a gradient of zeros.
             if ref.kind == ValueKind.PARAMETER:
@@ -288,8 +339,12 @@ class _Assembly:
         return [*jaxprs.prune(self.floating, read), *run]
 
     def _names(self, layers: Sequence[Layer]) -> list[str]:
-        """Names each layer by the module of the parameters that it is the first to read; else by its name scopes."""
-        paths, seen, names = self.loss.names[ValueKind.PARAMETER], set(), []
+        """Names each layer by the module of the parameters that it is the first to read.
+
+        Else by its name scopes.
+        """
+        paths = self.loss.names[ValueKind.PARAMETER]
+        seen, names = set(), []
         for layer, run in zip(layers, self.runs, strict=True):
             parameters = layer.reading(ValueKind.PARAMETER)
             fresh = [i for i in parameters if i not in seen]
@@ -301,7 +356,10 @@ class _Assembly:
         return names
 
     def _graph(
-        self, layers: tuple[Layer, ...], tensors: tuple[Tensor, ...], readers: dict[Var, list[int]]
+        self,
+        layers: tuple[Layer, ...],
+        tensors: tuple[Tensor, ...],
+        readers: dict[Var, list[int]],
     ) -> LayerGraph:
         def arrays(kind: ValueKind) -> list[tuple[Var, Array]]:
             inputs = {ref.index: v for v, ref in self.loss.inputs.items() if ref.kind == kind}
@@ -312,13 +370,20 @@ class _Assembly:
         owned = arrays(ValueKind.PARAMETER)
         laid = [array for _, array in owned]
         if sharding is not None:
-            laid = [sharding.laid(*both) for both in zip(laid, self.loss.specs, strict=True)]
+            pairs = zip(laid, self.loss.specs, strict=True)
+            laid = [sharding.laid(*pair) for pair in pairs]
         parameters = []
         for array, (v, _) in zip(laid, owned, strict=True):
             is_frozen = self.loss.inputs[v].index in self.loss.frozen
-            parameters.append(Parameter(array, tuple(readers[v]), is_frozen))
+            parameters.append(
+                Parameter(
+                    array,
+                    tuple(readers[v]),
+                    is_frozen,
+                )
+            )
         batch = [array for _, array in arrays(ValueKind.BATCH)]
-        aux_outputs = [(atom, ref) for atom, ref in self.loss.outputs if ref.kind == ValueKind.AUX]
+        aux_outputs = [pair for pair in self.loss.outputs if pair[1].kind == ValueKind.AUX]
         # A `Weighted` leaf of aux has two values, its total and its weight.
         widths = [2 if pair else 1 for pair in self.loss.aux_weighted]
         starts = list(accumulate(widths, initial=0))
@@ -352,7 +417,8 @@ def _body(
         eqns: what it computes.
         reads: its inputs, parameters first.
         writes: its outputs.
-        flows: the values that gradients flow through, of all parameters and of those that are not frozen.
+        flows: the values that gradients flow through, of all parameters and of those that are not
+            frozen.
         candidates: those whose fate can be chosen, by name.
     """
 
@@ -362,9 +428,9 @@ def _body(
 
     def outputs(flow: Collection[Var]) -> tuple[bool, ...]:
         loss = Ref(ValueKind.LOSS, 0)
-        return tuple(
-            ref == loss or (ref.kind == ValueKind.TENSOR and v in flow) for v, ref in writes
-        )
+        are_tensors = [ref.kind == ValueKind.TENSOR and v in flow for v, ref in writes]
+        pairs = zip(are_tensors, writes, strict=True)
+        return tuple(is_tensor or ref == loss for is_tensor, (_, ref) in pairs)
 
     every, trained = flows
     return Body(
@@ -384,7 +450,15 @@ def _body(
 def _layer(number: int, body: Body) -> Layer:
     """Returns a layer that has no name yet."""
     candidates = tuple(array_of(v, name) for v, name in body.candidates.items())
-    return Layer(number, "", body.reads, body.writes, candidates, sum(map(flops, body.eqns)))
+    operations = sum(map(flops, body.eqns))
+    return Layer(
+        number,
+        "",
+        body.reads,
+        body.writes,
+        candidates,
+        operations,
+    )
 
 
 def array_of(var: Atom, name: str) -> Array:
@@ -395,7 +469,9 @@ def array_of(var: Atom, name: str) -> Array:
 
 
 def _module(path: str) -> str:
-    """Returns the module that a parameter belongs to: its path without the last word, unless that is a number."""
+    """Returns the module that a parameter belongs to: its path without the last word, unless that
+    is a number.
+    """
     module, word = os.path.split(path)
     return path if word.isdigit() else module or path
 
@@ -408,7 +484,9 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var, str]:
-    """Names what XLA materialises anyway: results of products and the like; of random bits the mask made of them.
+    """Names what XLA materialises anyway: results of products and the like.
+
+    Random bits are named by the mask that is made of them.
 
     Args:
         eqns: of a layer.
@@ -426,15 +504,19 @@ def _candidates(eqns: Sequence[JaxprEqn], main: Sequence[JaxprEqn]) -> dict[Var,
 
 
 def _mask_of(bits: Var, eqns: Sequence[JaxprEqn]) -> Var:
-    """Returns the boolean that a value of random bits becomes, if nothing else is made of them; else the bits.
+    """Returns the boolean that a value of random bits becomes, if nothing else is made of them.
 
-    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only reader of the one
-    before, is followed.
+    Else the bits.
+
+    A mask takes a byte per element, the bits four. Only a chain of cheap equations, each the only
+    reader of the one before, is followed.
     """
     current = bits
     while True:
         readers = [eqn for eqn in eqns if current in jaxprs.variables(eqn.invars)]
-        if len(readers) != 1 or len(readers[0].outvars) != 1 or not is_cheap(readers[0]):
+        if len(readers) != 1:
+            return bits
+        if len(readers[0].outvars) != 1 or not is_cheap(readers[0]):
             return bits
         current = readers[0].outvars[0]
         if _jax.aval(current).dtype == bool:

@@ -25,8 +25,9 @@ SHARDING = "sharding_constraint"
 def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     """Returns a jaxpr with the bodies of calls in their places, pruned.
 
-    What depends only on scalar constants is computed; sharding constraints are left out; numbers along an axis are made
-    where they are first read. An equation of a body has the source of its outermost call, and the name scopes of all.
+    What depends only on scalar constants is computed; sharding constraints are left out; numbers
+    along an axis are made where they are first read. An equation of a body has the source of its
+    outermost call, and the name scopes of all.
 
     Args:
         closed: any jaxpr.
@@ -38,16 +39,27 @@ def inlined(closed: ClosedJaxpr, calls: Mapping[str, str]) -> ClosedJaxpr:
     ['sin', 'add']
     """
     line = _Line(calls)
-    outvars = [line.made(a) for a in line.run(closed.jaxpr, closed.consts, closed.jaxpr.invars)]
+    results = line.run(
+        closed.jaxpr,
+        closed.consts,
+        closed.jaxpr.invars,
+    )
+    outvars = list(map(line.made, results))
     eqns = jaxprs.prune(line.eqns, outvars)
     read = dict.fromkeys((*jaxprs.free_variables(eqns), *jaxprs.variables(outvars)))
     constants = {var: line.constants[var] for var in read if var in line.constants}
-    jaxpr = closed.jaxpr.replace(constvars=list(constants), eqns=eqns, outvars=outvars)
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(constants),
+        eqns=eqns,
+        outvars=outvars,
+    )
     return ClosedJaxpr(jaxpr, list(constants.values()))
 
 
 def merged_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler leaves apart."""
+    """Returns a jaxpr with the bodies of calls in their places, also of those that the compiler
+    leaves apart.
+    """
     return inlined(closed, JITS | {"outlined": "jaxpr"})
 
 
@@ -71,7 +83,11 @@ class _Line:
         self._variables: dict[int, Var] = {}  # of constants, by identity
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Atom | _Late], call: Any = None
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Atom | _Late],
+        call: Any = None,
     ) -> list[Atom | _Late]:
         """Appends the equations of a jaxpr, inside a call or outside all; returns its results.
 
@@ -94,18 +110,33 @@ class _Line:
         if not isinstance(value, _Late):
             return value
         if value.result is None:
-            (value.result,) = self._append(value.eqn, list(map(self.made, value.atoms)), value.call)
+            atoms = list(map(self.made, value.atoms))
+            (value.result,) = self._append(
+                value.eqn,
+                atoms,
+                value.call,
+            )
         return value.result
 
     def _results(
-        self, eqn: JaxprEqn, values: list[Atom | _Late], call: Any
+        self,
+        eqn: JaxprEqn,
+        values: list[Atom | _Late],
+        call: Any,
     ) -> Sequence[Atom | _Late]:
-        """Returns the results of an equation: those of the body of a call, a constant, or fresh variables."""
+        """Returns the results of an equation: those of the body of a call, a constant, or fresh
+        variables.
+        """
         if eqn.primitive.name in self.calls:
             body = eqn.params[self.calls[eqn.primitive.name]]
             is_closed = isinstance(body, ClosedJaxpr)
             inner, consts = (body.jaxpr, body.consts) if is_closed else (body, ())
-            return self.run(inner, consts, values, _jax.joined_source(call, eqn))
+            return self.run(
+                inner,
+                consts,
+                values,
+                _jax.joined_source(call, eqn),
+            )
         if is_late(eqn, any(isinstance(value, _Late) for value in values)):
             return [_Late(eqn, values, call)]
         atoms = [self._read(self.made(value)) for value in values]
@@ -114,17 +145,31 @@ class _Line:
         constants = self._folded(eqn, atoms)
         if constants is not None:
             return constants
-        # An index into many keys becomes an operand, so that layers that differ only in it share a program.
+        # An index into many keys becomes an operand, so that layers that differ only in it share a
+        # program.
         if picks_key(eqn):
-            picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(_jax.aval(eqn.invars[0]))
-            return self.run(picking.jaxpr, picking.consts, atoms, _jax.joined_source(call, eqn))
+            keys = _jax.aval(eqn.invars[0])
+            picking = jax.make_jaxpr(lambda keys: index_key(eqn, [keys]))(keys)
+            source = _jax.joined_source(call, eqn)
+            return self.run(picking.jaxpr, picking.consts, atoms, source)
         return self._append(eqn, atoms, call)
 
-    def _append(self, eqn: JaxprEqn, atoms: list[Atom], call: Any) -> Sequence[Atom]:
+    def _append(
+        self,
+        eqn: JaxprEqn,
+        atoms: list[Atom],
+        call: Any,
+    ) -> Sequence[Atom]:
         # Fresh ones, for the same body may be that of another call, too.
         outvars = [_jax.new_variable(_jax.aval(v)) for v in eqn.outvars]
         source = _jax.joined_source(call, eqn)
-        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, source_info=source))
+        self.eqns.append(
+            eqn.replace(
+                invars=atoms,
+                outvars=outvars,
+                source_info=source,
+            )
+        )
         return outvars
 
     def _folded(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom] | None:
@@ -139,7 +184,9 @@ class _Line:
 
     def _read(self, atom: Atom) -> Atom:
         """Returns what an equation reads; a key cannot be a literal, so it becomes a constant."""
-        if not isinstance(atom, Literal) or isinstance(_jax.aval(atom).dtype, np.dtype):
+        if not isinstance(atom, Literal):
+            return atom
+        if isinstance(_jax.aval(atom).dtype, np.dtype):
             return atom
         return self._constant(_jax.aval(atom), atom.val)
 
@@ -153,7 +200,8 @@ class _Line:
 
 
 def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
-    """Returns the results of an equation between constant scalars, such as the counter of a stream of keys.
+    """Returns the results of an equation between constant scalars, such as the counter of a stream
+    of keys.
 
     Args:
         eqn: the equation.
@@ -162,7 +210,9 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     Returns:
         None if it is anything else.
     """
-    if eqn.effects or any(_jax.aval(v).shape for v in eqn.outvars) or not is_cheap(eqn):
+    if eqn.effects or not is_cheap(eqn):
+        return None
+    if any(_jax.aval(v).shape for v in eqn.outvars):
         return None
     if any(isinstance(value, _jax.Tracer) for value in values):
         return None
@@ -172,6 +222,8 @@ def folded(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def literal(value: Any, aval: Any) -> Any:
-    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a jaxpr."""
+    """Returns a scalar constant, perhaps a number of Python, in the form that tracing writes into a
+    jaxpr.
+    """
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return value if aval.shape or is_key else np.asarray(value, aval.dtype)[()]

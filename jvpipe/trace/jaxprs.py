@@ -1,7 +1,8 @@
 """Jaxprs as lists of equations: run, prune, silence.
 
-All of them are in static single assignment: each variable is defined once, before it is read. So one pass forward sees
-every operand before its readers, and one pass backward, as `prune` makes it, every reader before its operands.
+All of them are in static single assignment: each variable is defined once, before it is read. So
+one pass forward sees every operand before its readers, and one pass backward, as `prune` makes it,
+every reader before its operands.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -29,7 +30,9 @@ def run_jaxpr(
         apply: runs an equation on values.
     """
     for eqn in eqns:
-        env.update(zip(eqn.outvars, apply(eqn, read_by(eqn.invars, env)), strict=True))
+        # In the order of the equations: whatever one reads has been computed.
+        results = apply(eqn, read_by(eqn.invars, env))
+        env.update(zip(eqn.outvars, results, strict=True))
 
 
 def evaluate(
@@ -114,17 +117,24 @@ def silent(closed: ClosedJaxpr, heard: Collection[Hashable] | None = None) -> Cl
 
 
 def debug_calls(closed: ClosedJaxpr) -> set[Hashable]:
-    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are traced again."""
-    return {_call_key(eqn) for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING}
+    """Returns the calls of `jax.debug` in a jaxpr, by keys that are the same wherever they are
+    traced again.
+    """
+    calls = (eqn for eqn in every(closed.jaxpr.eqns) if eqn.primitive.name in DEBUGGING)
+    return set(map(_call_key, calls))
 
 
 def _call_key(eqn: JaxprEqn) -> Hashable:
     """Returns the key of a call: its parameters are the same objects wherever JAX traces it again."""
-    return tuple(sorted((name, id(value)) for name, value in eqn.params.items()))
+    identities = ((name, id(value)) for name, value in eqn.params.items())
+    return tuple(sorted(identities))
 
 
 def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
-    """Returns a jaxpr without some calls of `jax.debug`; a loop has an effect as long as something in it has."""
+    """Returns a jaxpr without some calls of `jax.debug`.
+
+    A loop has an effect as long as something in it has.
+    """
 
     def quiet(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
@@ -151,7 +161,8 @@ def _without(jaxpr: Jaxpr, calls: Collection[Hashable]) -> Jaxpr:
 
 
 def _effects(bodies: Iterable[Jaxpr]) -> frozenset[Any]:
-    return frozenset(effect for body in bodies for eqn in body.eqns for effect in eqn.effects)
+    eqns = (eqn for body in bodies for eqn in body.eqns)
+    return frozenset[Any]().union(*(eqn.effects for eqn in eqns))
 
 
 def every(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -168,7 +179,9 @@ def defined(eqns: Iterable[JaxprEqn]) -> set[Var]:
 
 
 def free_variables(eqns: Iterable[JaxprEqn]) -> list[Var]:
-    """Returns the variables that equations read and do not define, in the order of their first reading."""
+    """Returns the variables that equations read and do not define, in the order of their first
+    reading.
+    """
     defined: set[Var] = set()
     free: dict[Var, None] = {}
     for eqn in eqns:

@@ -1,7 +1,7 @@
 """Random keys as data, so that layers alike except for their key can share one program.
 
-A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`. The 7 would make
-each layer a program of its own. Here it becomes a constant that the layer reads.
+A model derives a key per layer from the one it is given: `fold_in(key, 7)`, `split(key, 12)[7]`.
+The 7 would make each layer a program of its own. Here it becomes a constant that the layer reads.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,8 @@ def holds_keys(atom: _jax.Atom) -> bool:
     """Tells whether a value is an array of many keys; raw ones have two or four words each."""
     aval = _jax.aval(atom)
     are_raw = aval.dtype == np.uint32 and aval.ndim > 1 and aval.shape[-1] in (2, 4)
-    return (is_key(aval) or are_raw) and aval.ndim > 0 and aval.shape[0] > _FEW
+    are_keys = is_key(aval) or are_raw
+    return are_keys and aval.ndim > 0 and aval.shape[0] > _FEW
 
 
 def picks_key(eqn: JaxprEqn) -> bool:
@@ -70,12 +71,17 @@ def index_key(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
     """Returns `keys[i]` with the index as an operand; None if the equation is anything else."""
     if not picks_key(eqn):
         return None
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    sizes = [stop - start for start, stop in zip(starts, limits, strict=True)]
+    starts = eqn.params["start_indices"]
+    bounds = zip(starts, eqn.params["limit_indices"], strict=True)
+    sizes = [stop - start for start, stop in bounds]
     return [take(values[0], starts, sizes)]
 
 
-def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
+def take(
+    keys: Any,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+) -> Any:
     """Returns a part of an array of keys, the indices as operands.
 
     Args:
@@ -83,11 +89,15 @@ def take(keys: Any, starts: Sequence[int], sizes: Sequence[int]) -> Any:
         starts: the first index of each axis.
         sizes: how many of each axis.
     """
-    return jax.lax.dynamic_slice(keys, [np.int32(start) for start in starts], sizes)
+    places = [np.int32(start) for start in starts]
+    return jax.lax.dynamic_slice(keys, places, sizes)
 
 
 def lift_key_constants(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Any]]:
-    """Replaces the integers that keys are derived with by variables; returns these with their values."""
+    """Replaces the integers that keys are derived with by variables.
+
+    Returns these with their values.
+    """
     lifted: dict[Var, Any] = {}
 
     # `fold_in` and `keys[i]` read the key or the keys first, then the number that is lifted.

@@ -1,10 +1,11 @@
 """Layers cut in two, where one of them is too large a part of a stage.
 
-A layer is cut right before a product, if products are left on both sides. There a half hands on what XLA writes to
-memory anyway (the operands of a product, and in the backward the product that is their cotangent), so that two programs
-can be bitwise identical with one; `programs.bit_equality` says whether they are. No parameter is read on both sides: it
-would have two gradients, summed in another order. Only the layer itself is looked at, so layers that are alike are cut
-alike, and no other layer changes.
+A layer is cut right before a product, if products are left on both sides. There a half hands on
+what XLA writes to memory anyway (the operands of a product, and in the backward the product that is
+their cotangent), so that two programs can be bitwise identical with one; `programs.bit_equality`
+says whether they are. No parameter is read on both sides: it would have two gradients, summed in
+another order. Only the layer itself is looked at, so layers that are alike are cut alike, and no
+other layer changes.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -15,6 +16,7 @@ from jvpipe import _jax
 from jvpipe._jax import Atom, JaxprEqn, Var
 from jvpipe.ir.values import ValueKind
 from jvpipe.trace import jaxprs
+from jvpipe.trace.cuts import LAYERS
 from jvpipe.trace.graph import Body, Sorted, Traced, build_graph
 from jvpipe.trace.primitives import flops
 from jvpipe.trace.sums import parameters_behind
@@ -22,17 +24,20 @@ from jvpipe.trace.sums import parameters_behind
 Seconds = Callable[[Sequence[JaxprEqn], Sequence[Atom]], Sequence[float]]
 """Returns how long each of some equations takes, if they make some outputs."""
 
-_EVEN = 0.05
-"""Cuts are alike if their slower halves differ by less than this share of the layer: then the fewest bytes decide."""
-
 
 def layer_signature(body: Body) -> Hashable:
     """Returns a value that is equal for layers that are alike."""
     return body.structure, body.differentiable, body.active, body.returned, body.received
 
 
-def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
-    """Returns the points at which a layer can be cut in two, in equations before its end; the most even halves first.
+def split_points(
+    traced: Traced,
+    layer: int,
+    seconds: Seconds,
+) -> list[int]:
+    """Returns the points at which a layer can be cut in two, in equations before its end.
+
+    The most even halves first.
 
     Args:
         traced: the model.
@@ -54,7 +59,7 @@ def split_points(traced: Traced, layer: int, seconds: Seconds) -> list[int]:
 
     def evenness(place: CutPlace) -> tuple[int, int, int]:
         slower = max(place.share, 1 - place.share)
-        return round(slower / _EVEN), place.sent_bytes, place.before_end
+        return round(slower / LAYERS.even), place.sent_bytes, place.before_end
 
     return [place.before_end for place in sorted(places, key=evenness)]
 
@@ -75,7 +80,9 @@ class CutPlace:
 
 
 def places_inside(
-    traced: Traced, layers: Iterable[int], seconds: Seconds
+    traced: Traced,
+    layers: Iterable[int],
+    seconds: Seconds,
 ) -> dict[int, list[CutPlace]]:
     """Returns the places at which each of some layers can be cut, in their order in the layer.
 
@@ -86,7 +93,7 @@ def places_inside(
     """
     sorted_eqns = Sorted.of(traced.loss)
     bounds = _bounds(traced, sorted_eqns)
-    parameters = [v for v, ref in traced.loss.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    parameters = traced.loss.inputs_of(ValueKind.PARAMETER)
     behind = parameters_behind(sorted_eqns.floating, parameters)
     by_kind: dict[Hashable, list[CutPlace]] = {}
     found = {}
@@ -95,13 +102,16 @@ def places_inside(
         kind = layer_signature(body)
         if kind not in by_kind:
             run = sorted_eqns.main[slice(*bounds[layer])]
-            by_kind[kind] = _places(run, behind, seconds(body.eqns, body.outputs))
+            run_s = seconds(body.eqns, body.outputs)
+            by_kind[kind] = _places(run, behind, run_s)
         found[layer] = by_kind[kind]
     return found
 
 
 def _places(
-    run: Sequence[JaxprEqn], behind: dict[Var, frozenset[Var]], eqns_s: Sequence[float]
+    run: Sequence[JaxprEqn],
+    behind: dict[Var, frozenset[Var]],
+    eqns_s: Sequence[float],
 ) -> list[CutPlace]:
     """Returns the places in a layer.
 
@@ -114,14 +124,22 @@ def _places(
     products = [p for p, eqn in enumerate(run) if flops(eqn)]
     for p in products[1:]:
         before_end = len(run) - p
-        first, second = _reads(run[:p]), _reads(run[p:])
-        if not _behind(first, behind).isdisjoint(_behind(second, behind)):
+        first = _reads(run[:p])
+        second = _reads(run[p:])
+        shared = _behind(first, behind) & _behind(second, behind)
+        if shared:
             continue
         # The layer's floating equations come before its run, so they count in the first half.
         later_s = sum(eqns_s[len(eqns_s) - before_end :])
         share = (total_s - later_s) / total_s if total_s else 0.0
         sent = {v for eqn in run[:p] for v in eqn.outvars} & second
-        places.append(CutPlace(before_end, share, sum(map(_bytes, sent))))
+        places.append(
+            CutPlace(
+                before_end,
+                share,
+                sum(map(_bytes, sent)),
+            )
+        )
     return places
 
 
@@ -144,7 +162,8 @@ def split_at(traced: Traced, where: Iterable[tuple[int, int]]) -> Traced:
     """
     bounds = _bounds(traced, Sorted.of(traced.loss))
     further = [bounds[layer][1] - before_end for layer, before_end in where]
-    return build_graph(traced.loss, traced.cuts, sorted([*traced.splits, *further]))
+    splits = sorted([*traced.splits, *further])
+    return build_graph(traced.loss, traced.cuts, splits)
 
 
 def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
@@ -160,7 +179,10 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
     if not splits:
         return traced
     end = len(Sorted.of(traced.loss).main)
-    wrong = [p for p in splits if not 0 < p < end or p in traced.cuts or splits.count(p) > 1]
+    inside = range(1, end)
+    # Each bound once: a layer has at least one equation.
+    twice = [p for p in splits if splits.count(p) > 1]
+    wrong = [p for p in splits if p not in inside or p in traced.cuts or p in twice]
     if wrong:
         raise ValueError(
             f"the plan splits layers before equations {wrong}, where this model has no inside of a layer (it has "
@@ -170,7 +192,8 @@ def split_as_planned(traced: Traced, splits: Sequence[int]) -> Traced:
 
 
 def _bounds(traced: Traced, sorted_eqns: Sorted) -> list[tuple[int, int]]:
-    return list(pairwise([0, *sorted([*traced.cuts, *traced.splits]), len(sorted_eqns.main)]))
+    inner = sorted([*traced.cuts, *traced.splits])
+    return list(pairwise([0, *inner, len(sorted_eqns.main)]))
 
 
 def _behind(values: Collection[Var], behind: dict[Var, frozenset[Var]]) -> set[Var]:

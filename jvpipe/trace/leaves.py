@@ -1,4 +1,6 @@
-"""The leaves of a user's pytrees: their paths, and the shapes and types that they have on a device."""
+"""The leaves of a user's pytrees: their paths,
+and the shapes and types that they have on a device.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -31,7 +33,8 @@ _CURES: dict[Role, str] = {
 
 
 def canonical(dtype: Any) -> Any:
-    """Returns the type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX runs with x64.
+    """Returns the type that an array of type `dtype` has on a device: 32 bits for 64, unless JAX
+    runs with x64.
 
     A type that no device has stays as it is.
 
@@ -64,7 +67,11 @@ def abstract(tree: Tree, role: Role = "parameter") -> Tree:
                 f"{named_leaves(path, role)} is being traced: use jvpipe outside of jax.jit and its like"
             )
         aval = _type_of(path, leaf, role)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            weak_type=aval.weak_type,
+        )
 
     return jax.tree_util.tree_map_with_path(shape, tree)
 
@@ -75,7 +82,9 @@ def check_leaves(tree: Tree, role: Role) -> None:
 
 
 def is_initialiser(params: Any) -> bool:
-    """Tells whether parameters are a function that makes them; a module that can be called is a tree of arrays.
+    """Tells whether parameters are a function that makes them.
+
+    A module that can be called is a tree of arrays.
 
     Raises:
         ValueError: they are a class, or a function that cannot be called so.
@@ -97,7 +106,10 @@ def is_initialiser(params: Any) -> bool:
 
 
 def made_shapes(initialiser: Callable[[Any], Tree], rng: jax.Array) -> Tree:
-    """Returns the shapes of the parameters that a function makes from a key; raises what `abstract` raises."""
+    """Returns the shapes of the parameters that a function makes from a key.
+
+    Raises what `abstract` raises.
+    """
 
     def checked(rng: jax.Array) -> Tree:
         params = initialiser(rng)

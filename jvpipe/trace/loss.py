@@ -60,17 +60,30 @@ class LossJaxpr:
     aux_tree: TreeDef
     aux_weighted: tuple[bool, ...]
     seed_words: int
-    of_size: Callable[[int], "LossJaxpr"] | None = field(default=None, compare=False, repr=False)
+    of_size: Callable[[int], "LossJaxpr"] | None = field(
+        default=None,
+        compare=False,
+        repr=False,
+    )
     sharding: Sharding | None = None
     specs: tuple[Spec, ...] = ()
     aux_chosen: tuple[AuxReduction | None, ...] = ()
     state_chosen: tuple[StateReduction | None, ...] = ()
     frozen: frozenset[int] = frozenset()
 
+    def inputs_of(self, kind: ValueKind) -> list[Var]:
+        """Returns the variables of the inputs of a kind."""
+        return [v for v, ref in self.inputs.items() if ref.kind is kind]
+
+    def outputs_of(self, kind: ValueKind) -> list[Atom]:
+        """Returns the atoms of the outputs of a kind."""
+        return [atom for atom, ref in self.outputs if ref.kind is kind]
+
     @property
     def jaxpr(self) -> Jaxpr:
         """The whole loss, to be read or compared."""
-        return Jaxpr((), list(self.inputs), [atom for atom, _ in self.outputs], list(self.eqns))
+        results = [atom for atom, _ in self.outputs]
+        return Jaxpr((), list(self.inputs), results, list(self.eqns))
 
 
 def trace_loss(
@@ -112,7 +125,8 @@ def trace_loss(
     arguments = (params, *([state] if has_state else []), batch, seed)
     closed = _traced(flat, arguments, with_key=key is not None)
     _check_effects(closed)
-    # The numbers that keys are derived with become inputs: else each layer would be a program of its own.
+    # The numbers that keys are derived with become inputs: else each layer would be a program of
+    # its own.
     eqns, lifted = lift_key_constants(closed.jaxpr.eqns)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | lifted
     # The order of the arguments is that of the trees; a seed follows, then what the loss captured.
@@ -125,7 +139,14 @@ def trace_loss(
 
     def of_size(examples: int) -> LossJaxpr:
         resized = _resized(batch, examples)
-        return trace_loss(loss_fn, params, resized, rng, state, **returns)
+        return trace_loss(
+            loss_fn,
+            params,
+            resized,
+            rng,
+            state,
+            **returns,
+        )
 
     traced = LossJaxpr(
         tuple(eqns),
@@ -174,7 +195,11 @@ class _Outputs:
 
     def flatten(self, out: Any, state: Tree) -> list[Any]:
         """Checks what a loss has returned, and returns its leaves: loss, model state, aux."""
-        loss, new_state, aux = _parts(out, self.has_aux, self.has_state)
+        loss, new_state, aux = _parts(
+            out,
+            self.has_aux,
+            self.has_state,
+        )
         _check_loss(loss)
         _check_state(state, new_state)
         _check_aux(aux)
@@ -196,7 +221,10 @@ class _Outputs:
         return refs + [Ref(ValueKind.AUX, i) for i in range(count - len(refs))]
 
     def aux_parts(self, results: Sequence[Atom]) -> list[Sequence[Atom]]:
-        """Returns the values of each leaf of aux, two of a `Weighted`; among all results they come last."""
+        """Returns the values of each leaf of aux, two of a `Weighted`.
+
+        Among all results they come last.
+        """
         ends = list(accumulate([1 + pair for pair in self.aux_weighted], initial=0))
         first = len(results) - ends[-1]
         return [results[first + a : first + b] for a, b in pairwise(ends)]
@@ -212,9 +240,14 @@ def _is_weighted(x: Any) -> bool:
 
 
 def _flat(
-    loss_fn: Callable[..., Any], key: "KeyKind | None", state: Tree, outputs: _Outputs
+    loss_fn: Callable[..., Any],
+    key: "KeyKind | None",
+    state: Tree,
+    outputs: _Outputs,
 ) -> Callable[..., Any]:
-    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to flat outputs."""
+    """Returns the loss as a function of parameters, model state if it takes that, batch and seed to
+    flat outputs.
+    """
 
     @_named_as(loss_fn)
     def flat(params: Tree, *rest: Any) -> list[Any]:
@@ -226,7 +259,10 @@ def _flat(
 
 
 def _traced(
-    flat: Callable[..., Any], arguments: Sequence[Any], *, with_key: bool
+    flat: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    with_key: bool,
 ) -> _jax.ClosedJaxpr:
     try:
         return flatten(flat, *arguments, keep_rules=True)
@@ -274,9 +310,12 @@ class KeyKind:
 
     def micro_batch_key(self, seed: jax.Array) -> jax.Array:
         """Returns `fold_in(fold_in(rng, step), microbatch)`, from a seed vector."""
-        words = seed[:-2].reshape(self.shape)
-        key = words if self.impl is None else jax.random.wrap_key_data(words, impl=self.impl)
-        return jax.random.fold_in(jax.random.fold_in(key, seed[-2]), seed[-1])
+        key = seed[:-2].reshape(self.shape)
+        if self.impl is not None:
+            key = jax.random.wrap_key_data(key, impl=self.impl)
+        # Step and micro-batch make a key of their own, whichever stage draws from it.
+        of_step = jax.random.fold_in(key, seed[-2])
+        return jax.random.fold_in(of_step, seed[-1])
 
 
 def key_words(rng: jax.Array) -> np.ndarray:
@@ -286,7 +325,9 @@ def key_words(rng: jax.Array) -> np.ndarray:
 
 
 def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that makes a function look like the user's: errors show its name, place and arguments."""
+    """Returns a decorator that makes a function look like the user's: errors show its name, place
+    and arguments.
+    """
     # Through partials to the function itself; of a callable object, the method that is called.
     while isinstance(function, functools.partial):
         function = function.func
@@ -295,7 +336,11 @@ def _named_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Ca
     return functools.wraps(shown, assigned=(), updated=())
 
 
-def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
+def _parts(
+    out: Any,
+    has_aux: bool,
+    has_state: bool,
+) -> tuple[Any, Any, Any]:
     """Takes apart what a loss returns: its value, the model state, aux; None for what it has not."""
     count = 1 + has_aux + has_state
     if count == 1:
@@ -306,7 +351,9 @@ def _parts(out: Any, has_aux: bool, has_state: bool) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"with has_aux={has_aux}, has_state={has_state} the loss must return ({', '.join(names)})"
         )
-    return out[0], out[1] if has_state else None, out[-1] if has_aux else None
+    new_state = out[1] if has_state else None
+    aux = out[-1] if has_aux else None
+    return out[0], new_state, aux
 
 
 def has_gradient(dtype: Any) -> bool:
@@ -326,7 +373,8 @@ def check_trained(traced: LossJaxpr) -> None:
     """
     for v, ref in traced.inputs.items():
         dtype = _jax.aval(v).dtype
-        if ref.kind != ValueKind.PARAMETER or ref.index in traced.frozen or has_gradient(dtype):
+        is_trained = ref.kind == ValueKind.PARAMETER and ref.index not in traced.frozen
+        if not is_trained or has_gradient(dtype):
             continue
         name = traced.names[ValueKind.PARAMETER][ref.index]
         frozen = f"name it in frozen=, such as frozen=['{name}']"
@@ -379,7 +427,8 @@ def _check_aux(aux: Tree) -> None:
 
 
 def _check_state(old: Tree, new: Tree) -> None:
-    old_tree, new_tree = jax.tree.structure(old), jax.tree.structure(new)
+    old_tree = jax.tree.structure(old)
+    new_tree = jax.tree.structure(new)
     if old_tree != new_tree:
         raise ValueError(
             f"the loss returns a model state of another structure: {new_tree}, not {old_tree}"
@@ -406,9 +455,9 @@ def _check_effects(closed: _jax.ClosedJaxpr) -> None:
 
 
 def _check_dependence(traced: LossJaxpr) -> None:
-    parameters = [v for v, ref in traced.inputs.items() if ref.kind == ValueKind.PARAMETER]
+    parameters = traced.inputs_of(ValueKind.PARAMETER)
     moving = _moving(traced, parameters)
-    total, *weight = (atom for atom, ref in traced.outputs if ref.kind == ValueKind.LOSS)
+    total, *weight = traced.outputs_of(ValueKind.LOSS)
     if isinstance(total, _jax.Literal) or total not in moving:
         raise ValueError(
             "the loss depends on no parameter: there is nothing to train, "
@@ -422,13 +471,15 @@ def _check_dependence(traced: LossJaxpr) -> None:
 
 
 def active(traced: LossJaxpr, frozen: Collection[int] = ()) -> set[Var]:
-    """Returns the variables that a gradient flows through: of inexact type, made from parameters, read by the loss.
+    """Returns the variables that a gradient flows through: of inexact type, made from parameters,
+    read by the loss.
 
     Args:
         traced: the loss.
         frozen: parameters of which nobody reads a gradient.
     """
-    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows where both meet.
+    # Back from the loss to what it is made of, then forward from the parameters: a gradient flows
+    # where both meet.
     read = set(jaxprs.variables([traced.outputs[0][0]]))
     for eqn in reversed(traced.eqns):
         if eqn.primitive.name != "stop_gradient" and not read.isdisjoint(eqn.outvars):
@@ -448,9 +499,10 @@ def _moving(traced: LossJaxpr, parameters: Collection[Var]) -> set[Var]:
     """Returns some parameters, and the variables of inexact type that a change of them changes."""
     moving = set(parameters)
     for eqn in traced.eqns:
-        stops = eqn.primitive.name == "stop_gradient" or moving.isdisjoint(
-            jaxprs.variables(eqn.invars)
-        )
-        if not stops:
-            moving.update(v for v in eqn.outvars if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact))
+        reads_moving = not moving.isdisjoint(jaxprs.variables(eqn.invars))
+        if eqn.primitive.name == "stop_gradient" or not reads_moving:
+            continue
+        for v in eqn.outvars:
+            if jnp.issubdtype(_jax.aval(v).dtype, jnp.inexact):
+                moving.add(v)
     return moving

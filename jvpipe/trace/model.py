@@ -1,4 +1,6 @@
-"""A model made ready for planning and running: its loss is traced, stacked layers are taken apart, and it is cut."""
+"""A model made ready for planning and running: its loss is traced, stacked layers are taken apart,
+and it is cut.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -66,32 +68,53 @@ def trace_model(
         micro_batch: arrays or shapes of one micro-batch.
         rng: a key, or None.
         model_state: with `has_state`.
-        present: the model at the shapes of another batch, whose layers it takes over; None: it is cut again.
+        present: the model at the shapes of another batch, whose layers it takes over; None: it is
+            cut again.
         stacks: which parameters are split into layers; None: those that are stacked for a scan.
         has_aux: the loss returns `(loss, aux)`.
         has_state: the loss takes the model state and returns it.
         sharding: how parameters lie over the devices of a place, if there are several.
         reductions: what the user says of leaves of aux and of the model state.
-        deferred_over: of so many micro-batches the last one alone changes what batch norms remember.
+        deferred_over: of so many micro-batches the last one alone changes what batch norms
+            remember.
 
     Raises:
-        ValueError: the parameters cannot lie so, or not in the layers that the model has at present.
+        ValueError: the parameters cannot lie so, or not in the layers that the model has at
+            present.
     """
     specs = {} if sharding is None else _specs(sharding, params)
     returns: Returns = {"has_aux": has_aux, "has_state": has_state, "reductions": reductions}
     loss = None
     if stacks is None:
-        loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
+        loss = trace_loss(
+            loss_fn,
+            params,
+            micro_batch,
+            rng,
+            model_state,
+            **returns,
+        )
         stacks = find_stacks(loss, params)
     if stacks:
         # Each slice becomes a parameter of its own, so the loss has to be traced again.
         params, loss_fn, loss = stacks.split(params), stacks.of_slices(loss_fn), None
     if loss is None:
-        loss = trace_loss(loss_fn, params, micro_batch, rng, model_state, **returns)
+        loss = trace_loss(
+            loss_fn,
+            params,
+            micro_batch,
+            rng,
+            model_state,
+            **returns,
+        )
     loss = deferred(loss, deferred_over)
     if sharding is not None:
         slices = map(_of_slices, specs.keys(), specs.values(), stacks.lengths)
-        loss = replace(loss, sharding=sharding, specs=tuple(chain.from_iterable(slices)))
+        loss = replace(
+            loss,
+            sharding=sharding,
+            specs=tuple(chain.from_iterable(slices)),
+        )
     traced = reshaped(loss, present) if present else build_graph(loss)
     return Model(traced, stacks, params)
 
@@ -104,8 +127,14 @@ def _specs(sharding: Sharding, params: Tree) -> dict[str, Spec]:
     return sharding.specs(dict(zip(paths, shapes, strict=True)))
 
 
-def _of_slices(path: str, spec: Spec, length: int | None) -> tuple[Spec, ...]:
-    """Returns how each slice of a parameter lies if it is stacked for a scan over layers, else the parameter."""
+def _of_slices(
+    path: str,
+    spec: Spec,
+    length: int | None,
+) -> tuple[Spec, ...]:
+    """Returns how each slice of a parameter lies if it is stacked for a scan over layers, else the
+    parameter.
+    """
     if length is None:
         return (spec,)
     if spec and spec[0] is not None:

@@ -1,4 +1,6 @@
-"""Modules of Flax that are passed whole as parameters: the parts that cannot, or should not, be trained are named."""
+"""Modules of Flax that are passed whole as parameters: the parts that cannot, or should not,
+be trained are named.
+"""
 
 import logging
 import sys
@@ -16,7 +18,8 @@ _log = logging.getLogger("jvpipe")
 
 
 def check_modules(params: Tree) -> None:
-    """Checks that no parameter is a statistic, a key or a cache of a module: an update would spoil it.
+    """Checks that no parameter is a statistic, a key or a cache of a module: an update would spoil
+    it.
 
     Raises:
         ValueError: one is; the message says how a module is taken apart.
@@ -39,7 +42,8 @@ def check_modules(params: Tree) -> None:
 
 
 def warn_of_statistics(trained: Sequence[str]) -> None:
-    """Warns of running statistics among the parameters that an optimizer trains: Linen's variables, given whole.
+    """Warns of running statistics among the parameters that an optimizer trains: Linen's variables,
+    given whole.
 
     Args:
         trained: the paths of these parameters.

@@ -5,9 +5,9 @@
     v = mean(c**2)        a statistic of what is open; sqrt and rsqrt of it are a scale
     c * rsqrt(v + e)      closed: the scale was made of all that was open
 
-Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A centre alone, or any
-other function of examples, would be another loss: what is open must be closed before anything but a product, a sum or
-a square is made of it, and before the loss.
+Each replica may normalise its own examples, for that is what batch norm does on fewer of them. A
+centre alone, or any other function of examples, would be another loss: what is open must be closed
+before anything but a product, a sum or a square is made of it, and before the loss.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -16,7 +16,7 @@ from dataclasses import replace
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn, Literal, Var
 from jvpipe.ir.examples import Over
-from jvpipe.trace.reductions import Lies
+from jvpipe.trace.reductions import Lies, open_of, roots_of
 from jvpipe.trace.structure import comparable
 
 _SHAPING = frozenset(
@@ -27,7 +27,9 @@ _SHAPING = frozenset(
     """.split()  # noqa: SIM905 - read as a table
 )
 """Primitives that are linear in what is open."""
-_SUMS, _PRODUCTS, _ROOTS = ("add", "sub", "add_any"), ("mul", "div"), ("sqrt", "rsqrt")
+_SUMS = ("add", "sub", "add_any")
+_PRODUCTS = ("mul", "div")
+_ROOTS = ("sqrt", "rsqrt")
 
 
 def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
@@ -49,7 +51,11 @@ def first_of_same(eqns: Iterable[JaxprEqn]) -> dict[Var, Var]:
     return first
 
 
-def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
+def normalised(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    out: Lies,
+) -> Lies | None:
     """Returns how a result lies, with what is open in it, and whether it is a scale.
 
     Args:
@@ -63,28 +69,36 @@ def normalised(eqn: JaxprEqn, ins: Sequence[Lies], out: Lies) -> Lies | None:
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
     scales = [x for x in moving if x.is_scale]
-    opened = frozenset[Var]().union(*(x.open for x in moving))
+    opened = open_of(moving)
     if out.over is not Over.ALONG:
-        return replace(out, open=opened, is_scale=bool(scales) or (name in _ROOTS and out.reduced))
+        is_root = name in _ROOTS and out.reduced
+        return replace(
+            out,
+            open=opened,
+            is_scale=bool(scales) or is_root,
+        )
     # A statistic that meets single examples is open from here on.
     entering = [x for x in moving if x.reduced and not x.is_scale]
-    opened = opened.union(*(x.roots for x in entering))
+    opened |= roots_of(entering)
     if scales and len(scales) == len(moving):  # the scale, once for each example
-        roots = frozenset[Var]().union(*(x.roots for x in scales))
+        roots = roots_of(scales)
         return replace(out, open=opened, is_scale=True, roots=roots)
     # Times a scale: what the scale was made of is closed.
     if scales and name in _PRODUCTS:
         return replace(out, open=opened.difference(*(x.roots for x in scales)))
-    opened = opened.union(*(x.roots for x in scales))
+    opened |= roots_of(scales)
     return replace(out, open=opened) if not opened or _keeps(eqn, ins) else None
 
 
 def _keeps(eqn: JaxprEqn, ins: Sequence[Lies]) -> bool:
-    """Tells whether a batch norm may make this of what is open: what is linear in it, or its square."""
+    """Tells whether a batch norm may make this of what is open: what is linear in it, or its
+    square.
+    """
     name = eqn.primitive.name
     if name in _SHAPING or name in _SUMS or name == "square":
         return True
     if name == "integer_pow":
         return eqn.params["y"] == 2
-    others = {id(atom) for atom, x in zip(eqn.invars, ins, strict=True) if x.over is not Over.NONE}
+    operands = zip(eqn.invars, ins, strict=True)
+    others = {id(atom) for atom, lies in operands if lies.over is not Over.NONE}
     return name in _PRODUCTS and len(others) == 1

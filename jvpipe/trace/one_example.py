@@ -1,12 +1,14 @@
 """The loss on one example, in the equations that it has on a whole micro-batch.
 
-JAX traces some functions differently at a size of one, which may be broadcast (`jnp.take_along_axis`). So the equations
-stay, and their sizes are extrapolated from those on a micro-batch and on one twice as large:
+JAX traces some functions differently at a size of one, which may be broadcast
+(`jnp.take_along_axis`). So the equations stay, and their sizes are extrapolated from those on a
+micro-batch and on one twice as large:
 
     reshape[new_sizes=(4, 16, 1)] on 4 examples, (8, 16, 1) on 8      (1, 16, 1) on one
     div x 64.0                    on 4 examples, div x 128.0 on 8     div x 16.0 on one
 
-The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of one.
+The equations inside a derivative rule are not at hand: rules are taken from a trace at a size of
+one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +38,8 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     Raises:
         UnlikeError: its equations are others on twice as many, or its rules on one.
     """
-    double, single = _of_size(whole, 2 * examples), _of_size(whole, 1)
+    double = _of_size(whole, 2 * examples)
+    single = _of_size(whole, 1)
     if double is None:
         raise UnlikeError("it does not take twice as many")
     if comparable(whole.constants) != comparable(double.constants):
@@ -44,8 +47,9 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
     smaller = _Smaller(examples, _rules(single.eqns if single else ()))
     inputs = smaller.variables(whole.inputs, double.inputs)
     eqns = smaller.equations(whole.eqns, double.eqns)
-    results = ([atom for atom, _ in loss.outputs] for loss in (whole, double))
-    atoms = smaller.atoms(*results)
+    results = [atom for atom, _ in whole.outputs]
+    double_results = [atom for atom, _ in double.outputs]
+    atoms = smaller.atoms(results, double_results)
     return replace(
         whole,
         eqns=tuple(eqns),
@@ -55,7 +59,10 @@ def on_one(whole: LossJaxpr, examples: int) -> LossJaxpr:
 
 
 def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
-    """Returns the loss as JAX traces it on another number of examples; None if it does not take so many."""
+    """Returns the loss as JAX traces it on another number of examples.
+
+    None if it does not take so many.
+    """
     assert loss.of_size is not None, "a loss that was not traced from a function"
     try:
         return loss.of_size(examples)
@@ -64,7 +71,9 @@ def _of_size(loss: LossJaxpr, examples: int) -> LossJaxpr | None:
 
 
 def _rules(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Yields the derivative rules among equations and in their loops, without those inside of rules."""
+    """Yields the derivative rules among equations and in their loops, without those inside of
+    rules.
+    """
     for eqn in eqns:
         if eqn.primitive.name in RULES:
             yield eqn
@@ -123,7 +132,9 @@ class _Smaller:
         return whole.replace(invars=ins, outvars=outs, params=params)
 
     def _value(self, whole: Any, double: Any) -> Any:
-        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else is equal."""
+        """Returns a parameter of an equation, or a part of one: bodies and sizes change, all else
+        is equal.
+        """
         match whole, double:
             case ClosedJaxpr(), ClosedJaxpr():
                 if comparable(whole.consts) != comparable(double.consts):
@@ -134,9 +145,15 @@ class _Smaller:
                 invars = self.variables(whole.invars, double.invars)
                 eqns = self.equations(whole.eqns, double.eqns)
                 outs = self.atoms(whole.outvars, double.outvars)
-                return whole.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
+                return whole.replace(
+                    constvars=constvars,
+                    invars=invars,
+                    eqns=eqns,
+                    outvars=outs,
+                )
             case int(), int() if whole != double:
-                # A size is a + b n for n examples, and b n is the difference to that for twice as many.
+                # A size is a + b n for n examples, and b n is the difference to that for twice as
+                # many.
                 less = (double - whole) * (self.examples - 1)
                 if less % self.examples:
                     raise UnlikeError("a size does not go with the number of examples")
@@ -152,7 +169,8 @@ class _Smaller:
 
     def _literal(self, whole: Literal, double: Literal) -> Any:
         """Returns a literal: one that grows with the examples, or shrinks, does so as their number."""
-        a, b = np.asarray(whole.val), np.asarray(double.val)
+        a = np.asarray(whole.val)
+        b = np.asarray(double.val)
         # Integers may be sizes, as parameters are; real numbers are compared by their ratio.
         if a.dtype != b.dtype or a.shape or a.tobytes() == b.tobytes():
             return self._value(whole.val, double.val)
@@ -161,7 +179,9 @@ class _Smaller:
         tolerance = 1e-2 if a.itemsize < 4 else 1e-6
         for power in (1, -1):
             if np.isclose(float(b), float(a) * 2.0**power, rtol=tolerance):
-                return a.dtype.type(float(a) / float(self.examples) ** power)
+                # n at one example is 1, and so is 1/n.
+                on_one = float(a) / float(self.examples) ** power
+                return a.dtype.type(on_one)
         raise UnlikeError("a number does not go with the number of examples")
 
 

@@ -1,12 +1,16 @@
-"""The classes of JAX's primitives: which cost little, which draw random bits, which XLA materialises."""
+"""The classes of JAX's primitives: which cost little, which draw random bits,
+which XLA materialises.
+"""
 
 import math
 from functools import cache
+from itertools import chain
 
 from jvpipe import _jax
 from jvpipe._jax import JaxprEqn
 
-# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather than kept or sent.
+# Elementwise operations, and below changes of shape, reductions, keys: all are recomputed rather
+# than kept or sent.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv
@@ -66,7 +70,8 @@ def calls_host(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if "callback" in name or name in ("debug_print", "ffi_call"):
         return True
-    return any(calls_host(inner) for body in _jax.inner_jaxprs(eqn) for inner in body.eqns)
+    inner = chain.from_iterable(body.eqns for body in _jax.inner_jaxprs(eqn))
+    return any(map(calls_host, inner))
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
@@ -76,12 +81,15 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     bodies = _jax.inner_jaxprs(eqn)
     if bodies:
         is_loop = eqn.primitive.name in ("scan", "while")
-        return not is_loop and all(is_cheap(inner) for body in bodies for inner in body.eqns)
+        inner = chain.from_iterable(body.eqns for body in bodies)
+        return not is_loop and all(map(is_cheap, inner))
     return eqn.primitive.name in _cheap_names()
 
 
 def is_move(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation only moves or casts values, which its readers do as part of their work."""
+    """Tells whether an equation only moves or casts values, which its readers do as part of their
+    work.
+    """
     return eqn.primitive.name in _move_names()
 
 
@@ -91,7 +99,9 @@ def _move_names() -> frozenset[str]:
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an unknown call."""
+    """Tells whether an equation does real work: a product, a convolution, a scan, a gather, or an
+    unknown call.
+    """
     return not is_cheap(eqn) and eqn.primitive.name not in _RANDOM
 
 
@@ -102,11 +112,13 @@ def flops(eqn: JaxprEqn) -> int:
         (lhs_contracting, _), _ = params["dimension_numbers"]
         lhs = _jax.aval(eqn.invars[0]).shape
         out = _jax.aval(eqn.outvars[0]).shape
-        return 2 * math.prod(out) * math.prod(lhs[d] for d in lhs_contracting)
+        terms = math.prod(lhs[d] for d in lhs_contracting)
+        return 2 * math.prod(out) * terms
     if name == "conv_general_dilated":
         kernel = _jax.aval(eqn.invars[1]).shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
         out = _jax.aval(eqn.outvars[0]).shape
         return 2 * math.prod(out) * math.prod(kernel) // max(out_features, 1)
-    inner = sum(flops(e) for body in _jax.inner_jaxprs(eqn) for e in body.eqns)
+    inner_eqns = chain.from_iterable(body.eqns for body in _jax.inner_jaxprs(eqn))
+    inner = sum(map(flops, inner_eqns))
     return inner * params.get("length", 1) if name == "scan" else inner

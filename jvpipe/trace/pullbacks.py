@@ -21,8 +21,9 @@ def pullback(
 ) -> tuple[ClosedJaxpr, Sequence[int]]:
     """Returns the derivative of an equation, and the operands by which it is one.
 
-    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not say how many there
-    are: operands are left out from the front until the rule can be differentiated.
+    Arrays that a rule closes over are its first operands and have no derivative, but JAX does not
+    say how many there are: operands are left out from the front until the rule can be
+    differentiated.
 
     Args:
         eqn: with a derivative rule of its own.
@@ -31,7 +32,8 @@ def pullback(
     Returns:
         A function of the operands and of the cotangents of those results that are inexact.
     """
-    ins, outs = [_jax.aval(a) for a in eqn.invars], [_jax.aval(a) for a in eqn.outvars]
+    ins = list(map(_jax.aval, eqn.invars))
+    outs = list(map(_jax.aval, eqn.outvars))
 
     def derivative(moving: Sequence[int]) -> ClosedJaxpr:
         def pull(operands: list[Any], cotangents: list[Any]) -> Any:
@@ -50,7 +52,8 @@ def pullback(
         try:
             return derivative(moving), moving
         except Exception as error:
-            # JAX refuses a derivative by what a rule closes over; anything else is an error of the rule's own.
+            # JAX refuses a derivative by what a rule closes over; anything else is an error of the
+            # rule's own.
             if not _jax.is_of_closed_over(error) or not moving:
                 raise
             moving = moving[1:]

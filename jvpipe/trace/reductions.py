@@ -1,4 +1,5 @@
-"""Values that are made of sums and means over examples: which of them are such themselves, so that slices make them.
+"""Values that are made of sums and means over examples: which of them are such themselves,
+so that slices make them.
 
     2 * sum(x), sum(x) + sum(y)          sums
     mean(x) + decay                      a mean: what depends on no example counts by the share of a slice, as means do
@@ -6,12 +7,13 @@
     sum(x) / count * count               a sum; sum(x) / count alone is not made of those of slices
     mean(x) * size                       a sum
 
-A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of weights below zero
-may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for the case of no items: a slice uses its
-count as it is. Other weights may add up to less than one, and then slices would not make the whole.
+A slice whose count and sum are zero divides by one instead. If only its count is zero, as that of
+weights below zero may be, the loss is NaN. In max(count, 1) of whole numbers the one is there for
+the case of no items: a slice uses its count as it is. Other weights may add up to less than one,
+and then slices would not make the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -69,8 +71,8 @@ class Lies:
         over: along an axis of it, a sum, a mean, mixed; or it depends on none.
         axis: that of the examples.
         roots: the reductions over examples that it was made of.
-        power: of the number of examples, if it is such a power; what has a part for each example may have one, too: a
-            slice makes it with its own number.
+        power: of the number of examples, if it is such a power; what has a part for each example
+            may have one, too: a slice makes it with its own number.
         divisor: it is a sum divided by what has this number in `Alike`.
         beside: it lies so if slices compute it in this way.
         open: of a batch norm, the statistics that it depends on (`jvpipe.trace.normalised`).
@@ -105,13 +107,27 @@ NONE = Lies(Over.NONE)
 ZERO = Lies(Over.NONE, is_zero=True)
 
 
+def roots_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the reductions that values were made of."""
+    return frozenset[Var]().union(*(x.roots for x in values))
+
+
+def open_of(values: Iterable[Lies]) -> frozenset[Var]:
+    """Returns the statistics that are open in values."""
+    return frozenset[Var]().union(*(x.open for x in values))
+
+
 def counted(power: int) -> Lies:
     """Returns how a power of the number of examples lies."""
-    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power) if power else NONE
+    if not power:
+        return NONE
+    return Lies(Over.SUM if power == 1 else Over.MIXED, power=power)
 
 
 def summed_axes(power: int) -> Lies:
-    """Returns how a sum over the examples lies, of values with that power of their number as a factor."""
+    """Returns how a sum over the examples lies, of values with that power of their number as a
+    factor.
+    """
     match power:
         case 0:
             return Lies(Over.SUM)
@@ -122,7 +138,8 @@ def summed_axes(power: int) -> Lies:
 
 
 def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
-    """Returns the power of the number of examples that is a factor of a result with a part for each.
+    """Returns the power of the number of examples that is a factor of a result with a part for
+    each.
 
     Args:
         eqn: of which an operand has a part for each example.
@@ -133,7 +150,8 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
     """
     name = eqn.primitive.name
     powers = [x.power for x in ins]
-    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes with its own n, too.
+    # Each example may be divided by n before the mean is summed: sum(x / n) is what a slice makes
+    # with its own n, too.
     if not any(powers):
         return 0
     if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -153,24 +171,32 @@ def power_after(eqn: JaxprEqn, ins: Sequence[Lies]) -> int | None:
     return same.pop()
 
 
-def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool = False) -> Lies:
-    """Returns how the result of an equation lies, none of whose operands has a part for each example.
+def reduced(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    alike: Alike,
+    *,
+    in_rule: bool = False,
+) -> Lies:
+    """Returns how the result of an equation lies, none of whose operands has a part for each
+    example.
 
     Args:
         eqn: of one result, or of several that lie alike.
         ins: how its operands lie.
         alike: tells which operands are equal, and which are whole numbers.
-        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between is model state, of
-            which the user speaks.
+        in_rule: in a derivative rule, which chooses between cotangents; what a loss chooses between
+            is model state, of which the user speaks.
     """
     name = eqn.primitive.name
     moving = [x for x in ins if x.over is not Over.NONE]
-    roots = frozenset[Var]().union(*(x.roots for x in moving))
+    roots = roots_of(moving)
     if not moving:
         return NONE
     if _rounds(eqn, alike):
         return Lies(Over.MIXED, roots=roots)
-    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and means means.
+    # What is linear in its only operand of examples: f(a + b) = f(a) + f(b), so sums stay sums, and
+    # means means.
     is_linear = name in (*_LINEAR, *_PRODUCTS, "mul")
     is_linear_in_first = name in (*_PICKING, "div") and ins[0] in moving
     if len(moving) == 1 and (is_linear or is_linear_in_first):
@@ -187,7 +213,11 @@ def reduced(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike, *, in_rule: bool =
         case "div":
             divisor = eqn.invars[1]
             is_scalar = not _jax.aval(divisor).shape
-            lies = _divided(ins, alike.number(divisor), is_scalar=is_scalar)
+            lies = _divided(
+                ins,
+                alike.number(divisor),
+                is_scalar=is_scalar,
+            )
         case "max" if guarded(eqn, ins, alike) is not None:
             lies = Lies(Over.MIXED, beside=Beside.GUARD)
         case _:
@@ -199,10 +229,12 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
     """Returns how what is put together lies: as its parts do, if these lie alike."""
     chosen, others = ins, ins[:0]
     if eqn.primitive.name == "select_n":
-        chosen, others = ins[1:], ins[:1]
+        chosen = ins[1:]
+        others = ins[:1]
     elif eqn.primitive.name == "scatter-add":
-        chosen, others = (ins[0], ins[2]), ins[1:2]
-    roots = frozenset[Var]().union(*(x.roots for x in ins))
+        chosen = (ins[0], ins[2])
+        others = ins[1:2]
+    roots = roots_of(ins)
     kinds = {(x.over, x.power, x.excess) for x in chosen if not x.is_zero}
     if len(kinds) != 1 or any(x.over is not Over.NONE for x in others):
         return Lies(Over.MIXED, roots=roots)
@@ -211,7 +243,9 @@ def _joined(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
 
 
 def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
-    """Tells whether an equation makes whole numbers of others: those of slices do not add up to those of the whole."""
+    """Tells whether an equation makes whole numbers of others: those of slices do not add up to
+    those of the whole.
+    """
     is_whole = not jnp.issubdtype(_jax.aval(eqn.outvars[0]).dtype, jnp.inexact)
     match eqn.primitive.name:
         case "convert_element_type":
@@ -223,8 +257,14 @@ def _rounds(eqn: JaxprEqn, alike: Alike) -> bool:
             return False
 
 
-def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
-    """Returns the count, a whole number, that an equation guards as in max(count, 1); None if it does something else.
+def guarded(
+    eqn: JaxprEqn,
+    ins: Sequence[Lies],
+    alike: Alike,
+) -> Atom | None:
+    """Returns the count, a whole number, that an equation guards as in max(count, 1).
+
+    None if it does something else.
 
     Args:
         eqn: the equation.
@@ -234,9 +274,11 @@ def guarded(eqn: JaxprEqn, ins: Sequence[Lies], alike: Alike) -> Atom | None:
     operands = zip(eqn.invars, ins, strict=True)
     counts = [atom for atom, x in operands if x.over is Over.SUM and not x.power]
     bounds = [float(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
-    if len(counts) != 1 or len(bounds) != 1 or _jax.aval(counts[0]).shape:
+    if len(counts) != 1 or len(bounds) != 1:
         return None
-    return counts[0] if bounds[0] <= 1 and alike.is_whole(counts[0]) else None
+    (count,), (bound,) = counts, bounds
+    is_number = not _jax.aval(count).shape and alike.is_whole(count)
+    return count if is_number and bound <= 1 else None
 
 
 def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
@@ -245,7 +287,8 @@ def _added(eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies | None:
     if a.is_zero or b.is_zero:
         return b if a.is_zero else a
     # Alike powers of the number of examples: 2 n + 3 n is a multiple of n.
-    if a.power == b.power and a.excess == b.excess and (a.is_count or a.excess):
+    are_alike = (a.power, a.excess) == (b.power, b.excess)
+    if are_alike and (a.is_count or a.excess):
         return replace(a, roots=frozenset())
     # The shares of slices add up to one: what depends on no example is the mean of itself.
     overs = {a.over, b.over}
@@ -285,10 +328,17 @@ def _multiplied(ins: Sequence[Lies], numbers: Sequence[int]) -> Lies | None:
             return summed_axes(value.excess + factor.power)
         if value.divisor == its and factor.over is Over.SUM:
             return Lies(Over.SUM)
-    return counted(sum(x.power for x in ins)) if all(x.is_count for x in ins) else None
+    if not all(x.is_count for x in ins):
+        return None
+    return counted(sum(x.power for x in ins))
 
 
-def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | None:
+def _divided(
+    ins: Sequence[Lies],
+    divisor: int,
+    *,
+    is_scalar: bool,
+) -> Lies | None:
     """Returns how a quotient lies; None if it is not made of those of slices.
 
     Args:
@@ -306,5 +356,9 @@ def _divided(ins: Sequence[Lies], divisor: int, *, is_scalar: bool) -> Lies | No
         return summed_axes(-b.power)
     # A slice has another count: only times that count this becomes a sum again.
     if a.over is Over.SUM and not a.power and is_scalar:
-        return Lies(Over.MIXED, divisor=divisor, beside=Beside.DIVISOR)
+        return Lies(
+            Over.MIXED,
+            divisor=divisor,
+            beside=Beside.DIVISOR,
+        )
     return None

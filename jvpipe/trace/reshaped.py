@@ -1,4 +1,6 @@
-"""A loss traced at the shapes of another batch, cut into the layers that it has at those of the first."""
+"""A loss traced at the shapes of another batch,
+cut into the layers that it has at those of the first.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +17,8 @@ class OtherLayersError(ValueError):
 def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     """Cuts a loss into the layers that it has at present.
 
-    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and only its layers are
-    compared.
+    Its equations need not be the same: an axis of size one needs fewer. Then it is cut again, and
+    only its layers are compared.
 
     Args:
         loss: at other shapes.
@@ -25,11 +27,16 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     Raises:
         OtherLayersError: the layers would not have the same parameters.
     """
-    before, after = Sorted.of(present.loss).main, Sorted.of(loss).main
-    if [eqn.primitive.name for eqn in before] == [eqn.primitive.name for eqn in after]:
+    before = [eqn.primitive.name for eqn in Sorted.of(present.loss).main]
+    after = [eqn.primitive.name for eqn in Sorted.of(loss).main]
+    if before == after:
         traced = build_graph(loss, present.cuts, present.splits)
     else:
-        traced = build_graph(loss, None, _same_products(present.splits, before, after))
+        traced = build_graph(
+            loss,
+            None,
+            _same_products(present.splits, before, after),
+        )
     # Whose layers read the same parameters can go on from the same state.
     if _readers(traced) != _readers(present):
         raise OtherLayersError(
@@ -39,7 +46,9 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
 
 
 def _same_products(
-    splits: Sequence[int], before: Sequence[JaxprEqn], after: Sequence[JaxprEqn]
+    splits: Sequence[int],
+    before: Sequence[JaxprEqn],
+    after: Sequence[JaxprEqn],
 ) -> list[int]:
     """Returns the positions of the products before which layers are split.
 
@@ -59,4 +68,5 @@ def _same_products(
 
 def _readers(traced: Traced) -> tuple[int, list[tuple[int, ...]]]:
     """Returns the number of layers, and those that read each parameter."""
-    return len(traced.graph.layers), [parameter.readers for parameter in traced.graph.parameters]
+    graph = traced.graph
+    return len(graph.layers), [parameter.readers for parameter in graph.parameters]

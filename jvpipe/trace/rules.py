@@ -1,4 +1,5 @@
-"""Derivative rules of the user's own: what they send back must come apart over examples, as what went forward does.
+"""Derivative rules of the user's own: what they send back must come apart over examples,
+as what went forward does.
 
     what went forward        its cotangent
     has a part for each      has a part for each
@@ -6,8 +7,11 @@
     a sum                    of no example: it is the same for every slice
     a mean                   that, times the number of examples: a slice counts by its share
 
-So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it returns have to lie so.
+So a rule is followed as the loss is, from cotangents that lie so, and the cotangents that it
+returns have to lie so.
 """
+
+from operator import attrgetter
 
 from jvpipe.ir.examples import Over
 from jvpipe.trace.reductions import NONE, Lies, counted
@@ -41,8 +45,5 @@ def fits(actual: Lies, required: Lies) -> bool:
     """
     if actual.is_zero or required.over is Over.MIXED:
         return True
-    return (actual.over, actual.axis, actual.power) == (
-        required.over,
-        required.axis,
-        required.power,
-    )
+    compared = attrgetter("over", "axis", "power")
+    return compared(actual) == compared(required)

@@ -5,9 +5,9 @@
     q = sum((x - s / n)**2)      its spread, in one go or as sum(x**2)
     r' = h(r, s, q)              the new value of a leaf, of nothing but its old value and such sums
 
-The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same equations. A value whose
-shape differs has examples along an axis, and the second trace's h turns sums over a whole batch into the new value,
-whatever it divides by.
+The loss is traced twice, at the shapes of a micro-batch and of a whole batch, to the same
+equations. A value whose shape differs has examples along an axis, and the second trace's h turns
+sums over a whole batch into the new value, whatever it divides by.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class Sum:
     Attributes:
         eqn: the place of its equation.
         count: how many values each of its elements is a sum of.
-        mean_of: the place of the sum by whose mean its values are centred before they are squared; None: it adds up
-            over micro-batches as it is.
+        mean_of: the place of the sum by whose mean its values are centred before they are squared;
+            None: it adds up over micro-batches as it is.
     """
 
     eqn: int
@@ -51,7 +51,8 @@ class RunningLeaf:
 
     Attributes:
         index: of the leaf.
-        sums: what its new value is made of besides its old one, and those by whose means such are centred.
+        sums: what its new value is made of besides its old one, and those by whose means such are
+            centred.
         eqns: the places of the equations from these to the new value.
     """
 
@@ -91,15 +92,16 @@ class TwoTraces:
     @cached_property
     def alike(self) -> bool:
         """Whether both have the same primitives in the same order."""
-        names = [[eqn.primitive.name for eqn in loss.eqns] for loss in (self.micro, self.whole)]
-        return names[0] == names[1]
+        of_micro = [eqn.primitive.name for eqn in self.micro.eqns]
+        of_whole = [eqn.primitive.name for eqn in self.whole.eqns]
+        return of_micro == of_whole
 
     def find(self) -> list[RunningLeaf]:
         """Finds the leaves of the model state that follow batch norms.
 
         Raises:
-            ValueError: there are none, or one follows a batch norm in a way that cannot be put off to the end of a
-                batch; the message says why.
+            ValueError: there are none, or one follows a batch norm in a way that cannot be put off
+                to the end of a batch; the message says why.
         """
         if not self.alike:
             raise ValueError(
@@ -121,7 +123,8 @@ class TwoTraces:
             else:
                 others.append(f"'{name}' {leaf}")
         if not found:
-            why = "; ".join(others[:4]) + ("; ..." if len(others) > 4 else "")
+            more = "; ..." if len(others) > 4 else ""
+            why = "; ".join(others[:4]) + more
             raise ValueError(
                 "deferred_batch_norm=True, but no leaf of the model state follows the statistics of a batch norm: "
                 f"{why}. Leave it out, or call jvpipe.deferred_batch_norm in the loss"
@@ -129,7 +132,10 @@ class TwoTraces:
         return found
 
     def _leaf(self, index: int) -> RunningLeaf | str:
-        """Returns a leaf that follows a batch norm, or why it is none; after "!", why it cannot be put off."""
+        """Returns a leaf that follows a batch norm, or why it is none.
+
+        After "!", why it cannot be put off.
+        """
         parts = self._slice(state_after(self.micro, index))
         if not parts.sums:
             return (
@@ -150,7 +156,11 @@ class TwoTraces:
         # Whoever centres squares by the mean of a whole batch has to know that, too.
         means = {x.mean_of for x in known_sums if x.mean_of is not None} - parts.sums
         known_sums += [Sum(place, self._count(self.eqns[place])) for place in sorted(means)]
-        return RunningLeaf(index, tuple(known_sums), tuple(sorted(parts.eqns)))
+        return RunningLeaf(
+            index,
+            tuple(known_sums),
+            tuple(sorted(parts.eqns)),
+        )
 
     # Where examples are
 
@@ -171,7 +181,10 @@ class TwoTraces:
     @cached_property
     def _defining(self) -> dict[Var, int]:
         """The place of the equation that each variable is a result of."""
-        return {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        places: dict[Var, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            places |= dict.fromkeys(eqn.outvars, i)
+        return places
 
     @cached_property
     def _first(self) -> dict[Var, Var]:
@@ -181,9 +194,14 @@ class TwoTraces:
         return eqn.primitive.name == "reduce_sum" and self._carries(eqn.invars[0])
 
     def _slice(self, atom: Atom) -> _Slice:
-        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it walks over."""
-        todo, seen = variables([atom]), set[Var]()
-        sums, inputs, eqns = set[int](), set[Var](), set[int]()
+        """Returns what a value is made of, back to sums over examples and to inputs. Costs what it
+        walks over.
+        """
+        todo = variables([atom])
+        seen = set[Var]()
+        sums = set[int]()
+        inputs = set[Var]()
+        eqns = set[int]()
         barrier = None
         while todo:
             var = todo.pop()
@@ -202,7 +220,12 @@ class TwoTraces:
             else:
                 eqns.add(place)
                 todo += variables(self.eqns[place].invars)
-        return _Slice(frozenset(sums), frozenset(inputs), frozenset(eqns), barrier)
+        return _Slice(
+            frozenset(sums),
+            frozenset(inputs),
+            frozenset(eqns),
+            barrier,
+        )
 
     # What is a batch norm's
 
@@ -217,17 +240,23 @@ class TwoTraces:
         return atom
 
     def _centre(self, eqn: JaxprEqn) -> int | None:
-        """Returns the place of the sum by whose mean an equation centres its examples, if it does that."""
+        """Returns the place of the sum by whose mean an equation centres its examples, if it does
+        that.
+        """
         if eqn.primitive.name != "sub" or not self._carries(eqn.outvars[0]):
             return None
         values, centre = eqn.invars
         place = self._mean(centre)
         if place is None:
             return None
-        return place if self._origin(self.eqns[place].invars[0]) is self._origin(values) else None
+        summed = self.eqns[place].invars[0]
+        return place if self._origin(summed) is self._origin(values) else None
 
     def _mean(self, atom: Atom) -> int | None:
-        """Returns the place of the sum whose mean a value is, for each example or once; None if it is none."""
+        """Returns the place of the sum whose mean a value is, for each example or once.
+
+        None if it is none.
+        """
         ratio = 1.0
         while (place := self._defining.get(atom) if isinstance(atom, Var) else None) is not None:
             eqn = self.eqns[place]
@@ -262,9 +291,13 @@ class TwoTraces:
         return {i for i in sums if self._origin(self.eqns[i].outvars[0]) in firsts}
 
     def _sum(self, place: int) -> Sum | None:
-        """Returns a sum that is a batch norm's: of values that it centres, or of their squares; None for any other."""
+        """Returns a sum that is a batch norm's: of values that it centres, or of their squares.
+
+        None for any other.
+        """
         eqn = self.eqns[place]
-        axes, operand = eqn.params["axes"], self._origin(eqn.invars[0])
+        axes = eqn.params["axes"]
+        operand = self._origin(eqn.invars[0])
         count = self._count(eqn)
         if place in self._centring:
             return Sum(place, count)
@@ -287,7 +320,8 @@ class TwoTraces:
         if place is None:
             return None
         eqn = self.eqns[place]
-        name, operands = eqn.primitive.name, [self._origin(x) for x in eqn.invars]
+        name = eqn.primitive.name
+        operands = list(map(self._origin, eqn.invars))
         is_power = name == "integer_pow" and eqn.params["y"] == 2
         is_product = name == "mul" and operands[0] is operands[1]
         return operands[0] if name == "square" or is_power or is_product else None
@@ -295,9 +329,11 @@ class TwoTraces:
 
 def state_before(loss: LossJaxpr, index: int) -> Var:
     """Returns the input that a leaf of the model state is."""
-    return next(var for var, ref in loss.inputs.items() if ref == Ref(ValueKind.STATE, index))
+    leaf = Ref(ValueKind.STATE, index)
+    return next(var for var, ref in loss.inputs.items() if ref == leaf)
 
 
 def state_after(loss: LossJaxpr, index: int) -> Atom:
     """Returns the new value of a leaf of the model state."""
-    return next(atom for atom, ref in loss.outputs if ref == Ref(ValueKind.STATE, index))
+    leaf = Ref(ValueKind.STATE, index)
+    return next(atom for atom, ref in loss.outputs if ref == leaf)

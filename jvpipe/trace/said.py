@@ -1,7 +1,9 @@
-"""How aux and model state are made of those of slices, where the trace cannot say and the user does.
+"""How aux and model state are made of those of slices,
+where the trace cannot say and the user does.
 
-A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must not depend on a sum to
-which a slice has added only its share, or which it has left to the first slice.
+A leaf that the user speaks of is made of what the loss yields on each slice as it is. So it must
+not depend on a sum to which a slice has added only its share, or which it has left to the first
+slice.
 """
 
 from collections.abc import Collection, Mapping
@@ -61,7 +63,9 @@ class Said:
 
     @cached_property
     def state(self) -> tuple[Spread | None, ...]:
-        """How each leaf of the model state is made of what replicas make; None: each makes all of it.
+        """How each leaf of the model state is made of what replicas make.
+
+        None: each makes all of it.
 
         Raises:
             CoupledError: neither the trace nor the user can say it of a leaf.
@@ -69,7 +73,8 @@ class Said:
         return tuple(self._state(k) for k in range(len(self.graph.state)))
 
     def _state(self, k: int) -> Spread | None:
-        ref, name = Ref(ValueKind.STATE, k), self.graph.state[k].name
+        ref = Ref(ValueKind.STATE, k)
+        name = self.graph.state[k].name
         reduction = self.graph.state_chosen[k]
         lies = self.traced[ref]
         if lies.over is Over.ALONG:
@@ -97,7 +102,8 @@ class Said:
         return bool(lies.roots) and lies.roots <= set(self.normalising)
 
     def plain(self, loss: LossJaxpr, amended: Mapping[int, Beside]) -> dict[int, Beside]:
-        """Returns the equations that slices compute in another way, without those of leaves that the user speaks of.
+        """Returns the equations that slices compute in another way, without those of leaves that
+        the user speaks of.
 
         Args:
             loss: whose equations.
@@ -118,7 +124,8 @@ class Said:
             if out not in behind_unknown:
                 continue
             if out in behind_others:
-                names = ", ".join(sorted(f"{ref.kind} {ref.index}" for ref in unknown))
+                leaves = sorted(f"{ref.kind} {ref.index}" for ref in unknown)
+                names = ", ".join(leaves)
                 raise CoupledError(
                     f"a sum over examples, and what is added to it, is a part of what replicas make exactly and of "
                     f"what they do not ({names}): compute it twice, or use one device for each stage"

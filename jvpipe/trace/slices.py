@@ -1,8 +1,9 @@
-"""A loss on slices of a micro-batch, as the replicas of a stage compute it, in the layers of the whole.
+"""A loss on slices of a micro-batch, as the replicas of a stage compute it,
+in the layers of the whole.
 
-It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers and positions are
-those of the whole micro-batch, of which each slice takes its own: dropout draws the same masks for any number of
-replicas (and every replica draws them all).
+It is traced at the size of each slice. A mean counts by its share of the examples. Random numbers
+and positions are those of the whole micro-batch, of which each slice takes its own: dropout draws
+the same masks for any number of replicas (and every replica draws them all).
 
     whole     bits[8, 4] = random_bits key
     slice     bits[8, 4] = random_bits key    part[2, 4] = slice bits, examples 2 to 4
@@ -11,6 +12,7 @@ replicas (and every replica draws them all).
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -50,7 +52,11 @@ class Apart:
     amended: Mapping[int, Beside]
 
 
-def sliced(traced: Traced, examples: Examples, apart: Apart) -> Traced:
+def sliced(
+    traced: Traced,
+    examples: Examples,
+    apart: Apart,
+) -> Traced:
     """Returns the same layers on some of the examples.
 
     Args:
@@ -76,7 +82,8 @@ def _resized(traced: Traced, examples: int) -> LossJaxpr:
     """Returns the loss on another number of examples."""
     loss = traced.loss
     assert loss.of_size is not None, "a loss that was not traced from a function"
-    # JAX traces some functions differently at a size of one, so the equations of the whole are kept if they can be.
+    # JAX traces some functions differently at a size of one, so the equations of the whole are kept
+    # if they can be.
     if examples == 1:
         try:
             return on_one(loss, traced.graph.examples)
@@ -95,7 +102,8 @@ def _layers(graph: LayerGraph) -> object:
     """Returns what must be equal for layers to differ only in their sizes."""
     candidates = [[c.name for c in layer.candidates] for layer in graph.layers]
     layers = [(layer.reads, layer.writes) for layer in graph.layers]
-    tensors = [(tensor.producer, tensor.readers, tensor.differentiable) for tensor in graph.tensors]
+    crossing = operator.attrgetter("producer", "readers", "differentiable")
+    tensors = list(map(crossing, graph.tensors))
     readers = [parameter.readers for parameter in graph.parameters]
     return layers, candidates, tensors, readers
 
@@ -129,7 +137,11 @@ class _Cut:
         eqns = self._equations(whole.eqns, part.eqns)
         makes_loss = Ref(ValueKind.LOSS, 0) in part.writes
         is_mean = makes_loss and self.apart.batching.loss.over is Over.MEAN
-        return replace(part, eqns=tuple(eqns), share=self.share if is_mean else 1.0)
+        return replace(
+            part,
+            eqns=tuple(eqns),
+            share=self.share if is_mean else 1.0,
+        )
 
     def _equations(self, whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
         """Returns the equations of a slice, also of a loop.
@@ -149,7 +161,12 @@ class _Cut:
             else:
                 beside = self.apart.amended.get(id(of_whole))
                 is_first = self.examples.start == 0
-                eqns += _amended(of_part, beside, self.share, is_first=is_first)
+                eqns += _amended(
+                    of_part,
+                    beside,
+                    self.share,
+                    is_first=is_first,
+                )
         return eqns
 
     def _inside(self, whole: Any, part: Any) -> Any:
@@ -165,14 +182,19 @@ class _Cut:
             case Jaxpr():
                 return part.replace(eqns=list(self._equations(whole.eqns, part.eqns)))
             case tuple():
-                items = [self._inside(a, b) for a, b in zip(whole, part, strict=True)]
-                return part if all(map(operator.is_, items, part)) else tuple(items)
+                pairs = zip(whole, part, strict=True)
+                items = [self._inside(a, b) for a, b in pairs]
+                is_same = all(map(operator.is_, items, part))
+                return part if is_same else tuple(items)
             case _:
                 return part
 
     def _generated(self, whole: JaxprEqn, part: JaxprEqn) -> Sequence[JaxprEqn]:
-        """Returns what makes numbers by their position: those of the whole micro-batch, then the slice's part."""
-        aval, of_part = _jax.aval(whole.outvars[0]), _jax.aval(part.outvars[0])
+        """Returns what makes numbers by their position: those of the whole micro-batch, then the
+        slice's part.
+        """
+        aval = _jax.aval(whole.outvars[0])
+        of_part = _jax.aval(part.outvars[0])
         operands = zip(whole.invars, part.invars, strict=True)
         same_operands = all(_jax.aval(a).shape == _jax.aval(b).shape for a, b in operands)
         sizes = zip(aval.shape, of_part.shape, strict=True)
@@ -182,7 +204,8 @@ class _Cut:
         (axis,) = axes
         # An example may have several rows, such as one for each token where both axes are one.
         rows = aval.shape[axis] // self.total
-        start, stop = self.examples.start * rows, self.examples.stop * rows
+        start = self.examples.start * rows
+        stop = self.examples.stop * rows
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.slice_in_dim(x, start, stop, axis=axis)
@@ -193,9 +216,14 @@ class _Cut:
 
 
 def _amended(
-    eqn: JaxprEqn, beside: Beside | None, share: float, *, is_first: bool
+    eqn: JaxprEqn,
+    beside: Beside | None,
+    share: float,
+    *,
+    is_first: bool,
 ) -> Sequence[JaxprEqn]:
-    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must not be zero.
+    """Returns an equation of a slice, one of whose operands counts by the slice's share, or must
+    not be zero.
 
     Args:
         eqn: the equation.
@@ -217,8 +245,13 @@ def _amended(
 
     def change(x: jax.Array) -> jax.Array:
         if only_first:
-            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there is none.
-            return jax.lax.clamp(jnp.zeros((), x.dtype), x, jnp.zeros((), x.dtype))
+            # Nothing, as an equation that reads x: plain zeros would be a constant, for which there
+            # is none.
+            return jax.lax.clamp(
+                jnp.zeros((), x.dtype),
+                x,
+                jnp.zeros((), x.dtype),
+            )
         return x * jnp.asarray(share, x.dtype)
 
     invars = [changed if i == side else atom for i, atom in enumerate(eqn.invars)]
@@ -228,8 +261,8 @@ def _amended(
 def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
     """Divides a sum by a count.
 
-    A slice without any items has neither: its quotient is zero. Where only the count is zero, the loss is NaN; no
-    derivative reads that.
+    A slice without any items has neither: its quotient is zero. Where only the count is zero, the
+    loss is NaN; no derivative reads that.
     """
     quotient = total / jnp.where(count == 0, jnp.ones_like(count), count)
     lost = (count == 0) & (jax.lax.stop_gradient(total) != 0)
@@ -237,7 +270,9 @@ def _quotient(total: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _equations(
-    fn: Callable[..., jax.Array], inputs: Sequence[Atom], outputs: Sequence[Var]
+    fn: Callable[..., jax.Array],
+    inputs: Sequence[Atom],
+    outputs: Sequence[Var],
 ) -> Sequence[JaxprEqn]:
     """Returns the equations of a function between variables.
 
@@ -253,7 +288,8 @@ def _equations(
     renamed = []
     for eqn in closed.jaxpr.eqns:
         invars = [names.get(x, x) if isinstance(x, Var) else x for x in eqn.invars]
-        renamed.append(eqn.replace(invars=invars, outvars=[names.get(x, x) for x in eqn.outvars]))
+        outvars = [names.get(x, x) for x in eqn.outvars]
+        renamed.append(eqn.replace(invars=invars, outvars=outvars))
     return renamed
 
 
@@ -265,7 +301,8 @@ def taken_apart(traced: Traced, sizes: Iterable[int]) -> Apart:
         sizes: of its slices, to compare with.
 
     Raises:
-        CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those of slices.
+        CoupledError: its examples cannot be computed apart, or its loss or aux not be made of those
+            of slices.
     """
     by_size = {size: _taken_apart(traced, size) for size in sorted(set(sizes))}
     least = min(by_size)
@@ -306,16 +343,27 @@ def _taken_apart(traced: Traced, fewer: int) -> Apart:
 
 
 def _spreading(traced: Traced, fewer: int) -> Spreading:
-    """Returns what follows a loss at two sizes, from batches whose first axis is that of the examples."""
+    """Returns what follows a loss at two sizes, from batches whose first axis is that of the
+    examples.
+    """
     loss = traced.loss
-    states = [atom for atom, ref in loss.outputs if ref.kind is ValueKind.STATE]
-    # What model state remembers may be used for single examples, as batch norm does with its statistics.
-    same, remembered = first_of_same(loss.eqns), reaching(loss.eqns, states)
+    states = loss.outputs_of(ValueKind.STATE)
+    # What model state remembers may be used for single examples, as batch norm does with its
+    # statistics.
+    same = first_of_same(loss.eqns)
+    remembered = reaching(loss.eqns, states)
     remembered |= {same.get(v, v) for v in remembered}
     total, flows = traced.graph.examples, active(loss)
     place_of = places(traced)
-    spreading = Spreading(total, fewer, remembered, place_of, same=same, flows=flows)
-    batch = [v for v, ref in loss.inputs.items() if ref.kind is ValueKind.BATCH]
+    spreading = Spreading(
+        total,
+        fewer,
+        remembered,
+        place_of,
+        same=same,
+        flows=flows,
+    )
+    batch = loss.inputs_of(ValueKind.BATCH)
     spreading.lies_of = dict.fromkeys(batch, Lies(Over.ALONG, 0))
     return spreading
 
@@ -334,7 +382,10 @@ def places(traced: Traced) -> Callable[[JaxprEqn], str]:
 
 
 def _tensors(traced: Traced, spreading: Spreading) -> list[Lies]:
-    """Returns how the edges between layers lie; raises CoupledError for what slices would make otherwise."""
+    """Returns how the edges between layers lie.
+
+    Raises CoupledError for what slices would make otherwise.
+    """
     variables: dict[Ref, Atom] = {}
     for body in traced.bodies:
         variables |= zip(body.writes, body.outputs, strict=True)
@@ -367,18 +418,26 @@ def _aux_path(traced: Traced, index: int) -> tuple[str, str]:
 
 
 def _check_outputs(traced: Traced, outputs: dict[Ref, Lies]) -> None:
-    """Checks that the loss and the aux of a micro-batch can be made of those of its slices; `Said` checks the rest.
+    """Checks that the loss and the aux of a micro-batch can be made of those of its slices.
+
+    `Said` checks the rest.
 
     Raises:
         CoupledError: one cannot.
     """
-    pairs = {i for group in traced.graph.aux_groups if len(group) > 1 for i in group}
+    paired = [group for group in traced.graph.aux_groups if len(group) > 1]
+    pairs = set(chain.from_iterable(paired))
     for ref, lies in outputs.items():
         match ref.kind:
             case ValueKind.LOSS:
                 _check_loss(traced, lies)
             case ValueKind.AUX:
-                _check_aux(traced, ref.index, lies, is_weighted=ref.index in pairs)
+                _check_aux(
+                    traced,
+                    ref.index,
+                    lies,
+                    is_weighted=ref.index in pairs,
+                )
             case ValueKind.STATE:
                 pass
             case _:
@@ -400,7 +459,13 @@ def _check_loss(traced: Traced, lies: Lies) -> None:
     )
 
 
-def _check_aux(traced: Traced, index: int, lies: Lies, *, is_weighted: bool) -> None:
+def _check_aux(
+    traced: Traced,
+    index: int,
+    lies: Lies,
+    *,
+    is_weighted: bool,
+) -> None:
     is_known = lies.over is not Over.MIXED and not lies.open
     is_plain = lies.over is not Over.ALONG or not lies.power
     is_sum = lies.over is Over.SUM or not is_weighted

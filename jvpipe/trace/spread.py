@@ -1,4 +1,5 @@
-"""How every value of a loss lies over the examples of a micro-batch: found by tracing it at two sizes, not guessed.
+"""How every value of a loss lies over the examples of a micro-batch:
+found by tracing it at two sizes, not guessed.
 
     x [4, 8]   at size 4, [2, 8] at size 2     along axis 0
     x @ w      reads one along 0               along axis 0
@@ -6,9 +7,10 @@
     sum(x)/4   at size 4, sum(x)/2 at size 2   a mean
     max(x)                                     mixed: what slices yield does not say what the whole yields
 
-What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into values of single examples
-it couples them: slices would not yield what the whole does. That is refused, except in a batch norm, whose statistics
-the model state remembers (`jvpipe.trace.normalised`): replicas normalise by their own.
+What is mixed, a sum or a mean may become part of the loss or of aux. Where it flows back into
+values of single examples it couples them: slices would not yield what the whole does. That is
+refused, except in a batch norm, whose statistics the model state remembers
+(`jvpipe.trace.normalised`): replicas normalise by their own.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +34,7 @@ from jvpipe.trace.reductions import (
     Lies,
     counted,
     guarded,
+    open_of,
     power_after,
     reduced,
     summed_axes,
@@ -40,7 +43,7 @@ from jvpipe.trace.rules import cotangent, fits
 from jvpipe.trace.structure import comparable
 
 GENERATORS = ("random_bits", "random_split", "iota")
-"""Primitives that make numbers by their position: a slice's are cut out of those of the whole micro-batch."""
+"""Primitives that make numbers by their position: a slice's are cut out of those of the whole."""
 _CALLS = (
     "jit",
     "pjit",
@@ -88,7 +91,8 @@ class Spreading:
         remembered: the variables from which model state is made.
         place_of: tells in which layer an equation is.
         lies_of: how each variable lies, as far as the equations have been followed.
-        amended: the equations, by their identity, that slices compute another way (`jvpipe.trace.reductions`).
+        amended: the equations, by their identity, that slices compute another way
+            (`jvpipe.trace.reductions`).
         normalising: the reductions over examples that a batch norm divides by.
         same: the variables that stand for others, which are equal.
         flows: those that a gradient flows through; None: all of inexact type.
@@ -132,8 +136,9 @@ class Spreading:
             ins = [self.lies(a, b) for a, b in zip(eqn.invars, fewer.invars, strict=True)]
             outs = self._apply(eqn, fewer, ins)
             is_guard = self.amended.get(id(eqn)) is Beside.GUARD
-            # Equal values get one number: by it a sum that was divided by a count is known, times that count, again.
-            # What a gradient flows through is another value behind `stop_gradient`: its derivative is another.
+            # Equal values get one number: by it a sum that was divided by a count is known, times
+            # that count, again. What a gradient flows through is another value behind
+            # `stop_gradient`: its derivative is another.
             if eqn.primitive.name != "stop_gradient" or not self._flows(eqn.invars[0]):
                 self._alike.tell(eqn, guarded(eqn, ins, self._alike) if is_guard else None)
             self.lies_of.update(zip(eqn.outvars, outs, strict=True))
@@ -148,11 +153,12 @@ class Spreading:
         if not isinstance(atom, Literal):
             return self.lies_of.get(atom, NONE)
         assert isinstance(small, Literal)
-        a, b = np.asarray(atom.val), np.asarray(small.val)
+        a = np.asarray(atom.val)
+        b = np.asarray(small.val)
         if a.dtype == b.dtype and a.tobytes() == b.tobytes():
             return NONE if a.any() else ZERO
-        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2 is n, 0.25 and 0.5 is
-        # 1/n. Halves have so few digits that the quotient is rounded.
+        # The only numbers that may differ are n and 1/n: a literal 4.0 at 4 examples and 2.0 at 2
+        # is n, 0.25 and 0.5 is 1/n. Halves have so few digits that the quotient is rounded.
         ratio = self.examples / self.fewer
         tolerance = 1e-2 if a.dtype.itemsize < 4 else 1e-6
         for power in (1, -1):
@@ -201,7 +207,7 @@ class Spreading:
             ins: how its operands lie.
             grown: of each result the axis whose size follows the number of examples.
         """
-        # Three cases: something has a part for each example; or the result gets one; or neither has.
+        # Something has a part for each example; or the result gets one; or neither has.
         #
         #     tanh x[n, 4]              ALONG, unless its axis is gone: then a sum, or mixed
         #     broadcast 0. to [n, 4]    ALONG from here on
@@ -224,7 +230,7 @@ class Spreading:
         power = power_after(eqn, ins)
         if power is None:
             raise self._refused(eqn, "uses the number of examples in values of single ones")
-        opened = frozenset[Var]().union(*(x.open for x in moving))
+        opened = open_of(moving)
         return [self._after(eqn, axis, power, opened) for axis in axes_after]
 
     def _normalised(self, eqn: JaxprEqn, ins: Sequence[Lies], lies: Lies) -> Lies:
@@ -243,14 +249,14 @@ class Spreading:
             )
         if result.over is Over.ALONG:
             # What was open before and is no more has been divided by: that batch norm is complete.
-            before = frozenset[Var]().union(*(x.open for x in ins))
+            before = open_of(ins)
             self.normalising |= before - result.open
             if not result.is_scale:
                 self.normalising.update(*(x.roots for x in ins if x.is_scale))
         return result
 
     def _after(self, eqn: JaxprEqn, axis: int | None, power: int, opened: frozenset[Var]) -> Lies:
-        """Returns how a result lies of values with a part for each example: along an axis, or it is a reduction.
+        """Returns how a result of values with parts for each example lies.
 
         Args:
             eqn: makes it.
@@ -263,13 +269,15 @@ class Spreading:
         is_sum = eqn.primitive.name in ("reduce_sum", "dot_general", "scatter-add")
         lies = summed_axes(power) if is_sum else Lies(Over.MIXED)
         # A reduction inside of a loop is known outside by the result of the loop.
-        root = eqn.outvars[0] if self._outer is None else self._outer.outvars[0]
+        root = (self._outer or eqn).outvars[0]
         return replace(lies, roots=opened | {self.same.get(root, root)})
 
     def _grown(self, eqn: JaxprEqn, atom: Atom, small: Atom) -> int | None:
-        """Returns the axis of a result whose size follows the number of examples; None if there is none."""
-        a, b = _jax.aval(atom).shape, _jax.aval(small).shape
-        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        """Returns the axis of a result whose size follows the number of examples, if there is one."""
+        a = _jax.aval(atom).shape
+        b = _jax.aval(small).shape
+        pairs = zip(a, b, strict=False)
+        axes = [i for i, (x, y) in enumerate(pairs) if x != y]
         if len(a) == len(b) and not axes:
             return None
         if len(a) == len(b) and len(axes) == 1:
@@ -280,13 +288,15 @@ class Spreading:
         raise self._refused(eqn, sizes)
 
     def _spread_out(self, eqn: JaxprEqn, axis: int | None, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made for each example of none lies: constants, positions, random numbers."""
+        """Returns how what is made of no example lies: constants, positions, random numbers."""
         name = eqn.primitive.name
         power = ins[0].power if name == "broadcast_in_dim" else 0
         self._check_uncoupled(eqn, [x for x in ins if x.reduced and not power])
-        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body does not allow.
+        # A slice of random numbers is cut out by rewriting the equation, which a rule's own body
+        # does not allow.
         fixed = self._in_rule and name in GENERATORS
-        if axis is None or (fixed and (name != "iota" or eqn.params["dimension"] == axis)):
+        is_numbered = name != "iota" or eqn.params["dimension"] == axis
+        if axis is None or (fixed and is_numbered):
             raise self._refused(eqn, "draws numbers for each example inside of a rule")
         if name not in (*GENERATORS, "broadcast_in_dim", "empty", "full"):
             raise self._refused(
@@ -295,7 +305,7 @@ class Spreading:
         return Lies(Over.ALONG, axis, power=power)
 
     def _reduced(self, eqn: JaxprEqn, ins: Sequence[Lies]) -> Lies:
-        """Returns how what is made of sums and means over examples lies, and of what depends on none."""
+        """Returns how what is made of sums and means lies, and of what depends on no example."""
         lies = reduced(eqn, ins, self._alike, in_rule=self._rule)
         if lies.beside is None:
             return lies
@@ -307,7 +317,7 @@ class Spreading:
         return replace(lies, beside=None)
 
     def _check_uncoupled(self, eqn: JaxprEqn, reduced: Sequence[Lies]) -> None:
-        """Raises if what was made of several examples becomes part of single ones, unless model state keeps it."""
+        """Raises if single examples read what several made, unless model state keeps it."""
         for lies in reduced:
             if not lies.roots or not all(root in self.remembered for root in lies.roots):
                 raise self._refused(eqn, _GIVES)
@@ -388,11 +398,10 @@ class Spreading:
         )
         if comparable(whole.consts) != comparable(fewer.consts):
             raise inner._refused(eqn, "reads arrays that are others for other numbers of examples")
-        cotangents = [
-            cotangent(lies) if flows else ZERO
-            for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True)
-            if _is_inexact(v)
-        ]
+        cotangents = []
+        for lies, flows, v in zip(outs, flowing, eqn.outvars, strict=True):
+            if _is_inexact(v):
+                cotangents.append(cotangent(lies) if flows else ZERO)
         inner.lies_of = dict(zip(whole.jaxpr.invars, [*ins, *cotangents], strict=True))
         inner.run(whole.jaxpr.eqns, fewer.jaxpr.eqns)
         for i, a, b in zip(moving, whole.jaxpr.outvars, fewer.jaxpr.outvars, strict=True):
@@ -408,11 +417,12 @@ class Spreading:
         return self.flows is None or atom in self.flows
 
     def _scan(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
-        # The inputs of the body are consts, carry and a row of each of xs; its results are carry and a row of each ys.
+        # The inputs of the body are consts, carry and a row of each of xs; its results are carry
+        # and a row of each ys.
         consts, carry, xs = _jax.scan_operands(eqn, ins)
         if any(x.over is Over.ALONG and x.axis == 0 for x in xs):
             raise self._refused(eqn, "goes through the examples one after another")
-        # An iteration sees xs without their first axis, over which the scan goes, and its ys get one.
+        # An iteration sees xs without the axis over which the scan goes, and its ys get one.
         xs = [replace(x, axis=x.axis - 1) if x.over is Over.ALONG else x for x in xs]
         body, fewer = (_jax.inner_jaxprs(e)[0] for e in (eqn, small))
 
@@ -435,7 +445,8 @@ class Spreading:
             return run("body_jaxpr", [*ins[first:start], *now])
 
         carry, _ = self._settled(eqn, ins[start:], step)
-        self._check_same_for_all(eqn, run("cond_jaxpr", [*ins[:first], *carry])[0])
+        goes_on = run("cond_jaxpr", [*ins[:first], *carry])[0]
+        self._check_same_for_all(eqn, goes_on)
         return carry
 
     def _cond(self, eqn: JaxprEqn, small: JaxprEqn, ins: Sequence[Lies]) -> list[Lies]:
@@ -453,7 +464,8 @@ class Spreading:
     def _settled(
         self, eqn: JaxprEqn, carry: Sequence[Lies], step: Callable[[list[Lies]], list[Lies]]
     ) -> tuple[list[Lies], list[Lies]]:
-        """Returns how what a loop carries lies once another step changes nothing, and what that step yields.
+        """Returns how what a loop carries lies once another step changes nothing, and what that
+        step yields.
 
         It ends: joining only ever makes a value more mixed.
 
@@ -465,20 +477,23 @@ class Spreading:
         now = list(carry)
         while True:
             outs = step(now)
-            joined = [self._joined(eqn, a, b) for a, b in zip(now, outs[: len(now)], strict=True)]
+            pairs = zip(now, outs[: len(now)], strict=True)
+            joined = [self._joined(eqn, a, b) for a, b in pairs]
             if joined == now:
                 return now, outs
             now = joined
 
     def _joined(self, eqn: JaxprEqn, a: Lies, b: Lies) -> Lies:
-        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or branches yield.
+        """Returns how a value lies that is one or the other: what a loop begins or goes on with, or
+        branches yield.
 
         Args:
             eqn: the loop, or the branches.
             a: how the one lies.
             b: how the other lies.
         """
-        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for each example.
+        # A loop often begins with zeros, which are as good as any: sums of nothing, or nothing for
+        # each example.
         if a.is_zero or b.is_zero:
             return b if a.is_zero else a
         if Over.ALONG in (a.over, b.over) and (a.over, a.axis) != (b.over, b.axis):

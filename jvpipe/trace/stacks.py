@@ -1,4 +1,5 @@
-"""Parameters stacked along their first axis, one slice per layer, as `flax.linen.scan` and plain `lax.scan` want them.
+"""Parameters stacked along their first axis, one slice per layer,
+as `flax.linen.scan` and plain `lax.scan` want them.
 
 Each slice becomes a parameter of its own, so that layers can live apart.
 """
@@ -28,7 +29,10 @@ Tree = Any
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices(tuple[Any, ...]):
-    """The slices of a stack, in the place of it; the optimizer's state has such, too, for what belongs to a stack."""
+    """The slices of a stack, in the place of it.
+
+    The optimizer's state has such, too, for what belongs to a stack.
+    """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
         """Returns the slices with their positions, for JAX."""
@@ -46,7 +50,8 @@ def _is_slices(tree: Tree) -> bool:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all others.
+    """The leaves of the parameters that are stacks of layers: the `lengths` of these, None for all
+    others.
 
     >>> import numpy as np
     >>> stacks = Stacks(jax.tree.structure({"blocks": 0, "head": 0}), (2, None))
@@ -77,7 +82,8 @@ class Stacks:
         >>> Stacks(jax.tree.structure({"base": [0, 0], "head": 0}), (None,) * 3).named(["base/*"])
         (True, True, False)
         """
-        leaves = jax.tree_util.tree_leaves_with_path(self.tree.unflatten(range(len(self.lengths))))
+        numbered = self.tree.unflatten(range(len(self.lengths)))
+        leaves = jax.tree_util.tree_leaves_with_path(numbered)
         paths = path_names([path for path, _ in leaves])
         for pattern in patterns:
             if not any(fnmatchcase(path, pattern) for path in paths):
@@ -85,7 +91,8 @@ class Stacks:
                 raise ValueError(
                     f"frozen pattern '{pattern}' matches no parameter: did you mean {close or 'none'}?"
                 )
-        return tuple(any(fnmatchcase(path, x) for x in patterns) for path in paths)
+        frozen = [any(fnmatchcase(path, pattern) for pattern in patterns) for path in paths]
+        return tuple(frozen)
 
     def slices_named(self, patterns: Sequence[str]) -> frozenset[int]:
         """Returns the leaves of the split parameters that match patterns: of a stack all slices."""
@@ -97,7 +104,8 @@ class Stacks:
     def join(
         self, tree: Tree, stack: Callable[..., Any] = lambda *slices: np.stack(slices)
     ) -> Tree:
-        """Joins what `split` took apart: the parameters, or what mirrors them, such as the optimizer's state.
+        """Joins what `split` took apart: the parameters, or what mirrors them, such as the
+        optimizer's state.
 
         Args:
             tree: with `Slices`.
@@ -165,18 +173,24 @@ def find_stacks(loss: LossJaxpr, params: Tree) -> Stacks:
         elif eqn.primitive.name == "scan":
             *rest, xs = _jax.scan_operands(eqn, read)
             over_layers = _is_over_layers(eqn, [i is not None for i in xs])
-            lengths |= {i: eqn.params["length"] for i in xs if i is not None and over_layers}
+            if over_layers:
+                stacked = [i for i in xs if i is not None]
+                lengths |= dict.fromkeys(stacked, eqn.params["length"])
             others.update(*rest, () if over_layers else xs)
         else:
             others.update(read)
-    others.update(source.get(v) for v in jaxprs.variables(atom for atom, _ in loss.outputs))
+    outputs = jaxprs.variables(atom for atom, _ in loss.outputs)
+    others.update(source.get(v) for v in outputs)
     leaves, tree = jax.tree.flatten(params)
     numbers = range(len(leaves))
     return Stacks(tree, tuple(lengths.get(i) if i not in others else None for i in numbers))
 
 
 def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
-    """Tells whether a scan's iterations do real work with their slices of the parameters; those over time do not."""
+    """Tells whether a scan's iterations do real work with their slices of the parameters.
+
+    Those over time do not.
+    """
     body = eqn.params["jaxpr"]
     flat = flatten(_jax.jaxpr_as_fun(body), *body.in_avals).jaxpr
     *_, xs = _jax.scan_operands(eqn, flat.invars)
@@ -193,5 +207,6 @@ def _is_over_layers(eqn: JaxprEqn, stacked: list[bool]) -> bool:
 
 def _slices(x: Any, length: int) -> Slices:
     if type(x) is jax.ShapeDtypeStruct:
-        return Slices((jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * length)
+        of_slice = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return Slices((of_slice,) * length)
     return Slices(x[i] for i in range(length))

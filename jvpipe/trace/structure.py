@@ -41,13 +41,18 @@ class Structure:
 
 
 def structure(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], *, rules: bool = True
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Var],
+    outputs: Sequence[Atom],
+    *,
+    rules: bool = True,
 ) -> Structure:
-    """Returns a value that is equal for two runs of equations which compute the same function in the same way.
+    """Returns a value that is equal for two runs of equations which compute the same function in
+    the same way.
 
-    Variables are numbered in order of appearance. A custom derivative is compared by what its rule computes, unless
-    the equations need no derivative. Parameters that cannot be compared are compared by identity: equal
-    structures are equal programs; the converse need not hold.
+    Variables are numbered in order of appearance. A custom derivative is compared by what its rule
+    computes, unless the equations need no derivative. Parameters that cannot be compared are
+    compared by identity: equal structures are equal programs; the converse need not hold.
 
     Args:
         eqns: in order.
@@ -57,7 +62,8 @@ def structure(
     """
     numbers: dict[Var, int] = {}
 
-    # A number says which variable it is; at its first appearance its shape and type are compared, too.
+    # A number says which variable it is; at its first appearance its shape and type are compared,
+    # too.
     def number(var: Var) -> Hashable:
         if var in numbers:
             return numbers[var]
@@ -65,7 +71,9 @@ def structure(
         return numbers[var], _kind(var)
 
     def atom(a: Atom) -> Any:
-        return ("literal", _kind(a), comparable(a.val)) if isinstance(a, Literal) else number(a)
+        if isinstance(a, Literal):
+            return "literal", _kind(a), comparable(a.val)
+        return number(a)
 
     def equation(eqn: JaxprEqn) -> Hashable:
         read = tuple(map(atom, eqn.invars))
@@ -81,7 +89,8 @@ def structure(
 def _kind(atom: Atom) -> Hashable:
     """Returns the shape and type of a variable or literal, comparable."""
     aval = atom.aval
-    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
     kind = shape, dtype, getattr(aval, "weak_type", False)
     return str(aval) if None in kind else kind
 
@@ -90,12 +99,17 @@ def _comparable_params(eqn: JaxprEqn, rules: bool) -> Hashable:
     if eqn.primitive.name in RULES and not rules:
         return comparable(eqn.params["call_jaxpr"], rules=False)
     if eqn.primitive.name in RULES and not eqn.params["symbolic_zeros"]:
-        return comparable(eqn.params["call_jaxpr"]), comparable(pullback(eqn)[0], rules=False)
-    return tuple(sorted((k, comparable(v, rules=rules)) for k, v in eqn.params.items()))
+        rule, _ = pullback(eqn)
+        return comparable(eqn.params["call_jaxpr"]), comparable(rule, rules=False)
+    params = ((k, comparable(v, rules=rules)) for k, v in eqn.params.items())
+    return tuple(sorted(params))
 
 
 class _Identity:
-    """Wraps an incomparable value; equal only to itself. It keeps the value alive, so that no other gets its id."""
+    """Wraps an incomparable value.
+
+    Equal only to itself. It keeps the value alive, so that no other gets its id.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -121,7 +135,8 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
         rules: compare derivative rules too.
     """
     if isinstance(value, ClosedJaxpr):
-        jaxpr, consts = value.jaxpr, tuple(comparable(c) for c in value.consts)
+        jaxpr = value.jaxpr
+        consts = tuple(comparable(c) for c in value.consts)
         return "jaxpr", structure(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, rules=rules), consts
     if isinstance(value, Jaxpr):
         inputs = [*value.constvars, *value.invars]
@@ -134,9 +149,11 @@ def comparable(value: Any, *, rules: bool = True) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(comparable(v, rules=rules) for v in value)
     if isinstance(value, dict):
-        return tuple(sorted((str(k), comparable(v, rules=rules)) for k, v in value.items()))
+        items = ((str(k), comparable(v, rules=rules)) for k, v in value.items())
+        return tuple(sorted(items))
     if isinstance(value, (set, frozenset)):  # in an order that is the same in every process
-        return ("set", tuple(sorted((comparable(v, rules=rules) for v in value), key=repr)))
+        members = (comparable(v, rules=rules) for v in value)
+        return "set", tuple(sorted(members, key=repr))
     if isinstance(value, float):
         return ("float", value.hex())
     if not _hashable(value):

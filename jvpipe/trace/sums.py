@@ -1,4 +1,5 @@
-"""Sums only over parameters, such as the squares that weight decay adds to a loss, are made where the parameters are.
+"""Sums only over parameters, such as the squares that weight decay adds to a loss,
+are made where the parameters are.
 
 Else the layer that adds them up would have to read every parameter of the model.
 
@@ -36,19 +37,25 @@ def settle_sums(
     """
     needing: defaultdict[Var, set[int]] = defaultdict(set)  # by value, the layers that need it
     for layer, run in enumerate(runs):
-        for v in [*free_variables(run), *(outputs if layer == loss_layer else ())]:
+        yielded = outputs if layer == loss_layer else ()
+        for v in [*free_variables(run), *yielded]:
             needing[v].add(layer)
     # The layers that read a value even if no sum is made there.
     reading_anyway = defaultdict(set, {v: set(layers) for v, layers in needing.items()})
     for eqn in reversed(floating):
         if not _is_sum(eqn):
-            _pass_on(eqn, reading_anyway, _needing(eqn, reading_anyway))
+            _pass_on(
+                eqn,
+                reading_anyway,
+                _needing(eqn, reading_anyway),
+            )
     summed = parameters_behind(floating, parameters)
     left, settled = [], [[] for _ in runs]
     for eqn in reversed(floating):
         layers = _needing(eqn, needing)
         if _is_sum(eqn) and layers:
-            # The last of the layers that are the first to read one of its parameters: there all are at hand.
+            # The last of the layers that are the first to read one of its parameters: there all are
+            # at hand.
             first = [min(reading_anyway[p], default=len(runs)) for p in summed[eqn.outvars[0]]]
             home = max(first, default=len(runs))
             if home < min(layers):
@@ -57,19 +64,25 @@ def settle_sums(
                 continue
         left.append(eqn)
         _pass_on(eqn, needing, layers)
-    return tuple(left[::-1]), [(*sums, *run) for sums, run in zip(settled, runs, strict=True)]
+    pairs = zip(settled, runs, strict=True)
+    return tuple(left[::-1]), [(*sums, *run) for sums, run in pairs]
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
     """Tells whether an equation makes one number of an array."""
-    return _jax.aval(eqn.outvars[0]).shape == () and any(_jax.aval(v).shape for v in eqn.invars)
+    reads_array = any(_jax.aval(v).shape for v in eqn.invars)
+    return reads_array and _jax.aval(eqn.outvars[0]).shape == ()
 
 
 def _needing(eqn: JaxprEqn, needing: dict[Var, set[int]]) -> set[int]:
     return set().union(*(needing[v] for v in eqn.outvars))
 
 
-def _pass_on(eqn: JaxprEqn, needing: dict[Var, set[int]], layers: set[int]) -> None:
+def _pass_on(
+    eqn: JaxprEqn,
+    needing: dict[Var, set[int]],
+    layers: set[int],
+) -> None:
     for v in variables(eqn.invars):
         needing[v] |= layers
 
@@ -80,6 +93,7 @@ def parameters_behind(
     """Returns the parameters that each value is made of."""
     behind = {p: frozenset([p]) for p in parameters}
     for eqn in floating:
-        made_of = frozenset().union(*(behind.get(v, frozenset()) for v in variables(eqn.invars)))
+        operands = variables(eqn.invars)
+        made_of = frozenset().union(*(behind.get(v, frozenset()) for v in operands))
         behind |= dict.fromkeys(eqn.outvars, made_of)
     return behind

@@ -1,7 +1,7 @@
 """A scan over stacked layers, run iteration by iteration, so that it can be cut between them.
 
-While a jaxpr is flattened, an array that is known slice by slice travels as a `Stack`. A scan over stacks of layers
-takes their slices as they are; any other equation gets the whole array.
+While a jaxpr is flattened, an array that is known slice by slice travels as a `Stack`. A scan over
+stacks of layers takes their slices as they are; any other equation gets the whole array.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +69,8 @@ def stacked_result(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
 
 
 def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
-    """Tells whether layers are stacked in a jaxpr, or in one that it calls, and perhaps scanned over.
+    """Tells whether layers are stacked in a jaxpr, or in one that it calls, and perhaps scanned
+    over.
 
     Args:
         jaxpr: in which.
@@ -85,7 +86,8 @@ def stacks_layers(jaxpr: Jaxpr, calls: Mapping[str, str]) -> bool:
 
 
 def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
-    """Tells whether an equation makes numbers along an axis, or casts such: it is put off until they are read.
+    """Tells whether an equation makes numbers along an axis, or casts such: it is put off until
+    they are read.
 
     Args:
         eqn: the equation.
@@ -97,9 +99,13 @@ def is_late(eqn: JaxprEqn, of_late: bool) -> bool:
 
 
 def unrolled(
-    eqn: JaxprEqn, values: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]
+    eqn: JaxprEqn,
+    values: Sequence[Any],
+    run: Callable[[Sequence[Any]], list[Any]],
 ) -> list[Any] | None:
-    """Runs a scan over layers, iteration by iteration; returns None if the equation is anything else.
+    """Runs a scan over layers, iteration by iteration.
+
+    Returns None if the equation is anything else.
 
     Args:
         eqn: a scan, or not.
@@ -113,7 +119,8 @@ def unrolled(
         return None
     rows = range(eqn.params["length"])
     ys: dict[int, list[Any]] = {}
-    # A reversed scan runs from the last slice to the first, and its ys keep the order of the slices.
+    # A reversed scan runs from the last slice to the first, and its ys keep the order of the
+    # slices.
     for i in reversed(rows) if eqn.params["reverse"] else rows:
         out = run([*constants, *carry, *(_part(x, i) for x in xs)])
         carry, ys[i] = out[: len(carry)], out[len(carry) :]
@@ -126,11 +133,12 @@ def _part(x: Any, i: int) -> Any:
     if isinstance(x, Stack):
         return x.part(i)
     if is_key(x):
-        starts, sizes = (i, *[0] * (x.ndim - 1)), (1, *x.shape[1:])
+        starts = (i, *[0] * (x.ndim - 1))
+        sizes = (1, *x.shape[1:])
         return jax.lax.squeeze(take(x, starts, sizes), (0,))
     return jax.lax.index_in_dim(x, i, keepdims=False)
 
 
 def _stack_of(parts: list[Any]) -> Stack:
-    array = cache(lambda: jax.numpy.stack([as_array(part) for part in parts]))
+    array = cache(lambda: jax.numpy.stack(list(map(as_array, parts))))
     return Stack(parts.__getitem__, array, False)

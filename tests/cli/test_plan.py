@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
+from jvpipe.cli.job import stay_on_cpus
 from jvpipe.cli.plan import main
 from tests.real_profiles import profile
 
@@ -444,3 +446,14 @@ def test_the_profiles_slowest_stage_is_the_exact_optimum(
             for j in range(len(total))
         ]
     assert json.loads(out.read_text())["bottleneck_s"] == pytest.approx(best[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize(("named", "used"), [(None, "cpu"), ("cuda,cpu", "cuda,cpu")])
+def test_a_plan_wakes_no_plugin_unless_platforms_are_named(named: str | None, used: str) -> None:
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", named)
+        stay_on_cpus()
+        assert jax.config.jax_platforms == used
+    finally:
+        jax.config.update("jax_platforms", before)

@@ -40,9 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Every program is said to take longer than the one before; the seconds that were read."""
     read: list[float] = []
 
-    def seconds(*_: Any) -> float:
+    def seconds(*_: Any) -> list[float]:
         read.append(1e-3 * (1 + len(read)))
-        return read[-1]
+        return [read[-1], read[-1]]
 
     monkeypatch.setattr(measure, "_seconds", seconds)
     return read

@@ -1,11 +1,8 @@
 """The pages are built, and whatever is said against them is an error; every link within the site leads somewhere."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +11,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 from jvpipe.schedules import SCHEDULES
+from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -59,6 +57,13 @@ def dead(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link}"
 
 
+def build(arguments: Sequence[str]) -> int:
+    """What `python -m sphinx` does."""
+    from sphinx.cmd.build import main
+
+    return main(list(arguments))
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it."""
@@ -66,17 +71,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason="make installs what the pages are built with")
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "pages")
-    build = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
-    build += ["-D", "nb_execution_mode=off"]  # tests/docs/test_tutorials.py runs them
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [*build, str(folder / "pages"), str(folder / "html")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    options = ["--fail-on-warning", "--keep-going", "--quiet"]
+    options += ["-D", "nb_execution_mode=off"]  # tests/docs/test_tutorials.py runs them
+    with forked(build, *options, str(folder / "pages"), str(folder / "html"), stands=ROOT) as fork:
+        done = fork.ended()
     assert done.returncode == 0, done.stderr
     return folder / "html"
 

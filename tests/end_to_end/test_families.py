@@ -80,7 +80,8 @@ def random_plan(graph: LayerGraph, schedule: str | Schedule, draw: random.Random
     grid(
         [
             one_hot := ("one-hot", ["zb-h1", "zb-v"]),
-            resnet := ("resnet", ["interleaved", "zb-v"]),
+            resnet := ("resnet", ["interleaved"]),
+            ("resnet", ["zb-v"]),
             ("deep", [Interleaved(chunks=4), "v-half"]),
             ("mlp", ["interleaved", Interleaved(chunks=2, split=True)]),
             ("three-readers", ["zb-h1", "interleaved"]),

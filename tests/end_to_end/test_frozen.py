@@ -330,13 +330,18 @@ def test_frozen_parameters_move_with_their_layers(schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [
-        ("pipedream", {}),
-        ("pipedream", {"masked": True}),
-        ("2bw", {"frozen": ["base/*"]}),
-        ("pipemare", {"given": np.int8, "frozen": ["base/*"]}),
-        ("xpipe", {}),
-    ],
+    grid(
+        [
+            ("pipedream", {}),
+            masked := ("pipedream", {"masked": True}),
+            named := ("2bw", {"frozen": ["base/*"]}),
+            integers := ("pipemare", {"given": np.int8, "frozen": ["base/*"]}),
+            ("xpipe", {}),
+        ],
+        masked,
+        named,
+        integers,
+    ),
 )
 def test_a_frozen_parameter_has_one_version_and_a_replay_the_same_bits(
     schedule: str, options: dict[str, Any]
@@ -447,20 +452,20 @@ def refused(message: str, optimizer: Any = None, given: Any = None, **options: A
     assert "\n" not in str(found.value)
 
 
-def test_a_pattern_that_matches_nothing() -> None:
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
     refused(
         r"frozen pattern 'bse/\*' matches no parameter: did you mean 'base/0/b' or",
         frozen=["bse/*"],
     )
 
 
-def test_patterns_that_are_none() -> None:
+def test_patterns_that_are_none_are_refused() -> None:
     for frozen in ("base/*", 3, [3]):
         refused("frozen must be patterns of the paths of parameters", frozen=frozen)
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(1e-2), optax.lion(1e-2)])
-def test_integers_that_would_be_trained(optimizer: Any) -> None:
+def test_integers_that_would_be_trained_are_refused(optimizer: Any) -> None:
     refused(
         r"'base/0/w' is of type int8, which has no gradient: name it in frozen=, such as frozen=\['base/0/w'\]",
         optimizer,
@@ -468,7 +473,7 @@ def test_integers_that_would_be_trained(optimizer: Any) -> None:
     )
 
 
-def test_integers_whose_gradient_is_read() -> None:
+def test_integers_whose_gradient_is_read_are_refused() -> None:
     refused(
         "'base/0/w' is of type int8",
         optax.chain(optax.clip_by_global_norm(1.0), tuned()),
@@ -480,5 +485,5 @@ def test_integers_whose_gradient_is_read() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options"), [(optax.set_to_zero(), {}), (optax.adamw(1e-2), {"frozen": ["*"]})]
 )
-def test_everything_frozen(optimizer: Any, options: Any) -> None:
+def test_a_model_of_which_all_is_frozen_is_refused(optimizer: Any, options: Any) -> None:
     refused("none of the parameters that are trained: 21 are frozen", optimizer, **options)

@@ -65,7 +65,7 @@ def test_each_process_runs_its_own_rows_and_its_halves_of_copies() -> None:
         "ask mark ask metric RECEIPT"
     )
     assert drawn(second) == (
-        "ask tensor F F ask tensor ZERO B ZERO B offer cotangent F F LOSS B B offer cotangent offer gradient "
+        "ask tensor ask tensor F F ZERO B ZERO B offer cotangent F F LOSS B B offer cotangent offer gradient "
         "ask parameter ARRIVE offer mark U offer metric"
     )
 

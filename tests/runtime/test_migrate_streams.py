@@ -159,7 +159,7 @@ def test_a_run_that_broke_on_the_way_goes_on_from_its_checkpoint(tmp_path: Path)
     assert_same(*found)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("schedule", grid(["pipedream", "2bw"], "2bw"))
 def test_a_limit_is_kept_on_the_way(schedule: str) -> None:
     """With room for it the move is made in the flow, without it after a drain."""
     m, here = CASES["unused"](), jvpipe.Plan.from_cuts([2, 2])

@@ -371,7 +371,7 @@ def test_layers_are_timed_in_the_room_that_the_present_model_leaves(
     needs, estimated = list[int](), list[Any]()
     timed, guessed = measure._seconds, measure._estimated
 
-    def seconds(executable: Any, program: Any, device: Any) -> float:
+    def seconds(executable: Any, program: Any, device: Any) -> list[float]:
         found = executable.memory_analysis()
         beside = found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
         needs.append(found.argument_size_in_bytes + beside)

@@ -7,6 +7,7 @@ import pytest
 
 import jvpipe
 from jvpipe.schedules import PipeDream
+from tests.grid import grid
 from tests.session.tiny import BATCH, HERE, MICRO, PARAMS, THERE, begun, loss_fn
 
 
@@ -87,7 +88,7 @@ def test_a_loss_that_the_last_stage_before_a_move_makes_last_is_told_from_where_
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("schedule", grid(["pipedream", "2bw"], "pipedream"))
 def test_two_moves_soon_after_each_other_in_a_stream_that_has_not_begun(schedule: str) -> None:
     """Versions lie for a while where their layer was between the two; asked for before anything is in flight."""
     places = [(2, 3), (4, 5)]

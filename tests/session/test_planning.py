@@ -26,7 +26,7 @@ from tests.zoo import CASES
 def test_a_limit_is_answered_alike_whatever_the_seconds(
     stages: int, schedule: str, planner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(measure, "_seconds", lambda *_: [1e-3, 1e-3])
     question = Question(CASES["mlp"](), stages, schedule, planner, random.Random(0))
     asked = list(asked_limits(question, 1))
     assert [question.wrong(limit) for limit in asked] == [""] * len(asked)
@@ -36,7 +36,7 @@ def test_a_limit_is_answered_alike_whatever_the_seconds(
 def test_where_the_order_is_open_a_limit_below_1f1bs_smallest_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(measure, "_seconds", lambda *_: [1e-3, 1e-3])
     smallest = dict[str, int]()
     for schedule in ("1f1b", "auto"):
         # Without state, which on the host leaves parameters and gradients alone to set what is smallest.
@@ -67,7 +67,7 @@ def waisted(params: Any, batch: Any, rng: Any) -> jax.Array:
 def test_links_between_devices_are_measured_and_counted(
     planner: str, bytes_per_s: float, crossing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_seconds", lambda *_: 1e-4)
+    monkeypatch.setattr(measure, "_seconds", lambda *_: [1e-4, 1e-4])
     send = Link(bytes_per_s)
     monkeypatch.setattr(links, "known_links", dict)
     monkeypatch.setattr(

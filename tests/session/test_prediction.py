@@ -64,8 +64,8 @@ def assert_near(found: Tree, expected: Tree) -> None:
             ("linen", "1f1b", {}),
             ("experts", "1f1b", {}),
         ],
+        ("mlp", "interleaved", {}),
         ("mlp", "2bw", {}),
-        ("scanned", "zb-v", {}),
         ("resnet", "1f1b", {}),
     ),
 )

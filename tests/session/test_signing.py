@@ -17,6 +17,7 @@ from jvpipe.cost.compiling import Compiler, Refusal, Sizes, compiler_of
 from jvpipe.ir.plan import Fate
 from jvpipe.session.forecasts import Signer
 from jvpipe.util.extras import MissingExtraError
+from tests.grid import grid
 
 PARAMS = [jnp.eye(16) * (1 + i / 9) for i in range(6)]
 BATCH = np.ones((256, 16), np.float32)
@@ -49,7 +50,7 @@ def says(monkeypatch: pytest.MonkeyPatch, temporary: Callable[[str], int]) -> li
     return asked
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", grid(["1f1b", "pipedream"], "1f1b"))
 def test_what_is_compiled_in_a_child_is_what_is_held_here(schedule: str) -> None:
     found = plan(schedule=schedule)
     stages, held = found.to_json()["stages"], found.held_bytes

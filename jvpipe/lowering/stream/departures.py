@@ -1,4 +1,5 @@
-"""Layers that change places while a stream flows: what follows them at once, and when what they left is freed.
+"""Layers that change places while a stream flows: what follows them at once,
+and when what they left is freed.
 
 task        ... 7     8      9   10   11  ...
 rows            MOVE                  FREE old   DROP new
@@ -19,7 +20,9 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy delays no task."""
+"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy
+delays no task.
+"""
 
 
 class _Moved(NamedTuple):
@@ -63,7 +66,8 @@ class Departures:
         """
         placer = self._placer
         for old, new in placer.moved:
-            if placer.buffers[old].copy.on_host or placer.buffers[new].copy.on_host:
+            copies = placer.buffers[old].copy, placer.buffers[new].copy
+            if any(copy.on_host for copy in copies):
                 self._free(old, new)
             else:
                 self._waiting.append(_Moved(task, old, new))
@@ -71,15 +75,17 @@ class Departures:
 
     def free(self, task: int) -> None:
         """Frees what was moved a few tasks ago, once it has arrived."""
-        stages = len(self._placer.where.plan.stages)
-        while self._waiting and self._waiting[0].task + _WINDOW * stages < task:
+        window = _WINDOW * len(self._placer.where.plan.stages)
+        while self._waiting and self._waiting[0].task + window < task:
             moved = self._waiting.popleft()
             self._free(moved.old, moved.new)
 
     def _free(self, old: int, new: int) -> None:
         placer = self._placer
-        placer.row(Kind.FREE, placer.buffers[old].place, NONE, NONE, [old, new], [])
-        placer.row(Kind.DROP, placer.buffers[new].place, NONE, NONE, [new], [])
+        source = placer.buffers[old].place
+        target = placer.buffers[new].place
+        placer.row(Kind.FREE, source, NONE, NONE, [old, new], [])
+        placer.row(Kind.DROP, target, NONE, NONE, [new], [])
 
 
 def settle(placer: Placer, plan: Plan) -> None:
@@ -108,8 +114,10 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
         newest: by parameter, its newest version.
     """
     graph, where = placer.graph, placer.where
-    for p, (parameter, version) in enumerate(zip(graph.parameters, newest, strict=True)):
-        value, owner = graph.parameter(p, version), parameter.owner
+    pairs = zip(graph.parameters, newest, strict=True)
+    for p, (parameter, version) in enumerate(pairs):
+        value = graph.parameter(p, version)
+        owner = parameter.owner
         here = where.of(owner)
         reading = [place for layer in parameter.readers for place in where.places[layer]]
         for place in dict.fromkeys(reading):
@@ -119,10 +127,15 @@ def refresh(placer: Placer, newest: Sequence[int]) -> None:
 
 
 class LastReads:
-    """The last reads of each version of a parameter at a place: after them its update may overwrite it."""
+    """The last reads of each version of a parameter at a place: after them its update may overwrite
+    it.
+    """
 
     def __init__(
-        self, timeline: StreamTimeline, weights: StreamWeights, tasks: Sequence[Task]
+        self,
+        timeline: StreamTimeline,
+        weights: StreamWeights,
+        tasks: Sequence[Task],
     ) -> None:
         self._timeline = timeline
         self._last: dict[tuple[int, int, int], int] = {}  # by parameter, place, version: a task
@@ -139,7 +152,13 @@ class LastReads:
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 
-    def after(self, p: int, place: int, version: int, task: int) -> bool:
+    def after(
+        self,
+        p: int,
+        place: int,
+        version: int,
+        task: int,
+    ) -> bool:
         """Tells whether a version is read at a place after a task.
 
         Args:
@@ -151,7 +170,8 @@ class LastReads:
         return self._last.get((p, place, version), -1) > task
 
     def _left(self, p: int, v: int, m: int) -> set[int]:
-        """Finds the places at which a version's owner has been since it was made, and is no more in a micro-batch.
+        """Finds the places at which a version's owner has been since it was made, and is no more in
+        a micro-batch.
 
         Args:
             p: the parameter.

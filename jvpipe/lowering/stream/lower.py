@@ -1,4 +1,5 @@
-"""A stream lowered: the steps of an asynchronous schedule as rows, with every version of the weights a buffer.
+"""A stream lowered: the steps of an asynchronous schedule as rows,
+with every version of the weights a buffer.
 
     order -> expand -> place -> swap -> prefetch -> period
 
@@ -77,7 +78,8 @@ class StreamLowering:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps that differ; all later ones are like the last."""
-        in_flight = max(RoundRobin(span.layout.plan.replicas).in_flight[0] for span in self.spans)
+        turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
+        in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
         # After so many steps the pipeline is full, whatever the rule of versions; two more tell.
         fill = switch + 2 + -(-in_flight // M)
@@ -108,7 +110,12 @@ class StreamLowering:
     def _lower(self, steps: int, *, drained: bool) -> Unrolled:
         """Lowers the first steps of the stream, and its end if it is `drained` after them."""
         timeline = StreamTimeline(
-            self.graph, self.spans, self.schedule, self.microbatches, steps, drained=drained
+            self.graph,
+            self.spans,
+            self.schedule,
+            self.microbatches,
+            steps,
+            drained=drained,
         )
         lists = timeline.parts if drained else timeline.parts[:-1]
         return _Unrolling(self, timeline, lists).unrolled(drained=drained)
@@ -116,7 +123,8 @@ class StreamLowering:
 
 @dataclass
 class _Marks:
-    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the names of buffers.
+    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the
+    names of buffers.
 
     `uses` are those of each step, `left` is what each forward leaves to be swapped.
     """
@@ -131,7 +139,10 @@ class _Unrolling:
     """The passes over the steps of a timeline."""
 
     def __init__(
-        self, stream: StreamLowering, timeline: StreamTimeline, lists: Sequence[TaskLists]
+        self,
+        stream: StreamLowering,
+        timeline: StreamTimeline,
+        lists: Sequence[TaskLists],
     ) -> None:
         self.timeline, self.lists = timeline, lists
         self.in_flight_at_switch = stream.in_flight_at_switch
@@ -152,7 +163,12 @@ class _Unrolling:
         ordered: list[list[Task]] = []
         done: list[Task] = []
         for part in self.lists:
-            step = order(self.timeline.waits, part, done, self.timeline.versions)
+            step = order(
+                self.timeline.waits,
+                part,
+                done,
+                self.timeline.versions,
+            )
             ordered.append(step)
             done += step
         return ordered
@@ -167,7 +183,10 @@ class _Unrolling:
         marks = self._place_steps(drained=drained)
         placer.enter(timeline.spans[-1].layout.plan)
         swapped = swap(
-            placer.blocks, placer.buffers, _within_steps(self.lists), marks.left.__getitem__
+            placer.blocks,
+            placer.buffers,
+            _within_steps(self.lists),
+            marks.left.__getitem__,
         )
         blocks = list(swapped)
         groups: list[list[Row]] = []
@@ -192,7 +211,9 @@ class _Unrolling:
 
     def _place_steps(self, *, drained: bool) -> _Marks:
         """Expands and places all tasks, and notes what the cut into steps needs to know."""
-        timeline, placer, M = self.timeline, self.placer, self.timeline.M
+        timeline = self.timeline
+        placer = self.placer
+        M = self.timeline.M
         departures = Departures(placer)
         # A span begins with the first task of its first micro-batch, whatever its stage.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
@@ -252,14 +273,20 @@ class _Unrolling:
 
     def _forward(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields a layer's forward, and the sums of weights and losses that it completes."""
-        M, graph = self.timeline.M, self.timeline.graph
+        M = self.timeline.M
+        graph = self.timeline.graph
         *before, forward = self.expander.forward(layer, m, self.timeline.layout(m))
         yield from before
         delivers = (*forward.delivers, *self.weights.tied_versions(layer, m))
         yield replace(forward, delivers=delivers)
         yield from self.updates.weigh(layer, m)
         first = m // M * M  # of the step
-        weight = Value(ValueKind.WEIGHT, 0, graph.loss_layer, microbatch=first)
+        weight = Value(
+            ValueKind.WEIGHT,
+            0,
+            graph.loss_layer,
+            microbatch=first,
+        )
         yield from self.expander.losses(layer, range(first, first + M), weight)
 
     def _update(self, layer: int, m: int, number: int) -> Use:
@@ -273,7 +300,9 @@ class _Unrolling:
             m: the micro-batch after which that is.
             number: of the task.
         """
-        placer, graph, plan = self.placer, self.timeline.graph, self.timeline.plan(m)
+        placer = self.placer
+        graph = self.timeline.graph
+        plan = self.timeline.plan(m)
         placer.enter(plan)
         place = self._updated_at(plan)[layer]
         sums = self.updates.added_up(layer, m)
@@ -305,7 +334,9 @@ class _Unrolling:
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
-        """Finds the buffers that outlive every step: the newest of each kind, and what is remembered."""
+        """Finds the buffers that outlive every step: the newest of each kind, and what is
+        remembered.
+        """
         lasting = {b for _, b in self.placer.lasting()}
         for (value, _), b in self.placer.current.items():
             if VALUES[value.kind].remembered:
@@ -316,13 +347,16 @@ class _Unrolling:
         """Lists the metrics of step n, then the losses of its micro-batches."""
         M, placer = self.timeline.M, self.placer
         first = n * M
+        batch = range(first, first + M)
         values = metrics_of(placer.graph, first)
-        values += [Value(ValueKind.LOSS, 0, microbatch=m) for m in range(first, first + M)]
+        values += [Value(ValueKind.LOSS, 0, microbatch=m) for m in batch]
         return [b for b in map(placer.metric, values) if b is not None]
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
     """Makes every stage's part of every step a list of its own: swaps do not look beyond a step."""
-    return tuple(
-        tuple(task for task in tasks if task.kind != Kind.U) for part in lists for tasks in part
-    )
+    within = []
+    for part in lists:
+        for tasks in part:
+            within.append(tuple(task for task in tasks if task.kind != Kind.U))
+    return tuple(within)

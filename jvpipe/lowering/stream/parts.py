@@ -1,4 +1,5 @@
-"""A stream of steps without a flush between them: its lists step by step, and the version that each task reads.
+"""A stream of steps without a flush between them: its lists step by step,
+and the version that each task reads.
 
 A stage's part of a step ends before its first task on a micro-batch of the next one. So a step ends
 with S - 1 - s micro-batches in flight on stage s, and the next one finds them there:
@@ -79,15 +80,17 @@ def parts(
     ended: TaskLists,
     early: Callable[[TaskLists, TaskLists], Collection[Task]] = lambda part, rest: (),
 ) -> list[TaskLists]:
-    """Cuts a stream's lists into those of its first steps and, last, what it has left to do once it has `ended`.
+    """Cuts a stream's lists into those of its first steps and, last, what it has left to do once it
+    has `ended`.
 
     Args:
-        lists: returns, for the number of a step, the lists of the whole stream as far as they are known then: at least
-            one step more.
+        lists: returns, for the number of a step, the lists of the whole stream as far as they are
+            known then: at least one step more.
         microbatches: of a step.
         steps: how many.
         ended: the lists of a stream of exactly that many steps.
-        early: returns, for a step's lists and the rest, the tasks of the rest that must be done within the step.
+        early: returns, for a step's lists and the rest, the tasks of the rest that must be done
+            within the step.
 
     >>> from jvpipe.ir.task import text
     >>> from jvpipe.schedules import find_schedule
@@ -107,10 +110,8 @@ def parts(
             rest.append(tasks[end:])
         # Tasks that are needed early follow the step's own, in their order.
         moved = early(tuple(first), tuple(rest))
-        part = tuple(
-            (*tasks, *(task for task in later if task in moved))
-            for tasks, later in zip(first, rest, strict=True)
-        )
+        pairs = zip(first, rest, strict=True)
+        part = tuple((*tasks, *(t for t in later if t in moved)) for tasks, later in pairs)
         for tasks in part:
             done.update(tasks)
         result.append(part)

@@ -1,4 +1,5 @@
-"""The period of a stream: its rows cut into steps, each with buffers of its own, counted from its own beginning.
+"""The period of a stream: its rows cut into steps, each with buffers of its own,
+counted from its own beginning.
 
     rows       F0 F1 B0 U0 | F2 B1 U1 F3 B2 U2 | F4 B3 U3 F5 B4 U4 | ...
     as a step                F0 B-1 U F1 B0 U  = F0 B-1 U F1 B0 U        from here on every step is like this one
@@ -24,7 +25,8 @@ from jvpipe.lowering.liveness import freeing, last_touches, renumbered
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a stream: its rows, the names of what is in flight before and after it, and who read what.
+    """A step of a stream: its rows, the names of what is in flight before and after it, and who
+    read what.
 
     Its metrics end with the losses of its micro-batches.
     """
@@ -76,11 +78,14 @@ class Unrolled:
         The end of a stream is a step without forwards; it counts from the micro-batch that would
         come next.
         """
-        step = min(n, len(self.bounds) - 1 - (self.end is not None))
-        return step * self.M, step * self.M // self.every
+        last = len(self.bounds) - 1 - (self.end is not None)
+        m = min(n, last) * self.M
+        return m, m // self.every
 
     def _spot(self, b: int, n: int) -> Spot:
-        """Names a buffer in step n: as it was called before the step, else after it, else when it was new."""
+        """Names a buffer in step n: as it was called before the step, else after it, else when it
+        was new.
+        """
         m0, v0 = self._base(n)
         spot = self.spots[n].get(b) or self.spots[n + 1].get(b) or self.buffers[b].spot
         if spot.copy is Copy.STALE:
@@ -95,7 +100,8 @@ class Unrolled:
         """
         if self.end is not None and n == len(self.bounds) - 1:
             return list(self.end)
-        named, bound = self.spots[n], self.bounds[n]
+        named = self.spots[n]
+        bound = self.bounds[n]
         if n == 0:
             return [(spot, b) for b, spot in sorted(named.items())]
         m0, v0 = self._base(n)
@@ -112,11 +118,16 @@ class Unrolled:
     def step(self, n: int) -> Step:
         """Cuts step n out; the last one of a stream that ends is its end."""
         m0, v0 = self._base(n)
-        rows = self.rows[self.bounds[n] : self.bounds[n + 1]]
-        before, after, metrics = self._alive(n), self._alive(n + 1), self.metrics[n]
+        # The rows of step n, between two bounds.
+        begin, end = self.bounds[n : n + 2]
+        rows = self.rows[begin:end]
+        before = self._alive(n)
+        after = self._alive(n + 1)
+        metrics = self.metrics[n]
         # Equal steps get equal numbers: what was there before by name, then as it is touched.
-        touched = [b for row in rows for b in (*row.reads, *row.writes)]
-        numbered = dict.fromkeys([*(b for _, b in before), *touched])
+        numbered = dict.fromkeys(b for _, b in before)
+        for row in rows:
+            numbered |= dict.fromkeys((*row.reads, *row.writes))
         ids = {b: i for i, b in enumerate(numbered)}
         staying = {*metrics, *(b for _, b in after)}
         self._check(before, rows, staying)
@@ -135,9 +146,14 @@ class Unrolled:
         )
 
     def _check(
-        self, before: Sequence[tuple[Spot, int]], rows: Sequence[Row], staying: set[int]
+        self,
+        before: Sequence[tuple[Spot, int]],
+        rows: Sequence[Row],
+        staying: set[int],
     ) -> None:
-        """Asserts that a step is whole: it reads only what exists, and keeps nothing that is never read."""
+        """Asserts that a step is whole: it reads only what exists, and keeps nothing that is never
+        read.
+        """
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}
@@ -146,7 +162,8 @@ class Unrolled:
 
 
 def dropping(drain: Step, last: Step) -> Step:
-    """Makes a drain begin with all that a step leaves: versions that only later steps would have read are dropped.
+    """Makes a drain begin with all that a step leaves: versions that only later steps would have
+    read are dropped.
 
         step leaves     w-1   w0   t0               buffers 0 1 2
         drain           DROP w-1   then its rows    buffers 1 2, and 3... that it makes itself
@@ -178,7 +195,18 @@ def dropping(drain: Step, last: Step) -> Step:
     drops = []  # a row for each memory
     for memory in dict.fromkeys(buffers[i].memory for i in unread):
         here = tuple(i for i in unread if buffers[i].memory == memory)
-        drops.append(Row(Kind.DROP, memory, NONE, NONE, NONE, here, (), here))
+        drops.append(
+            Row(
+                Kind.DROP,
+                memory,
+                NONE,
+                NONE,
+                NONE,
+                here,
+                (),
+                here,
+            )
+        )
     lowered = Lowered(
         rows=(*drops, *renumbered(old.rows, ids)),
         buffers=tuple(buffers),
@@ -190,4 +218,9 @@ def dropping(drain: Step, last: Step) -> Step:
 
 
 def _renamed(buffer: Buffer, spot: Spot) -> Buffer:
-    return replace(buffer, value=spot.value, place=spot.place, copy=spot.copy)
+    return replace(
+        buffer,
+        value=spot.value,
+        place=spot.place,
+        copy=spot.copy,
+    )

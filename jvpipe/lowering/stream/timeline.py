@@ -1,4 +1,5 @@
-"""The timeline of a stream: the layout in which each micro-batch runs, and the versions of weights that it reads.
+"""The timeline of a stream: the layout in which each micro-batch runs,
+and the versions of weights that it reads.
 
     micro-batch   0 1 2 3 4 5 | 6 7 8 ...
     plan          A           | B             two spans; the second begins at micro-batch 6
@@ -34,7 +35,9 @@ class PlanSpan(NamedTuple):
 
 
 def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
-    """Returns the layouts of a span's micro-batches until they repeat: each on the devices whose turn it is."""
+    """Returns the layouts of a span's micro-batches until they repeat: each on the devices whose
+    turn it is.
+    """
     plan = layout.plan
     layouts = []
     for m in range(math.lcm(*plan.replicas)):
@@ -80,7 +83,8 @@ class StreamTimeline:
         *,
         drained: bool,
     ) -> None:
-        self.graph, self.spans, self.schedule, self.M = graph, tuple(spans), schedule, M
+        self.graph, self.spans = graph, tuple(spans)
+        self.schedule, self.M = schedule, M
         self.every = schedule.period(M)
         self._starts = [span.start for span in spans]
         self._layouts = [_layouts_by_turn(span.layout) for span in spans]
@@ -89,7 +93,9 @@ class StreamTimeline:
         schedules = [taking_turns(schedule, plan) for plan in plans]
 
         def lists(steps: int) -> list[TaskLists]:
-            """Makes, for each span, the lists of a stream that runs under its plan from the beginning."""
+            """Makes, for each span, the lists of a stream that runs under its plan from the
+            beginning.
+            """
             return [
                 rule.with_updates(len(plan.stages), M, steps)
                 for rule, plan in zip(schedules, plans, strict=True)
@@ -102,10 +108,13 @@ class StreamTimeline:
         self._newest: dict[tuple[int, int], int] = {}  # by layer and micro-batch: see `settle`
         self.plans = [self.layout(m).plan for m in range((steps + 1) * M)]
         self.waits = Waits(graph, self.plans)
-        open_ended, ended = lists(steps + 1), lists(steps)
+        open_ended = lists(steps + 1)
+        ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
-            """Joins the lists of the spans that have begun by step n: later ones nobody knows of yet."""
+            """Joins the lists of the spans that have begun by step n: later ones nobody knows of
+            yet.
+            """
             begun = sum(span.start // M <= n for span in self.spans)
             return self._spliced(open_ended[:begun])
 
@@ -120,7 +129,8 @@ class StreamTimeline:
         return whole
 
     def _early(self, part: TaskLists, rest: TaskLists) -> set[Task]:
-        """Finds the tasks of later steps that a step needs: updates of layers where they were, before they are read.
+        """Finds the tasks of later steps that a step needs: updates of layers where they were,
+        before they are read.
 
         It collects whatever is waited for, directly or not. It ends, for a task is looked at once.
         """
@@ -136,8 +146,9 @@ class StreamTimeline:
             waiting += needed
         # Backwards and updates keep their order: what precedes an early one is early, too.
         for tasks in rest:
-            last = max((i for i, task in enumerate(tasks) if task in early), default=-1)
-            early |= {task for task in tasks[: last + 1] if task.kind != Kind.F}
+            places = [i for i, task in enumerate(tasks) if task in early]
+            end = max(places, default=-1) + 1
+            early |= {task for task in tasks[:end] if task.kind != Kind.F}
         return early
 
     def _at(self, m: int) -> int:
@@ -155,14 +166,16 @@ class StreamTimeline:
 
     def replicas(self, layer: int, m: int) -> int:
         """Counts the devices that take turns with the micro-batches of a layer."""
-        return len(self.plan(m).stages[self.stage(layer, m)].devices)
+        stage = self.stage(layer, m)
+        return len(self.plan(m).stages[stage].devices)
 
     def stage(self, layer: int, m: int) -> int:
         """Returns the stage of a layer in a micro-batch."""
         return self._stages[self._at(m)][layer]
 
     def version(self, layer: int, m: int, *, back: bool) -> int:
-        """Returns the version of a layer's weights that its forward, or its backward, of a micro-batch reads.
+        """Returns the version of a layer's weights that its forward, or its backward, of a
+        micro-batch reads.
 
         Args:
             layer: whose weights.
@@ -174,14 +187,22 @@ class StreamTimeline:
             version = max(version, self._newest.get((layer, m), 0))
         return version
 
-    def _by_rule(self, n: int, layer: int, m: int, *, back: bool) -> int:
+    def _by_rule(
+        self,
+        n: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> int:
         """Returns the version that the rule of span n says, or the oldest that there still is."""
         table = self._tables[n].backward if back else self._tables[n].forward
         version = table[self._stages[n][layer]][m]
         return max(version, self._oldest(n, layer))
 
     def _oldest(self, n: int, layer: int) -> int:
-        """Returns the oldest version of a layer's weights that exists when the first step of a span begins.
+        """Returns the oldest version of a layer's weights that exists when the first step of a span
+        begins.
 
         It is what the span before would have read then. (One span asks the one before: at most one
         question per span.)
@@ -192,7 +213,8 @@ class StreamTimeline:
         return self._by_rule(n - 1, layer, first, back=False)
 
     def versions(self, task: Task) -> Iterator[Task]:
-        """Yields what a task waits for where layers have changed stages: their weights, and their sums of gradients.
+        """Yields what a task waits for where layers have changed stages: their weights, and their
+        sums of gradients.
 
         Before the second span every layer is at its first stage, whose list has its updates in
         order.
@@ -216,7 +238,8 @@ class StreamTimeline:
                     yield Task(self.stage(layer, maker), Kind.U, maker)
 
     def settle(self, ordered: Sequence[Task]) -> None:
-        """Fixes, by this order, the newest versions that forwards after a change read, if these predict.
+        """Fixes, by this order, the newest versions that forwards after a change read, if these
+        predict.
 
         Such a forward reads the newest version, and after a change the rule's table no longer says
         which that is: the order of dispatch does.

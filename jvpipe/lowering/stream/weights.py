@@ -1,4 +1,5 @@
-"""The weights of a stream: which version each task reads, what is computed of it first, what an update remembers.
+"""The weights of a stream: which version each task reads, what is computed of it first,
+what an update remembers.
 
     PipeDream, 2BW   F and B read the same version: the one that the rule says
     PipeMare         B reads the newest, corrected by what is remembered of its updates: SHIFT back, then B; U, SETTLE
@@ -28,7 +29,9 @@ from jvpipe.lowering.update import Slots
 
 
 class StreamWeights:
-    """The rule of a timeline's schedule; `existing` are the values that there are by now, shared with the expander.
+    """The rule of a timeline's schedule.
+
+    `existing` are the values that there are by now, shared with the expander.
 
     >>> from jvpipe.ir.layers import Array, LayerGraph, Ref, Tensor
     >>> from jvpipe.ir.plan import Plan
@@ -46,12 +49,15 @@ class StreamWeights:
     """
 
     def __init__(self, timeline: StreamTimeline, existing: set[Value]) -> None:
-        self.timeline, self.graph, self.existing = timeline, timeline.graph, existing
+        self.timeline = timeline
+        self.graph, self.existing = timeline.graph, existing
         self.schedule = timeline.schedule
         self.accumulates = timeline.every > 1
 
     def is_tied(self, p: int, m: int) -> bool:
-        """Tells whether several stages read a parameter in a micro-batch, and its versions are those of the first."""
+        """Tells whether several stages read a parameter in a micro-batch, and its versions are
+        those of the first.
+        """
         parameter = self.graph.parameters[p]
         if parameter.frozen:
             return False
@@ -60,7 +66,8 @@ class StreamWeights:
         return len({stage[reader] for reader in parameter.readers}) > 1
 
     def version(self, p: int, m: int, *, back: bool) -> int:
-        """Returns the version of a parameter that the forward, or the backward, of a micro-batch reads.
+        """Returns the version of a parameter that the forward, or the backward, of a micro-batch
+        reads.
 
         Args:
             p: the parameter.
@@ -68,7 +75,8 @@ class StreamWeights:
             back: of the backward rather than the forward.
         """
         owner = self.graph.parameters[p].owner
-        return self.timeline.version(owner, m, back=back and not self.is_tied(p, m))
+        reads_stale = back and not self.is_tied(p, m)
+        return self.timeline.version(owner, m, back=reads_stale)
 
     def tau(self, layer: int, m: int) -> int:
         """Counts the updates between a layer's forward of a micro-batch and its update."""
@@ -83,7 +91,14 @@ class StreamWeights:
 
     # Reading
 
-    def reading(self, p: int, layer: int, m: int, *, back: bool) -> Value:
+    def reading(
+        self,
+        p: int,
+        layer: int,
+        m: int,
+        *,
+        back: bool,
+    ) -> Value:
         """Names the version that the rule says, or what has been computed of it.
 
         Args:
@@ -99,9 +114,15 @@ class StreamWeights:
         return self.graph.parameter(p, self.version(p, m, back=back))
 
     def shifts(
-        self, layer: Layer, m: int, parameters: Iterable[int], *, back: bool
+        self,
+        layer: Layer,
+        m: int,
+        parameters: Iterable[int],
+        *,
+        back: bool,
     ) -> Iterator[Operation]:
-        """Predicts or corrects a layer's weights along what is remembered of their updates, all at once.
+        """Predicts or corrects a layer's weights along what is remembered of their updates, all at
+        once.
 
         Args:
             layer: whose weights.
@@ -124,7 +145,8 @@ class StreamWeights:
             return
         reads, memories, writes = [], [], []
         for p in to_shift:
-            reads.append(Value(ValueKind.PARAMETER, p, version=self.version(p, m, back=back)))
+            version = self.version(p, m, back=back)
+            reads.append(Value(ValueKind.PARAMETER, p, version=version))
             memories.append(Value(memory, p))
             writes.append(Write(self._shifted(p, m, back=back), self._bytes(p)))
         # From here on `reading` names the shifted weights.
@@ -148,13 +170,17 @@ class StreamWeights:
             layer: that reads it.
             m: the micro-batch.
         """
-        every, turns = self.timeline.every, self.timeline.replicas(layer, m)
+        every = self.timeline.every
+        turns = self.timeline.replicas(layer, m)
         update = m // every
+        # Devices that take turns have a sum each, named by the first micro-batch of its own.
         first = NEVER if turns == 1 else update * every + m % turns
         return Value(ValueKind.GRADIENT, p, layer, first, update)
 
     def tied_versions(self, layer: Layer, m: int) -> tuple[Delivery, ...]:
-        """Delivers, to all who read them, the versions of a layer's own parameters that a micro-batch reads first."""
+        """Delivers, to all who read them, the versions of a layer's own parameters that a
+        micro-batch reads first.
+        """
         deliveries = []
         for p in layer.reading(ValueKind.PARAMETER):
             parameter = self.graph.parameters[p]
@@ -171,7 +197,8 @@ class StreamWeights:
             layer: that ran.
             m: the micro-batch.
         """
-        back, parameters = KINDS[kind].back, layer.reading(ValueKind.PARAMETER)
+        back = KINDS[kind].back
+        parameters = layer.reading(ValueKind.PARAMETER)
         assert back is not None, f"a {kind} reads no weights"
         tied = tuple((p, self.version(p, m, back=back)) for p in parameters if self.is_tied(p, m))
         updates = 0
@@ -207,21 +234,33 @@ class StreamUpdates:
     """Expands the updates of a stream."""
 
     def __init__(self, weights: StreamWeights, expander: Expander, slots: Slots) -> None:
-        self.weights, self.expander, self.slots = weights, expander, slots
+        self.weights = weights
+        self.expander = expander
+        self.slots = slots
         self._pieces = list(enumerate(slots.optimizer.update))
 
     def weigh(self, layer: Layer, m: int) -> Iterator[Operation]:
         """Yields the sum of the weights of an update's micro-batches, once all of them have theirs."""
-        graph, every = self.weights.graph, self.weights.timeline.every
+        graph = self.weights.graph
+        every = self.weights.timeline.every
         ends_update = (m + 1) % every == 0
         if graph.weighted and ends_update and 1 in layer.writing(ValueKind.LOSS):
             batch = range(m + 1 - every, m + 1)
             reads = [Value(ValueKind.LOSS, 1, microbatch=n) for n in batch]
             total = Write(Value(ValueKind.WEIGHT, 0, graph.loss_layer, version=m // every), 4)
-            yield self.expander.operation(Kind.WEIGHT, layer.id, m, reads, [total], SumRun(every))
+            run = SumRun(every)
+            yield self.expander.operation(
+                Kind.WEIGHT,
+                layer.id,
+                m,
+                reads,
+                [total],
+                run,
+            )
 
     def added_up(self, layer: int, m: int) -> Iterator[Operation]:
-        """Yields what adds up the gradients of a layer's own parameters, where devices have taken turns in them.
+        """Yields what adds up the gradients of a layer's own parameters, where devices have taken
+        turns in them.
 
         Args:
             layer: whose update comes.
@@ -237,17 +276,17 @@ class StreamUpdates:
             writes = [Write(total, graph.parameters[total.index].array.bytes) for total in sums]
             # The last micro-batches of the update, one for each device, name the devices' own sums.
             turns = weights.timeline.replicas(reader, m)
-            parts = [
-                [weights.gradient(p, reader, last) for p in parameters]
-                for last in range(m + 1 - turns, m + 1)
-            ]
+            last_ones = range(m + 1 - turns, m + 1)
+            parts = [[weights.gradient(p, reader, last) for p in parameters] for last in last_ones]
             yield from summed(layer, m, parts, sums, writes)
 
     def update(self, layer: int, m: int) -> LayerUpdate:
         """Makes the update of a layer after a micro-batch."""
-        update, graph = m // self.weights.timeline.every, self.weights.graph
+        update = m // self.weights.timeline.every
+        graph = self.weights.graph
         before = {p: self.slots.newest[p] for p in graph.trained(graph.owned(layer))}
-        tau, schedule = self.weights.tau(layer, m), self.weights.schedule
+        tau = self.weights.tau(layer, m)
+        schedule = self.weights.schedule
         # On the last stage (tau = 0) forward and backward read the same weights anyway.
         remembers = tau > 0 and (schedule.decay is not None or schedule.predicts)
         operations = []
@@ -255,22 +294,41 @@ class StreamUpdates:
             if piece.layer != layer:
                 continue
             reads = [self.slots.value(slot, layer, update, m) for slot in piece.reads]
-            writes = [
-                self.slots.written(slot, aval, layer, m)
-                for slot, aval in zip(piece.writes, piece.program.out_avals, strict=True)
-            ]
+            results = zip(piece.writes, piece.program.out_avals, strict=True)
+            writes = [self.slots.written(slot, aval, layer, m) for slot, aval in results]
             run = PieceRun(number)
-            operations.append(self.expander.operation(Kind.U, layer, m, reads, writes, run))
+            operations.append(
+                self.expander.operation(
+                    Kind.U,
+                    layer,
+                    m,
+                    reads,
+                    writes,
+                    run,
+                )
+            )
         if remembers and before:
             operations += self._remembered(layer, before, m, tau)
         elif before:  # its last piece ends what the layer remembered at earlier stages
-            operations[-1] = replace(operations[-1], forgets=self._forgotten(layer, before))
-        return LayerUpdate(layer, update + 1, before, remembers, tuple(operations))
+            forgets = self._forgotten(layer, before)
+            operations[-1] = replace(operations[-1], forgets=forgets)
+        return LayerUpdate(
+            layer,
+            update + 1,
+            before,
+            remembers,
+            tuple(operations),
+        )
 
     def _remembered(
-        self, layer: int, before: dict[int, int], m: int, tau: int
+        self,
+        layer: int,
+        before: dict[int, int],
+        m: int,
+        tau: int,
     ) -> Iterator[Operation]:
-        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last one.
+        """Yields what PipeMare and XPipe do to remember an update: the mean of all, or the last
+        one.
 
         Args:
             layer: that was updated.
@@ -286,17 +344,32 @@ class StreamUpdates:
         for p, version in before.items():
             size = self.weights.graph.parameters[p].array.bytes
             old.append(Value(ValueKind.PARAMETER, p, version=version))
-            new.append(Write(Value(ValueKind.PARAMETER, p, version=self.slots.newest[p]), size))
+            after = Value(ValueKind.PARAMETER, p, version=self.slots.newest[p])
+            new.append(Write(after, size))
             memory.append(Write(Value(kind, p), size))
         remembered = list(memory)
         if corrects:  # a running mean counts what it has seen
             remembered.append(Write(Value(ValueKind.UPDATES, 0, layer), 4))
         if memory[0].value not in self.expander.existing:
-            yield self.expander.operation(Kind.ZERO, layer, m, [], remembered, ZeroRun(kind))
+            yield self.expander.operation(
+                Kind.ZERO,
+                layer,
+                m,
+                [],
+                remembered,
+                ZeroRun(kind),
+            )
         reads = [*old, *(write.value for write in (*new, *remembered))]
         # PipeMare also scales the update down while it anneals, so its parameters are written, too.
         writes = [*new, *remembered] if corrects else memory
-        yield self.expander.operation(Kind.SETTLE, layer, m, reads, writes, SettleRun(tau))
+        yield self.expander.operation(
+            Kind.SETTLE,
+            layer,
+            m,
+            reads,
+            writes,
+            SettleRun(tau),
+        )
 
     def _forgotten(self, layer: int, parameters: Iterable[int]) -> tuple[Value, ...]:
         """Ends what a layer brought to the last stage, where nothing is remembered."""

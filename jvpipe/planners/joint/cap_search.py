@@ -1,20 +1,25 @@
-"""The best cuts and fates for the surrogate of `stage_cost.py`, jointly, and a bound that no plan is below.
+"""Finds the best cuts and fates for the surrogate of `stage_cost.py`, with a bound on any plan.
 
-Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it; M micro-batches.
+Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it;
+M micro-batches.
 
     asynchronous   M max(t, comm)
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
-where t has a part of what happens once a step, the sums of replicas and updates: `Objective.with_once`.
+where t has a part of what happens once a step, the sums of replicas and updates:
+`Objective.with_once`.
 
-These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with enumeration by it.
+These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with
+enumeration by it.
 
-All of them grow with t, and t of a segment depends on no other: given t the best cuts are a shortest path under a cap
-on each maximum. The search divides the caps into boxes and opens the box of the least bound, until that bound is what
-the best path found takes. t itself is a lower bound until a shortest path meets it: few segments are ever settled.
+All of them grow with t, and t of a segment depends on no other: given t the best cuts are a
+shortest path under a cap on each maximum. The search divides the caps into boxes and opens the box
+of the least bound, until that bound is what the best path found takes. t itself is a lower bound
+until a shortest path meets it: few segments are ever settled.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -31,9 +36,10 @@ Caps = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Paths through a table, the best first, and what the best takes; nothing in the table takes less than `bound_s`.
+    """Paths through a table, the best first, and what the best takes.
 
-    No path whose slowest stage is above `cap_s` can be better.
+    Nothing in the table takes less than `bound_s`, and no path whose slowest stage is above `cap_s`
+    can be better.
     """
 
     paths: tuple[Path, ...]
@@ -60,7 +66,7 @@ class Objective:
         return self.problem.microbatches - self.problem.schedule.synchronous
 
     def with_once(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Seconds of stages, with the share of a micro-batch in what happens once a step.
+        """Adds the share of a micro-batch in what happens once a step to seconds of stages.
 
         M (t + A / M) is what a stage is busy: its micro-batches, its all-reduce and its updates A.
         """
@@ -69,72 +75,83 @@ class Objective:
         return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
 
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Seconds of stages and of the links before them."""
-        seconds = self.with_once(seconds)
-        return [t + stage.block.comm_s for t, stage in zip(seconds, self.table.stages, strict=True)]
+        """Counts the seconds of stages and of the links before them."""
+        once = zip(self.with_once(seconds), self.table.stages, strict=True)
+        return [t + stage.block.comm_s for t, stage in once]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
-        """How long the other stages wait for one, phase by phase."""
+        """Counts how long the other stages wait for one, phase by phase."""
         blocks = [stage.block for stage in self.table.stages]
-        seconds = self.with_once(seconds)
+        stages = list(zip(self.with_once(seconds), blocks, strict=True))
         if not self.two_phases:
-            return [[np.maximum(t, x.comm_s) for t, x in zip(seconds, blocks, strict=True)]]
-        forward = [np.maximum(block.forward_s, block.comm_s / 2) for block in blocks]
-        backward = [
-            np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in zip(seconds, blocks, strict=True)
-        ]
+            return [[np.maximum(t, x.comm_s) for t, x in stages]]
+        # Each phase has one way over the link, half of what two stages exchange.
+        forward = [np.maximum(x.forward_s, x.comm_s / 2) for x in blocks]
+        backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """What a cell takes with its share of what happens once a step, its forward, and the link before it."""
+        """Returns a cell's seconds with its share of a step, its forward, and its link before."""
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
         once_s = float(stage.block.once_s[stage.place(*cell[1:])])
         return t + once_s / self.problem.microbatches, forward_s, comm_s
 
     def maxima(self, path: Path) -> Caps:
-        """What a path's stages wait for in each phase."""
-        waits_s = []
+        """Counts what a path's stages wait for in each phase."""
+        waits_s = list[Caps]()
         for t, forward_s, comm_s in map(self.parts_s, cells(path)):
-            phases = (max(forward_s, comm_s / 2), max(t - forward_s, comm_s / 2))
-            waits_s.append(phases if self.two_phases else (max(t, comm_s),))
+            if self.two_phases:
+                way_s = comm_s / 2
+                waits_s.append((max(forward_s, way_s), max(t - forward_s, way_s)))
+            else:
+                waits_s.append((max(t, comm_s),))
         return tuple(max(phase) for phase in zip(*waits_s, strict=True))
 
     def step_s(self, path: Path) -> float:
-        """What a path takes."""
+        """Counts the seconds of a step with a path's cuts."""
         total_s = sum(t + comm_s for t, _, comm_s in map(self.parts_s, cells(path)))
-        return float(self.summed(total_s)) + self.waits * sum(self.maxima(path))
+        waits_s = self.waits * sum(self.maxima(path))
+        return float(self.summed(total_s)) + waits_s
 
     def bound_s(self, seconds: list[Matrix]) -> float:
-        """What any path takes at least."""
-        total_s = self.summed(least_sum(self.sums(seconds))[0])
-        return float(total_s) + self.waits * sum(map(least_max, self.phases(seconds)))
+        """Bounds the seconds of a step from below, whatever the path."""
+        total_s, _ = least_sum(self.sums(seconds))
+        waits_s = self.waits * sum(map(least_max, self.phases(seconds)))
+        return float(self.summed(total_s)) + waits_s
 
     def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
-        """What a sum over stages adds to a step: nothing to a stream's, where it is finite."""
-        return (
-            total_s
-            if self.problem.schedule.synchronous
-            else np.where(np.isinf(total_s), total_s, 0.0)
-        )
+        """Counts what a sum over stages adds to a step.
+
+        It adds nothing to a stream, if it is finite.
+        """
+        if self.problem.schedule.synchronous:
+            return total_s
+        return np.where(np.isinf(total_s), total_s, 0.0)
 
 
 def search(problem: Problem, table: Table) -> SearchResult:
-    """The best paths through a table; none if nothing fits."""
+    """Finds the best paths through a table; none if nothing fits."""
     objective = Objective(problem, table)
     result = _Boxes(objective).search()
     if table.proven:
         return result
-    bound_s = objective.bound_s([table.lower_s(stage) for stage in table.stages])
-    return replace(result, bound_s=min(result.step_s, max(result.bound_s, bound_s)))
+    lower_s = [table.lower_s(stage) for stage in table.stages]
+    bound_s = max(result.bound_s, objective.bound_s(lower_s))
+    return replace(result, bound_s=min(result.step_s, bound_s))
 
 
 @dataclass
 class _Boxes:
-    """The boxes of caps that are left, by their bounds; and the paths that were met, with what they take."""
+    """The boxes of caps that are left, by their bounds, and the paths met, with what they take.
+
+    A box of low and high caps stands for the paths whose maxima lie between them. Its bound is the
+    least sum under the high caps, and waits at the low ones: nothing in it takes less.
+    """
 
     objective: Objective
     heap: list[tuple[float, int, Caps, Caps]] = field(default_factory=list)
+    ticks: Iterator[int] = field(default_factory=count)
     paths: dict[Path, float] = field(default_factory=dict)
     best_s: float = np.inf
     least_sum_s: float = 0.0
@@ -145,48 +162,62 @@ class _Boxes:
         self.low = tuple(least_max(phase) for phase in self.objective.phases(self.table.seconds))
 
     def search(self) -> SearchResult:
-        """The best paths."""
-        table, tick, bound_s = self.table, count(), 0.0
-        # A box of low and high caps stands for the paths whose maxima lie between them. Its bound is the least
-        # sum under the high caps, and waits at the low ones: nothing in it takes less.
-        heappush(self.heap, (0.0, next(tick), self.low, (np.inf,) * len(self.low)))
-        while self.heap and self.heap[0][0] < self.best_s * (1 - table.effort.tolerance):
-            if table.exhausted and self.paths:
-                break
+        """Finds the best paths."""
+        table = self.table
+        bound_s = 0.0
+        self._push(0.0, self.low, (np.inf,) * len(self.low))
+        while self._may_be_better():
             expected_s, _, low, high = heappop(self.heap)
-            bound_s = max(bound_s, expected_s) if table.proven else bound_s
+            if table.proven:
+                bound_s = max(bound_s, expected_s)
             total_s, path = self._shortest(high)
             if path is None:
                 continue
-            # Cells of the path are lower bounds still: they are refined, and the box comes back with
-            # a bound that is no less. A cell is settled after a few times, so that this ends.
-            if opened := table.open_cells(path):
+            # Cells of the path are lower bounds still: they are refined, and the box comes back
+            # with a bound that is no less. A cell is settled after a few times, so that this ends.
+            opened = table.open_cells(path)
+            if opened:
                 table.refine(opened)
-                heappush(
-                    self.heap,
-                    (max(total_s + self.waits * sum(low), expected_s), next(tick), low, high),
-                )
+                box_s = total_s + self.waits * sum(low)
+                self._push(max(box_s, expected_s), low, high)
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
-            # The path has the least sum of all in its box, so that none with larger maxima is better:
-            # what is left are caps below one of its maxima.
+            # The path has the least sum of all in its box, so that none with larger maxima is
+            # better: what is left are caps below one of its maxima.
             self._meet(path)
             for below, above in _rest(low, high, self.objective.maxima(path)):
-                heappush(self.heap, (total_s + self.waits * sum(below), next(tick), below, above))
+                self._push(total_s + self.waits * sum(below), below, above)
         if table.proven:
             bound_s = self.heap[0][0] if self.heap else self.best_s
         paths = tuple(sorted(self.paths, key=lambda path: self.paths[path]))
-        return SearchResult(paths, self.best_s, min(bound_s, self.best_s), self._cap_s())
+        return SearchResult(
+            paths,
+            self.best_s,
+            min(bound_s, self.best_s),
+            self._cap_s(),
+        )
+
+    def _push(self, bound_s: float, low: Caps, high: Caps) -> None:
+        """Adds a box; of equal bounds, the one that was added first is opened first."""
+        heappush(self.heap, (bound_s, next(self.ticks), low, high))
+
+    def _may_be_better(self) -> bool:
+        """Tells whether a box is left that may be better, and effort to open it."""
+        if not self.heap or (self.table.exhausted and self.paths):
+            return False
+        enough_s = self.best_s * (1 - self.table.effort.tolerance)
+        return self.heap[0][0] < enough_s
 
     def _shortest(self, caps: Caps) -> tuple[float, Path | None]:
         seconds = self.table.seconds
-        capped = _under(self.objective.sums(seconds), self.objective.phases(seconds), caps)
-        total_s, path = self.table.shortest(capped)
+        sums = self.objective.sums(seconds)
+        phases = self.objective.phases(seconds)
+        total_s, path = self.table.shortest(_under(sums, phases, caps))
         return float(self.objective.summed(total_s)), path
 
     def _meet(self, path: Path) -> None:
-        """A path whose cells are all settled."""
+        """Records a path whose cells are all settled."""
         step_s = self.objective.step_s(path)
         if np.isfinite(step_s):
             self.paths[path] = step_s
@@ -197,7 +228,8 @@ class _Boxes:
     def _narrow(self) -> None:
         """Forgets the cuts through which no path can be better than the best.
 
-        For a stream all cuts stay: `lower_bound` looks at them again, with the links between stages.
+        For a stream all cuts stay: `lower_bound` looks at them again, with the links between
+        stages.
         """
         if not self.objective.problem.schedule.synchronous:
             return
@@ -205,39 +237,56 @@ class _Boxes:
         sums = self.objective.sums(seconds)
         phases = self.objective.phases(seconds)
         low = [least_max(phase) for phase in phases]
-        self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_sum(sums)[0])))
+        least_s, _ = least_sum(sums)
+        self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_s)))
+        # A better path's maxima are below the cap together, and each of them is above the least.
         caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
-        through = map(self.objective.summed, sums_through(_under(sums, phases, caps)))
+        through = sums_through(_under(sums, phases, caps))
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
-        kept = [np.flatnonzero(x <= enough_s) for x in through]
+        kept = [np.flatnonzero(self.objective.summed(x) <= enough_s) for x in through]
         if all(len(places) for places in kept):
             self.table.narrow(kept)
 
     def _cap_s(self) -> float:
-        """What the maxima of a better path are at most, together."""
-        return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12) if self.waits else np.inf
+        """Bounds the maxima of a better path, together."""
+        if not self.waits:
+            return np.inf
+        return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12)
 
 
-def _under(matrices: list[Matrix], phases: list[list[Matrix]], caps: Caps) -> list[Matrix]:
-    """Matrices, infinite where a phase exceeds its cap."""
+def _under(
+    matrices: list[Matrix],
+    phases: list[list[Matrix]],
+    caps: Caps,
+) -> list[Matrix]:
+    """Makes matrices infinite where a phase exceeds its cap."""
     capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
         if np.isfinite(cap):
-            capped = [
-                np.where(x <= cap, total, np.inf) for x, total in zip(phase, capped, strict=True)
-            ]
+            both = zip(phase, capped, strict=True)
+            capped = [np.where(waits <= cap, total, np.inf) for waits, total in both]
     return capped
 
 
-def _rest(low: Caps, high: Caps, maxima: Caps) -> list[tuple[Caps, Caps]]:
-    """What is left of a box whose least sum is that of a path with these maxima: boxes below them, each halved."""
+def _rest(
+    low: Caps,
+    high: Caps,
+    maxima: Caps,
+) -> list[tuple[Caps, Caps]]:
+    """Divides what is left of a box once its path of the least sum is known.
+
+    All that is better has smaller maxima: boxes below them, each halved.
+    """
     boxes = []
     for phase, maximum in enumerate(maxima):
-        above = with_entry(high, phase, float(np.nextafter(maximum, 0)))
-        if above[phase] >= low[phase]:
-            middle = (low[phase] + above[phase]) / 2
+        lowest = low[phase]
+        highest = float(np.nextafter(maximum, 0))
+        above = with_entry(high, phase, highest)
+        if highest >= lowest:
+            middle = (lowest + highest) / 2
             boxes.append((low, with_entry(above, phase, middle)))
-            if middle < above[phase]:
+            if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
+        # The boxes of later phases have no path that those of this one have.
         low = with_entry(low, phase, maximum)
     return boxes

@@ -1,10 +1,14 @@
-"""Every layer's choices as arrays: rows are layers, columns their options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
+"""Every layer's choices as arrays: a row for each layer, a column for each choice.
 
-Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its backward `own_s` longer,
-and needs `working_bytes` while it runs. In a run of layers computed again (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
-the working bytes grow from layer to layer: by `residual_bytes`, and by `input_bytes` from the second layer on; the last
-layer has `recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run. Between the
-halves of a backward there are `handed_bytes`, whatever is left, but of layers that run in the second half alone.
+The columns are the layer's options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
+
+Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its
+backward `own_s` longer, and needs `working_bytes` while it runs. In a run of layers computed again
+(one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s) the working bytes grow from layer to layer: by
+`residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
+`recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
+Between the halves of a backward there are `handed_bytes`, whatever is left, but of layers that run
+in the second half alone.
 """
 
 from collections.abc import Sequence
@@ -29,7 +33,9 @@ PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
 Flight = tuple[int, int]
-"""Micro-batches of a stage that are in flight, and those of them between the halves of their backward."""
+"""Micro-batches of a stage that are in flight, and those of them between the halves of their
+backward.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +56,13 @@ class Choices:
 
     @staticmethod
     def of(costs: Costs, swaps: bool = True) -> "Choices":
-        """The choices of layers at these costs; without `swaps`, those that swap nothing."""
+        """Collects the choices of layers at these costs; without `swaps`, none that swaps."""
         layers = costs.layers
-        n = len(layers)
-        options = max(len(layer.options) for layer in layers)
-        # Column by column in memory: most of what is asked is the least of each row, of all layers at once.
-        allowed = np.zeros((n, options + 2), dtype=bool, order="F")
-        kept, swapped, working, extra, handed = (
-            np.zeros((n, options + 2), order="F") for _ in range(5)
-        )
+        shape = len(layers), max(len(layer.options) for layer in layers) + 2
+        # Column by column in memory: most of what is asked is the least of each row, of all layers
+        # at once.
+        allowed = np.zeros(shape, dtype=bool, order="F")
+        kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
             for c, option in enumerate(layer.options):
                 taken = option_bytes(layer, option)
@@ -66,29 +70,30 @@ class Choices:
                 allowed[row, c] = swaps or taken.swapped == 0
                 handed[row, c] = handed_bytes(costs, row, taken)
             for c, left in ((RECOMPUTE, layer.input_bytes), (RECOMPUTE_CHAIN, 0)):
-                handed[row, c] = handed_bytes(costs, row, LayerBytes(left, 0, 0, 0.0))
+                again = LayerBytes(left, 0, 0, 0.0)
+                handed[row, c] = handed_bytes(costs, row, again)
         input_bytes = np.array([float(layer.input_bytes) for layer in layers])
         residual = np.array([float(layer.options[0].kept_bytes) for layer in layers])
+        recomputed = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
+        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         kept[:, RECOMPUTE] = input_bytes
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
-        forward = np.array([layer.forward_s for layer in layers])
-        again = np.array([float(recompute_peak_bytes(layer)) for layer in layers])
-        temporary = np.array([float(layer.temporary_bytes) for layer in layers])
         # At least: what a layer needs inside a run, and what it needs as the last one of it.
-        working[:, -2:] = (np.minimum(residual, again) + temporary)[:, None]
+        inside = np.minimum(residual, recomputed) + temporary
+        working[:, -2:] = inside[:, None]
         return Choices(
-            allowed,
-            kept,
-            swapped,
-            handed,
-            extra,
-            forward,
-            working,
-            residual,
-            again,
-            input_bytes,
-            temporary,
+            allowed=allowed,
+            kept_bytes=kept,
+            swapped_bytes=swapped,
+            handed_bytes=handed,
+            own_s=extra,
+            forward_s=np.array([layer.forward_s for layer in layers]),
+            working_bytes=working,
+            residual_bytes=residual,
+            recompute_peak_bytes=recomputed,
+            input_bytes=input_bytes,
+            temporary_bytes=temporary,
         )
 
     @property
@@ -97,14 +102,15 @@ class Choices:
         return self.allowed.shape[1]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
-        """How much longer choices make backwards on a device that takes `slowness` times as long for each layer.
+        """Counts how much longer choices make backwards on a slower device.
 
-        A layer of a run takes its forward, the last one what its backward recomputes: `RECOMPUTE_CHAIN` takes that, and
-        what the layer before it takes more than that.
+        A layer of a run takes its forward, the last one what its backward recomputes:
+        `RECOMPUTE_CHAIN` takes that, and what the layer before it takes more than that.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
-        extra_s[1:, RECOMPUTE_CHAIN] += (slower * (self.forward_s - self.own_s[:, RECOMPUTE]))[:-1]
+        beyond_s = slower * (self.forward_s - self.own_s[:, RECOMPUTE])
+        extra_s[1:, RECOMPUTE_CHAIN] += beyond_s[:-1]
         return extra_s
 
     @cached_property
@@ -114,17 +120,17 @@ class Choices:
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """What a layer adds to the working bytes of a run at least, except for the first layer's input."""
+        """Bounds what a layer adds to the working bytes of a run, without the first one's input."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists of each layer the columns to which no other is never worse in bytes, whatever their seconds."""
+        """Lists each layer's columns that no other dominates in bytes, whatever their seconds."""
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
-        numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])[
-            ..., :RECOMPUTE_CHAIN
-        ]
+        numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
+        # The last two columns, layers of runs, stay in any case.
+        numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
@@ -133,7 +139,9 @@ class Choices:
             # Where choices are the same in everything, the first one stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
-            beaten = ((no_worse & ~same) | np.tril(same, -1)).any(1)
+            is_better = no_worse & ~same
+            is_repeated = np.tril(same, -1)
+            beaten = (is_better | is_repeated).any(1)
             runs = [self.columns + RECOMPUTE_CHAIN, self.columns + RECOMPUTE]
             per_layer.append(np.append(columns[~beaten], runs))
         return tuple(per_layer)
@@ -144,15 +152,20 @@ class Choices:
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
-        """Counts what choices hold on the device for all micro-batches in flight: of what is swapped, two at most."""
+        """Counts what choices hold on the device for all micro-batches in flight.
+
+        Two micro-batches at most of what is swapped are there.
+        """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
-        return total + between * self.handed_bytes[layers] if between else total
+        if not between:
+            return total
+        return total + between * self.handed_bytes[layers]
 
     def swapped(self, chosen: Sequence[int]) -> PerLayer:
-        """The bytes per micro-batch that layers' choices swap."""
+        """Counts the bytes per micro-batch that layers' choices swap."""
         return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
 
     def choice(self, column: int) -> int:
-        """What a decision calls a column."""
+        """Returns what a decision calls a column."""
         return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

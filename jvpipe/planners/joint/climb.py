@@ -1,16 +1,19 @@
-"""From plans to neighbours that the simulator finds faster: bounds move, and fates are chosen again.
+"""Climbs from plans to neighbours that the simulator finds faster: bounds move, fates follow.
 
-A neighbour has one bound at another place, or two beside each other, or one taken away and another put in, so that the
-stages between move on to the next device; its fates are chosen again in each way that there is, with and without swaps.
-Or one layer's fate is another: who chooses fates takes a link that is not full for free, the simulator sees who waits.
-Or the layers that a stage ends with become a run, which is computed again while the stage awaits its cotangents.
+A neighbour has one bound at another place, or two beside each other, or one taken away and another
+put in, so that the stages between move on to the next device; its fates are chosen again in each
+way that there is, with and without swaps. Or one layer's fate is another: who chooses fates takes a
+link that is not full for free, the simulator sees who waits. Or the layers that a stage ends with
+become a run, which is computed again while the stage awaits its cotangents.
 
-Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the order of what they
-then take they are simulated, until none that is left can be faster. A climb ends: each round ends at a plan of a lower
-rank, of which there are only so many, or no tasks are left to simulate.
+Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the
+order of what they then take they are simulated, until none that is left can be faster. A climb
+ends: each round ends at a plan of a lower rank, of which there are only so many, or no tasks are
+left to simulate.
 
-Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the neighbours of the
-best plan are climbed from too, though they are slower (`around`), before tasks are spent on plans that are far behind.
+Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the
+neighbours of the best plan are climbed from too, though they are slower (`around`), before tasks
+are spent on plans that are far behind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -29,8 +32,8 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the host, fates
-that keep not all."""
+"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the
+host, fates that keep not all."""
 OVER = float("inf")
 
 
@@ -42,7 +45,8 @@ class Climb:
         problem: whose order, links and limits count.
         ways: that choose fates.
         tasks: that are simulated at most; each climb ends when there are none left.
-        places: by which a bound moves at most under a limit. By one alone, and stages stay on their devices.
+        places: by which a bound moves at most under a limit. By one alone, and stages stay on their
+            devices.
         around: neighbours of the best plan that are climbed from too.
         ranks: what was found.
         costs: of stages, by their number, first layer and choices.
@@ -63,29 +67,31 @@ class Climb:
         self._cuts = Segments(problem).cuts
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
-        """Finds the best of what the best plans' better neighbours lead to; None if none of them fits.
+        """Finds the best of what the best plans' better neighbours lead to; None if none fits.
 
         Among plans with the same bounds, the best is climbed from.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:  # a step has too many tasks
             return every[0] if every else None
-        first: dict[tuple[int, ...], Decision] = {}
+        first = dict[tuple[int, ...], Decision]()
         for one in sorted(every, key=self.rank):
             first.setdefault(one.bounds, one)
         starts = list(first.values())[: PLAN.starts]
         if not starts:
             return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
-        # Plans near the best are climbed from first. Tasks that are left then go to its neighbours, and to
-        # the plans that are far behind last.
+        # Plans near the best are climbed from first. Tasks that are left then go to its neighbours,
+        # and to the plans that are far behind last.
         near = [one for one in starts if self.rank(one)[0] <= near_s]
-        best = self._climbed_around(min(map(self.climbed, near), key=self.rank))
-        best = min([best, *map(self.climbed, starts[len(near) :])], key=self.rank)
+        best = min(map(self.climbed, near), key=self.rank)
+        best = self._climbed_around(best)
+        for far in starts[len(near) :]:
+            best = min(best, self.climbed(far), key=self.rank)
         return self._kept_where_free(best)
 
     def _climbed_around(self, best: Decision) -> Decision:
-        """Climbs from neighbours of the best plan too, though they are slower: what follows may be faster."""
+        """Climbs from the best plan's neighbours too: slower ones may lead to faster plans."""
         tried = set[Decision]()
         for _ in range(self.around):
             start = self._fastest_neighbour(best, tried)
@@ -95,14 +101,19 @@ class Climb:
             best = min(best, self.climbed(start), key=self.rank)
         return best
 
-    def _fastest_neighbour(self, best: Decision, tried: Set[Decision]) -> Decision | None:
-        """Finds the fastest plan with a bound moved that was not tried; of many some are simulated."""
+    def _fastest_neighbour(
+        self,
+        best: Decision,
+        tried: Set[Decision],
+    ) -> Decision | None:
+        """Finds the fastest untried plan with a bound moved; of many, some are simulated."""
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
         if not fitting:
             return None
-        first = self._clocked_s(fitting).argsort(kind="stable")[: PLAN.neighbours]
-        others = (fitting[at] for at in first if fitting[at] not in {best, *tried})
+        order = self._clocked_s(fitting).argsort(kind="stable")
+        first = [fitting[at] for at in order[: PLAN.neighbours]]
+        others = (one for one in first if one not in {best, *tried})
         return min(others, key=self.rank, default=None)
 
     def climbed(self, best: Decision) -> Decision:
@@ -112,10 +123,12 @@ class Climb:
             before = best
             moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
             best = self._best_of(best, moved)
-            # Wider neighbourhoods only where the narrow ones have nothing better: most rounds end before.
+            # Wider neighbourhoods only where the narrow ones have nothing better: most rounds end
+            # before.
             if best is before:
                 best = self._best_of(best, self._others(best))
-            if best is before and self.problem.schedule.chunks > 1 and self.places > 1:
+            may_shift = self.problem.schedule.chunks > 1 and self.places > 1
+            if best is before and may_shift:
                 best = self._best_of(best, self._shifted(best))
         return best
 
@@ -133,11 +146,12 @@ class Climb:
             begins_run = RECOMPUTE_CHAIN in best.choices[at : at + 2]
             if choice != 0 and not begins_run and self.tasks > 0:
                 other = replace(best, choices=with_entry(best.choices, at, 0))
-                best = other if self.rank(other)[0] <= step_s else best
+                if self.rank(other)[0] <= step_s:
+                    best = other
         return best
 
     def rank(self, decision: Decision) -> Rank:
-        """Says what orders plans: the first is the best. Plans over a limit take infinite seconds."""
+        """Returns what orders plans, the best first; plans over a limit take infinite seconds."""
         if decision not in self.ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
@@ -149,15 +163,17 @@ class Climb:
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """The rank, but 0 for the seconds of what fits."""
+        """Returns the rank of a plan, with 0 for the seconds of what fits."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
-        host = sum(x.host_bytes for x in stages)
-        memory, swapped = problem.memory_limit_bytes, problem.host_limit_bytes
-        fits = (memory is None or peak <= memory) and (swapped is None or host <= swapped)
+        host = sum(stage.host_bytes for stage in stages)
+        memory = problem.memory_limit_bytes
+        host_memory = problem.host_limit_bytes
+        fits_device = memory is None or peak <= memory
+        fits_host = host_memory is None or host <= host_memory
         changed = sum(choice != 0 for choice in decision.choices)
-        return 0.0 if fits else OVER, peak, host, changed
+        return 0.0 if fits_device and fits_host else OVER, peak, host, changed
 
     def _stages(self, decision: Decision) -> list[StageCost]:
         stages = []
@@ -169,14 +185,15 @@ class Climb:
         return stages
 
     def _best_of(self, best: Decision, neighbours: Iterable[Decision]) -> Decision:
-        """The best of a plan and its neighbours; of a step with many tasks only the first of them are looked at."""
+        """Finds the best of a plan and its neighbours, as long as tasks are left to simulate."""
         some = [one for one in self._some(neighbours) if one not in self.ranks]
         if not some or self.tasks <= 0:
             return best
         least_s = self._clocked_s(some)
         # In the order of a lower bound: once that is above the best, so is all that follows.
         for at in least_s.argsort(kind="stable"):
-            if self.tasks <= 0 or least_s[at] > self.rank(best)[0] * (1 + 1e-9):
+            best_s = self.rank(best)[0]
+            if self.tasks <= 0 or least_s[at] > best_s * (1 + 1e-9):
                 break
             best = min(best, some[at], key=self.rank)
         return best
@@ -191,15 +208,20 @@ class Climb:
         plans = [self._stages(one) for one in some]
         parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
         link_s = np.array([[stage.link_s for stage in plan] for plan in plans])
-        return least_steps_s(self.problem, parts_s.transpose(1, 2, 0), link_s.T)
+        return least_steps_s(
+            self.problem,
+            parts_s.transpose(1, 2, 0),
+            link_s.T,
+        )
 
     def _by_seconds(self, decision: Decision) -> list[int]:
-        """All bounds, first those beside the slowest stages."""
+        """Lists all bounds, first those beside the slowest stages."""
         seconds = [stage.seconds for stage in self._stages(decision)]
-        return sorted(range(1, len(seconds)), key=lambda s: -max(seconds[s - 1 : s + 1]))
+        slower_s = [0.0, *(max(two) for two in pairwise(seconds))]
+        return sorted(range(1, len(seconds)), key=lambda s: -slower_s[s])
 
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
-        """Yields the plan with bound s at other places, and the next one as far; without a limit at all places."""
+        """Yields the plan with bound s and the next one moved, without a limit to all places."""
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
@@ -212,7 +234,7 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields plans with these bounds, fates chosen in each way; without a limit everything is kept."""
+        """Yields plans with these bounds, fates chosen in each way; without a limit all is kept."""
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)
             return
@@ -220,7 +242,7 @@ class Climb:
         yield from dict.fromkeys(one for one in every if one)
 
     def _others(self, decision: Decision) -> Iterator[Decision]:
-        """Yields the plan with other fates: all of them, or of a model of few layers one at a time."""
+        """Yields the plan with other fates: of all layers, and of few layers one at a time."""
         yield from self.refitted(decision.bounds)
         yield from computed_early(decision)
         choices = decision.choices
@@ -233,7 +255,7 @@ class Climb:
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:
-    """Yields the plan with the layers that one stage ends with and does not keep as a run, if they are several.
+    """Yields the plan whose stage ends with a run, of the last layers that it does not keep.
 
     The forwards of a run are computed again while the stage awaits its cotangents.
 

@@ -1,7 +1,8 @@
-"""Fates for all layers of a device at once: the fewest seconds under its limit, or the fewest bytes.
+"""Fates for all layers of a device at once: the fastest under its limit, or the emptiest.
 
-A device may run several stages, or halves of backwards, in an order of any kind: its stages share the limit, and what
-they have in flight counts together, moment by moment (`Schedule.held`). The search is that of `stage_fates.py`.
+A device may run several stages, or halves of backwards, in an order of any kind: its stages share
+the limit, and what they have in flight counts together, moment by moment (`Schedule.held`). The
+search is that of `stage_fates.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +73,11 @@ class DeviceFates:
         return decision
 
     def _fastest(
-        self, problem: Problem, d: int, cells: Sequence[Cell], asked: Moments
+        self,
+        problem: Problem,
+        d: int,
+        cells: Sequence[Cell],
+        asked: Moments,
     ) -> Fates | None:
         """Chooses for the stages of one device: all is kept if that fits."""
         moments = asked[d]
@@ -80,7 +85,8 @@ class DeviceFates:
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
-        # What is static needs room whatever is chosen, and keeping everything shows how much that is.
+        # What is static needs room whatever is chosen, and keeping everything shows how much that
+        # is.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
@@ -96,33 +102,45 @@ class DeviceFates:
             self.kept[key] = stage_bytes(problem, *cell, [0] * len(problem.costs.layers))
         return self.kept[key]
 
-    def _sought(self, problem: Problem, d: int, lot: Lot, room: float) -> Fates | None:
-        """Searches for fates that leave so much room; those of the fewest bytes if others are not found."""
+    def _sought(
+        self,
+        problem: Problem,
+        d: int,
+        lot: Lot,
+        room: float,
+    ) -> Fates | None:
+        """Searches for fates that leave so much room, or else for those of the fewest bytes."""
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
-        compute_s = sum(stage.compute_s for stage in stages)
         # Without swaps, fates do not change the link to the host, whatever else it carries.
         traffic_s = sum(stage.link_s for stage in stages) * self.swaps
-        best = float("inf")
-        if problem.host_limit_bytes is not None:
-            replicas = (problem.group(s).replicas for s in range(problem.stages))
-            every = zip(replicas, problem.in_flight, strict=True)
-            best = problem.host_limit_bytes / sum(r * k for r, k in every)
-        search = FateSearch(
-            self.pricing,
-            FateQuery(lot, compute_s, traffic_s, room, best),
-            prices=self.prices.get(d),
+        most_swapped = _most_swapped_bytes(problem)
+        query = FateQuery(
+            lot,
+            sum(stage.compute_s for stage in stages),
+            traffic_s,
+            room,
+            most_swapped,
         )
+        search = FateSearch(self.pricing, query, prices=self.prices.get(d))
         self.prices[d] = search.prices
-        # A search of few states may lose all that fit: the emptiest choices that are found are tried then.
-        if fates := search.least_seconds(FATE.states).choices:
+        fates = search.least_seconds(FATE.states).choices
+        if fates:
             return fates
+        # A search of few states may lose all that fit: the emptiest choices that are found are
+        # tried then.
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
-        return fates if taken <= room and swapped <= best else None
+        fits = taken <= room and swapped <= most_swapped
+        return fates if fits else None
 
-    def _emptiest(self, problem: Problem, d: int, cells: Sequence[Cell]) -> Fates:
+    def _emptiest(
+        self,
+        problem: Problem,
+        d: int,
+        cells: Sequence[Cell],
+    ) -> Fates:
         """Chooses the fewest bytes for the stages of one device."""
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
@@ -132,20 +150,41 @@ class DeviceFates:
         assert fates is not None, "some fates take the fewest bytes"
         return fates
 
-    def _lot(self, problem: Problem, cells: Sequence[Cell], moments: Sequence[Holding]) -> Lot:
-        """Describes the layers of a device; values that several layers read are held whatever is chosen."""
+    def _lot(
+        self,
+        problem: Problem,
+        cells: Sequence[Cell],
+        moments: Sequence[Holding],
+    ) -> Lot:
+        """Describes the layers of a device; values that several layers read are always held."""
         freed = self.pricing.at(cells[0][0]).segments.given
         shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]
-        base = [
-            sum(k * size for (k, _), size in zip(moment, shared, strict=True)) for moment in moments
-        ]
-        return Lot(tuple(cells), tuple(moments), tuple(base), problem.splits)
+        base_bytes = []
+        for moment in moments:
+            stages = zip(moment, shared, strict=True)
+            base_bytes.append(sum(in_flight * size for (in_flight, _), size in stages))
+        return Lot(
+            tuple(cells),
+            tuple(moments),
+            tuple(base_bytes),
+            problem.splits,
+        )
+
+
+def _most_swapped_bytes(problem: Problem) -> float:
+    """Bounds what each micro-batch in flight may swap, if all stages swap as much."""
+    limit = problem.host_limit_bytes
+    if limit is None:
+        return float("inf")
+    replicas = (problem.group(s).replicas for s in range(problem.stages))
+    every = zip(replicas, problem.in_flight, strict=True)
+    return limit / sum(r * k for r, k in every)
 
 
 def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
-    """Makes a decision of what is chosen for each device, by its number and its stages; None if one has nothing."""
+    """Makes a decision of the choices of each device's stages; None if a device has none."""
     places = problem.places
     chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]

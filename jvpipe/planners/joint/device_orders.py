@@ -1,9 +1,9 @@
-"""Orders of unlike devices along the pipeline: a plan says not only where to cut, but which device has which stage.
+"""Orders of unlike devices along the pipeline: which device has which stage.
 
-For few devices, all orders that differ are looked at; of more those by speed and by memory, both ways. Which
-of them are
-worth a whole search is told by the surrogate's optimum of 1F1B, or of the schedule itself where devices run one stage.
-Where 1F1B has none and the schedule is open, the smallest limits tell, with one micro-batch in flight.
+For few devices, all orders that differ are looked at; of more those by speed and by memory, both
+ways. Which of them are worth a whole search is told by the surrogate's optimum of 1F1B, or of the
+schedule itself where devices run one stage. Where 1F1B has none and the schedule is open, the
+smallest limits tell, with one micro-batch in flight.
 """
 
 import math
@@ -30,12 +30,15 @@ Kind = tuple[tuple[float, ...], int]
 
 
 def orders(problem: Problem) -> list[Problem]:
-    """The problem with its devices in each order that is looked at, the one that is given first; alike ones as given.
+    """Lists the problem with its devices in each order to look at, the given one first.
+
+    Devices that are alike stay in the given order.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 6)
-    >>> problem = Problem(costs, 3, find_schedule("1f1b"), 4).told_apart([(), (2.0,) * 6, ()], [9, 9, 9])
+    >>> problem = Problem(costs, 3, find_schedule("1f1b"), 4)
+    >>> problem = problem.told_apart([(), (2.0,) * 6, ()], [9, 9, 9])
     >>> [one.where for one in orders(problem)]
     [((0,), (1,), (2,)), ((0,), (2,), (1,)), ((1,), (0,), (2,))]
     """
@@ -46,13 +49,14 @@ def orders(problem: Problem) -> list[Problem]:
     if _all_orders(problem):
         count = _distinct(problem)
     else:
-        keys = [x.mean_slowness for x in groups], [float(x.less_bytes) for x in groups]
-        count = [
-            sorted(devices, key=key.__getitem__, reverse=back)
-            for key in keys
-            for back in (False, True)
-        ]
-    # Orders of the same kinds in the same places are the same problem: the first one stands for them.
+        slowness = [group.mean_slowness for group in groups]
+        less_bytes = [float(group.less_bytes) for group in groups]
+        count = []
+        for key in (slowness, less_bytes):
+            count.append(sorted(devices, key=key.__getitem__))
+            count.append(sorted(devices, key=key.__getitem__, reverse=True))
+    # Orders of the same kinds in the same places are the same problem: the first one stands for
+    # them.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
@@ -60,17 +64,21 @@ def orders(problem: Problem) -> list[Problem]:
 
 
 def _all_orders(problem: Problem) -> bool:
-    """Whether all orders are looked at."""
+    """Tells whether all orders are looked at."""
     counts = Counter(group.kind for group in problem.groups).values()
-    return factorial(len(problem.groups)) // prod(map(factorial, counts)) <= PLAN.device_orders
+    alike = prod(map(factorial, counts))
+    return factorial(len(problem.groups)) // alike <= PLAN.device_orders
 
 
 def _distinct(problem: Problem) -> list[list[int]]:
-    """The orders that differ in the kinds of their devices."""
+    """Lists the orders that differ in the kinds of their devices."""
     kinds = [group.kind for group in problem.groups]
-    of_kind = {kind: [d for d, other in enumerate(kinds) if other == kind] for kind in kinds}
-    rows = _arrangements(Counter(kinds))
-    return [[of_kind[kind][row[:at].count(kind)] for at, kind in enumerate(row)] for row in rows]
+    distinct = []
+    for row in _arrangements(Counter(kinds)):
+        # Devices that are alike stay in their order.
+        of_kind = {kind: iter([d for d, k in enumerate(kinds) if k == kind]) for kind in row}
+        distinct.append([next(of_kind[kind]) for kind in row])
+    return distinct
 
 
 def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
@@ -83,7 +91,7 @@ def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
 
 
 def worth_searching(problem: Problem) -> list[Problem]:
-    """The problem in the orders that promise most: those of the fastest plans, or else of the least limits."""
+    """Lists the problem in the orders of the fastest plans, or else of the least limits."""
     every = orders(problem)
     if len(every) <= PLAN.searched_orders:
         return every
@@ -91,11 +99,14 @@ def worth_searching(problem: Problem) -> list[Problem]:
 
 
 def _promise(problem: Problem) -> tuple[float, float]:
-    """Seconds of a step, or the limit that would do."""
-    plain = problem.schedule != AUTO and problem.schedule.chunks == 1 and not problem.splits
-    asked = problem if plain else replace(problem, stages=problem.devices, schedule=ONE_F_ONE_B)
+    """Counts the seconds of a step, or else the limit that would do."""
+    is_chunked = problem.schedule == AUTO or problem.schedule.chunks > 1
+    asked = problem
+    if is_chunked or problem.splits:
+        asked = replace(problem, stages=problem.devices, schedule=ONE_F_ONE_B)
     try:
-        return evaluate_decision(asked, jvpipe(asked, refine=False)).step_s, 0.0
+        decision = jvpipe(asked, refine=False)
+        return evaluate_decision(asked, decision).step_s, 0.0
     except Infeasible as error:
         least = error.smallest_limit_bytes
         if problem.schedule == AUTO:
@@ -104,7 +115,7 @@ def _promise(problem: Problem) -> tuple[float, float]:
 
 
 def least_bound(problem: Problem) -> float:
-    """Simulated seconds per step that no plan is below, whatever the order of the devices: see `lower_bound`."""
+    """Bounds the simulated step of any plan, whatever the order of devices: see `lower_bound`."""
     if not problem.groups or problem.replicated:
         return lower_bound(problem)
     if _all_orders(problem):
@@ -116,9 +127,11 @@ def least_bound(problem: Problem) -> float:
 
 
 def least_of(
-    problems: Sequence[Asked], ask: Callable[[Asked], T], step_s: Callable[[T], float]
+    problems: Sequence[Asked],
+    ask: Callable[[Asked], T],
+    step_s: Callable[[T], float],
 ) -> T:
-    """The fastest answer to problems that differ in their devices, or in the order of these.
+    """Finds the fastest answer to problems that differ in their devices or in the order of these.
 
     Args:
         problems: at least one.

@@ -1,13 +1,13 @@
-"""Lower bounds of what segments take, from prices of bytes and of seconds on the link (Lagrangian duality).
+"""Bounds what segments take from below, by prices of bytes and link seconds (Lagrange).
 
-Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that of the link, mu the
-price of a byte in seconds. For any prices
+Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that
+of the link, mu the price of a byte in seconds. For any prices
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-Bytes are at least what all layers hold and what the last one works with: a sum. So the least right side is a sum over
-layers, each at its own least: for all segments at once, a difference of two sums over the first layers. The prices that
-bound one segment best bound its neighbours well.
+Bytes are at least what all layers hold and what the last one works with: a sum. So the least right
+side is a sum over layers, each at its own least: for all segments at once, a difference of two sums
+over the first layers. The prices that bound one segment best bound its neighbours well.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, mo
 
 
 class Relaxation(NamedTuple):
-    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what they are added to."""
+    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what
+    they are added to.
+    """
 
     extra_s: PerChoice
     link_s: PerChoice
@@ -45,7 +47,11 @@ class Pricing:
     swaps: bool = True
 
     @staticmethod
-    def of(segments: Segments, limit_bytes: float, swaps: bool = True) -> "Pricing":
+    def of(
+        segments: Segments,
+        limit_bytes: float,
+        swaps: bool = True,
+    ) -> "Pricing":
         """Prices the choices of the layers of segments.
 
         Args:
@@ -56,7 +62,7 @@ class Pricing:
         return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
 
     def at(self, s: int) -> "Pricing":
-        """The choices of layers on the devices of a stage."""
+        """Returns the choices of layers on the devices of a stage."""
         segments = self.segments.of(s)
         if segments is self.segments:
             return self
@@ -89,13 +95,21 @@ class Pricing:
             layers: which of the model's.
         """
         choices = self.choices
-        there = choices.allowed[layers] & (choices.working_bytes[layers] <= self.limit_bytes)
+        flight = (self.segments.in_flight[s], 0)
+        working = choices.working_bytes[layers]
+        there = choices.allowed[layers] & (working <= self.limit_bytes)
         extra_s = np.where(there, self.extra_s(s)[layers], np.inf)
-        link_s = 2 * choices.swapped_bytes[layers] / self.segments.problem.host.bytes_per_s
-        return extra_s, link_s, choices.held_bytes((self.segments.in_flight[s], 0), layers)
+        # What is swapped goes over the link twice, out and in.
+        twice = 2 * choices.swapped_bytes[layers]
+        link_s = twice / self.segments.problem.host.bytes_per_s
+        return extra_s, link_s, choices.held_bytes(flight, layers)
 
     def relaxed(
-        self, cell: tuple[int, int, int], room_bytes: float, compute_s: float, traffic_s: float
+        self,
+        cell: tuple[int, int, int],
+        room_bytes: float,
+        compute_s: float,
+        traffic_s: float,
     ) -> Relaxation:
         """Makes the question that prices answer for layers [i, j) of a stage.
 
@@ -108,7 +122,14 @@ class Pricing:
         s, i, j = cell
         extra_s, link_s, held_bytes = self.table(s, slice(i, j))
         held_bytes[-1] += self.choices.working_bytes[j - 1]
-        return Relaxation(extra_s, link_s, held_bytes, room_bytes, compute_s, traffic_s)
+        return Relaxation(
+            extra_s,
+            link_s,
+            held_bytes,
+            room_bytes,
+            compute_s,
+            traffic_s,
+        )
 
     def least_bytes(self, block: CutBlock) -> Grid:
         """Bounds the peak bytes of a block's segments from below."""
@@ -130,45 +151,70 @@ class Pricing:
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, link_s, held_bytes = self.table(block.s, layers)
         there = np.isfinite(extra_s)
-        cost = np.where(
-            there,
-            alpha * np.where(there, extra_s, 0.0) + (1 - alpha) * link_s + mu * held_bytes,
-            np.inf,
-        )
-        paid = self._over(cost, mu * self.choices.working_bytes[layers], block)
+        # Zero times infinite seconds are not a number, so alpha is put on finite ones alone.
+        finite_s = np.where(there, extra_s, 0.0)
+        priced = alpha * finite_s + (1 - alpha) * link_s + mu * held_bytes
+        cost = np.where(there, priced, np.inf)
+        last = mu * self.choices.working_bytes[layers]
+        paid = self._over(cost, last, block)
         free = mu * (self.limit_bytes - block.fixed_bytes)
-        return alpha * block.compute_s + (1 - alpha) * block.traffic_s + paid - free
+        fixed_s = alpha * block.compute_s + (1 - alpha) * block.traffic_s
+        return fixed_s + paid - free
 
-    def _over(self, cost: PerChoice, last: PerChoice, block: CutBlock) -> Grid:
+    def _over(
+        self,
+        cost: PerChoice,
+        last: PerChoice,
+        block: CutBlock,
+    ) -> Grid:
         """Sums over segments of each layer's least, the last one's with `last`.
 
         A layer without a choice adds nothing: what it needs at least is over the limit anyhow.
         """
         first = block.starts[0]
-        there = np.isfinite(cost.min(1))
-        per_layer, final = (np.where(there, x.min(1), 0.0) for x in (cost, cost + last))
+        least = cost.min(1)
+        there = np.isfinite(least)
+        per_layer = np.where(there, least, 0.0)
+        final = np.where(there, (cost + last).min(1), 0.0)
         total = sums(per_layer)
         more = np.concatenate([[0.0], final - per_layer])
         ends = np.maximum(block.ends - first, 0)
         return between(total, block.starts - first, ends) + more[ends]
 
 
+class _Point(NamedTuple):
+    """The dual of each question at a mu: its value, and by how much bytes and compute exceed."""
+
+    mu: np.ndarray
+    dual: np.ndarray
+    over: np.ndarray
+    compute_over_link: np.ndarray
+
+
 class DualBounds:
-    """Questions side by side: all layers' choices in one table, each question with prices of its own."""
+    """Questions side by side: all layers' choices in one table, each question with prices of its
+    own.
+    """
 
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
 
     def __init__(self, asked: Sequence[Relaxation]) -> None:
-        extra_s, link_s, held_bytes, room, compute_s, traffic_s = zip(*asked, strict=True)
-        self.extra_s, self.link_s, self.held = map(np.concatenate, (extra_s, link_s, held_bytes))
-        self.there = np.isfinite(self.extra_s)
-        self.extra_s = np.where(self.there, self.extra_s, 0.0)
-        sizes = [len(column) for column in extra_s]
+        sizes = [len(question.extra_s) for question in asked]
+        extra_s = np.concatenate([question.extra_s for question in asked])
+        self.there = np.isfinite(extra_s)
+        self.extra_s = np.where(self.there, extra_s, 0.0)
+        self.link_s = np.concatenate([question.link_s for question in asked])
+        self.held = np.concatenate([question.held for question in asked])
+        self.room = np.array([question.room_bytes for question in asked])
+        self.compute_s = np.array([question.compute_s for question in asked])
+        self.traffic_s = np.array([question.traffic_s for question in asked])
+        # The question of each layer, and the first layer of each question.
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self.room, self.compute_s, self.traffic_s = map(np.array, (room, compute_s, traffic_s))
-        largest = np.add.reduceat(np.where(self.there, self.held, 0).max(1), self.first)
-        self.scale = (self.compute_s + self.traffic_s + 1e-30) / np.maximum(largest, 1.0)
+        held_bytes = np.where(self.there, self.held, 0)
+        largest = np.add.reduceat(held_bytes.max(1), self.first)
+        seconds = self.compute_s + self.traffic_s + 1e-30
+        self.scale = seconds / np.maximum(largest, 1.0)
         self.best = np.full(len(asked), -np.inf)
         self.prices = np.zeros((len(asked), 2))
 
@@ -176,57 +222,69 @@ class DualBounds:
         """Finds the best prices."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
-        # Where the link takes longer even if compute alone is priced, alpha is sought too: at the best one
-        # both take as long.
-        if (compute_over_link < 0).any():
+        # Where the link takes longer even if compute alone is priced, alpha is sought too: at the
+        # best one both take as long.
+        is_sought = compute_over_link < 0
+        if is_sought.any():
             low = np.zeros_like(alpha)
             high = np.ones_like(alpha)
             for _ in range(self.ALPHA_STEPS):
-                alpha = np.where(compute_over_link < 0, (low + high) / 2, 1.0)
+                alpha = np.where(is_sought, (low + high) / 2, 1.0)
                 sign = self._bisect_mu(alpha)
                 low = np.where(sign > 0, alpha, low)
                 high = np.where(sign > 0, high, alpha)
         return [(float(a), float(m)) for a, m in self.prices]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
-        """Finds the best mu for an alpha, nearly; by how much compute then exceeds the link."""
+        """Finds the best mu for an alpha, nearly.
+
+        Returns:
+            By how much compute then exceeds the link.
+        """
         free = self._evaluate(alpha, np.zeros_like(alpha))
-        points = [
-            (mu, *self._evaluate(alpha, mu))
-            for mu in (self.scale / self.PRICE_RANGE, self.scale * self.PRICE_RANGE)
-        ]
+        low = self._point(alpha, self.scale / self.PRICE_RANGE)
+        high = self._point(alpha, self.scale * self.PRICE_RANGE)
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
-            (low, low_dual, low_over, _), (high, high_dual, high_over, _) = points
-            # The dual is concave in mu and its slope is by how much bytes exceed the room: bisection by the sign
-            # of the slope, in powers, for prices range over many of them.
-            mu = np.sqrt(low * high)
-            if (
-                step >= self.BISECTION_STEPS
-            ):  # the dual is the lower of two lines: the best mu is where they meet, or near
-                slope = np.maximum(low_over - high_over, 1e-300)
-                mu = np.clip(
-                    (high_dual - high_over * high - low_dual + low_over * low) / slope, low, high
-                )
-            point = mu, *self._evaluate(alpha, mu)
-            over = point[2] > 0
-            points = [_either(over, point, points[0]), _either(over, points[1], point)]
-        return np.where(free[1] > 0, points[1][3], free[2])
+            # The dual is concave in mu and its slope is by how much bytes exceed the room:
+            # bisection by the sign of the slope, in powers, for prices range over many of them.
+            mu = np.sqrt(low.mu * high.mu)
+            if step >= self.BISECTION_STEPS:
+                # The dual is the lower of two lines: the best mu is where they meet, or near.
+                slope = np.maximum(low.over - high.over, 1e-300)
+                at_zero = high.dual - high.over * high.mu  # of the line through `high`
+                rise = at_zero - low.dual + low.over * low.mu
+                mu = np.clip(rise / slope, low.mu, high.mu)
+            point = self._point(alpha, mu)
+            over = point.over > 0
+            low = _either(over, point, low)
+            high = _either(over, high, point)
+        return np.where(
+            free[1] > 0,
+            high.compute_over_link,
+            free[2],
+        )
+
+    def _point(self, alpha: np.ndarray, mu: np.ndarray) -> "_Point":
+        return _Point(mu, *self._evaluate(alpha, mu))
 
     def _evaluate(
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The dual at these prices, by how much bytes exceed the room, and by how much compute exceeds the link."""
+        """Computes the dual at these prices, and its slopes.
+
+        The slopes are by how much bytes exceed the room, and by how much compute exceeds the link.
+        """
         a = alpha[self.of][:, None]
         m = mu[self.of][:, None]
-        cost = np.where(
-            self.there, a * self.extra_s + (1 - a) * self.link_s + m * self.held, np.inf
-        )
+        priced = a * self.extra_s + (1 - a) * self.link_s + m * self.held
+        cost = np.where(self.there, priced, np.inf)
+        # Each layer's least, summed over the layers of each question.
         chosen = np.arange(len(cost)), cost.argmin(1)
-        held_bytes, extra_s, link_s = (
-            np.add.reduceat(x[chosen], self.first) for x in (self.held, self.extra_s, self.link_s)
-        )
+        held_bytes = np.add.reduceat(self.held[chosen], self.first)
+        extra_s = np.add.reduceat(self.extra_s[chosen], self.first)
+        swaps_s = np.add.reduceat(self.link_s[chosen], self.first)
         compute_s = self.compute_s + extra_s
-        link_s = self.traffic_s + link_s
+        link_s = self.traffic_s + swaps_s
         over = held_bytes - self.room
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
         # Any prices give a bound, so the best of all that were tried is kept.
@@ -236,7 +294,5 @@ class DualBounds:
         return dual, over, compute_s - link_s
 
 
-def _either(
-    first: np.ndarray, a: Sequence[np.ndarray], b: Sequence[np.ndarray]
-) -> tuple[np.ndarray, ...]:
-    return tuple(np.where(first, x, y) for x, y in zip(a, b, strict=True))
+def _either(first: np.ndarray, a: _Point, b: _Point) -> _Point:
+    return _Point(*(np.where(first, x, y) for x, y in zip(a, b, strict=True)))

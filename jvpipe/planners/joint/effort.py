@@ -1,11 +1,12 @@
-"""How hard the searches try: every number that trades seconds of planning for a better plan, one table per search.
+"""How hard the searches try: every number that trades planning time for better plans, by search.
 
-None of them decides what is a plan, or what it takes: with other numbers the same problems are answered, sooner and
-worse or later and better. `python -m experiments.planners.effort` plans recorded problems with ten times as much of
-each, and with a tenth of it.
+None of them decides what is a plan, or what it takes: with other numbers the same problems are
+answered, sooner and worse or later and better. `python -m experiments.planners.effort` plans
+recorded problems with ten times as much of each, and with a tenth of it.
 
-"Cells" are pairs of a place to begin a stage and a place to end it: the work of a search between cuts. "Tasks" are
-those that the simulator runs. "Layers" and "steps" (of the simulator) are counts, and so is what has no unit.
+"Cells" are pairs of a place to begin a stage and a place to end it: the work of a search between
+cuts. "Tasks" are those that the simulator runs. "Layers" and "steps" (of the simulator) are counts,
+and so is what has no unit.
 """
 
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ class CutEffort:
         all_cells: the most cells of all cuts for these to be looked at.
         window_cells: the most cells of the cuts that matter, else.
         trip_cells: the most cells between which round trips over slow links are counted.
-        cap_slacks: by how much the slowest stage may be above the least that is possible, as shares of it; the first
-            that leaves few enough cells is taken.
+        cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
+            of it; the first that leaves few enough cells is taken.
         transfer_factors: how many times longer a transfer is taken to be, for it waits for others.
         spread_cells: the most cells between windows that are spread where links are slow.
         spread_stages: how many mean stages a bound may then be away from its even share.
-        prices_tolerance: how near the least cap must be to find prices of bytes and seconds there, as a share of it.
-        trip_caps: multiples of the least cap under which round trips are evened out; the last are for steps of few
-            micro-batches.
-        trip_weights: what a second is worth that a group of stages could still take, in seconds of the sum.
+        prices_tolerance: how near the least cap must be to find prices of bytes and seconds there,
+            as a share of it.
+        trip_caps: multiples of the least cap under which round trips are evened out; the last are
+            for steps of few micro-batches.
+        trip_weights: what a second is worth that a group of stages could still take, in seconds of
+            the sum.
         trip_tolerance: how near the least cap is found, as a share of it.
     """
 
@@ -52,8 +55,10 @@ class FateEffort:
         states: of a device whose layers are looked at all at once.
         few_states: of the search for the fewest bytes, at first.
         many_states: of that search where it is to be exact.
-        overrun_price: by how many times its price a byte is charged if a state will probably exceed the limit by it.
-        near_best: how near a choice must be to the best to be expected too, as a share of an even part of a layer.
+        overrun_price: by how many times its price a byte is charged if a state will probably exceed
+            the limit by it.
+        near_best: how near a choice must be to the best to be expected too, as a share of an even
+            part of a layer.
     """
 
     states: int = 16
@@ -68,7 +73,7 @@ class LimitEffort:
     """How closely it is decided whether a limit can be kept, and which one could be.
 
     Attributes:
-        every_cut_layers: of models of so many layers the plans that hold the least begin at all cuts.
+        every_cut_layers: of models of so many layers the emptiest plans begin at all cuts.
         plans: that are lowered to see what they hold.
         plans_of_few: the same of models of few layers.
         held_times: how many times what a plan holds may be counted for one that holds less.
@@ -105,11 +110,13 @@ class OrderEffort:
         blocked: moves without a gain that a longest path without a move counts for.
         rest: moves for which a task that has moved rests at least; at most it is twice as many.
         all_cuts: cuts of a placement up to which all are begun with.
-        in_flight: micro-batches of a device's first stage that fates make room for, where list scheduling follows.
-        caps: micro-batches in flight per device, over the number of devices, in list scheduling: those that leave room
-            under a limit, and what room there is.
+        in_flight: micro-batches of a device's first stage that fates make room for, where list
+            scheduling follows.
+        caps: micro-batches in flight per device, over the number of devices, in list scheduling:
+            those that leave room under a limit, and what room there is.
         simulated: refined orders that are simulated.
-        crowded: candidates that are simulated where transfers share links, of which the clock does not know.
+        crowded: candidates that are simulated where transfers share links, of which the clock does
+            not know.
         doubt: the share of what devices lend by which a plan has to be faster than 1F1B: what
             measured seconds of programs are off by where devices share workers is more than any
             order saves there.
@@ -130,14 +137,16 @@ class OrderEffort:
 
 @dataclass(frozen=True)
 class RuleEffort:
-    """How much is tried under a schedule's rule with several stages per device, or with backwards in halves.
+    """How much is tried under a schedule's rule with several stages per device, or with backwards
+    in halves.
 
     Attributes:
         moved_tasks: that are simulated while the bounds of a plan move in its own order.
         simulated_tasks: while those of plans under a rule do.
         around: neighbours of the best plan under a rule that are climbed from too.
         few_layers: of a model of which more is tried.
-        refined_layers: of models of more layers the plan of one stage per device is the surrogate's.
+        refined_layers: of models of more layers the plan of one stage per device is the
+            surrogate's.
     """
 
     moved_tasks: int = 30_000
@@ -153,24 +162,28 @@ class PlanEffort:
 
     Attributes:
         hasty_layers: models of more layers are planned in haste.
-        near_limit: how many times the limit the surrogate's plan of no limit may take where the simulated one is asked
-            for.
+        near_limit: how many times the limit the surrogate's plan of no limit may take where the
+            simulated one is asked for.
         paths: of the surrogate's best cuts that are simulated.
         tasks: that are simulated in all.
         clocked: tasks of neighbours that are clocked at once.
         clocked_for_one: so many of them are worth one that is simulated.
-        noticed_link: where links take more than this share of the work's seconds, round trips are looked at.
-        imbalance: how many times longer than its even share of the work the slowest stage takes where more is sought.
-        host_crowding: how many times slower the link to the host is taken to be. A link that is never idle keeps others
-            waiting: what the surrogate takes for hidden costs up to half of a step, simulated.
+        noticed_link: where links take more than this share of the work's seconds, round trips are
+            looked at.
+        imbalance: how many times longer than its even share of the work the slowest stage takes
+            where more is sought.
+        host_crowding: how many times slower the link to the host is taken to be. A link that is
+            never idle keeps others waiting: what the surrogate takes for hidden costs up to half of
+            a step, simulated.
         places: by which a bound moves at most under a limit.
         shifted: plans whose stages move on to the next device that are looked at in a round.
         starts: plans that are climbed from.
-        near_start: how many times longer than the fastest of them others may take that are climbed from before its
-            neighbours.
+        near_start: how many times longer than the fastest of them others may take that are climbed
+            from before its neighbours.
         neighbours: of a plan that are simulated to find the one to climb from.
         single_fate_layers: of a model whose fates are changed one by one.
-        device_orders: of unlike devices that can stand in so many orders at most, all are looked at.
+        device_orders: of unlike devices that can stand in so many orders at most, all are looked
+            at.
         searched_orders: those that are worth a whole search.
     """
 
@@ -195,7 +208,8 @@ class PlanEffort:
 
 @dataclass(frozen=True)
 class ShapeEffort:
-    """How many shapes of a pipeline are looked at: devices of each place, and sizes of micro-batches.
+    """How many shapes of a pipeline are looked at: devices of each place, and sizes of
+    micro-batches.
 
     Attributes:
         sizes: micro-batch sizes that are searched well.

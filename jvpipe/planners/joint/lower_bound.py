@@ -1,7 +1,8 @@
-"""What no plan is below: simulated seconds per step, from what each stage and the links before it take at least.
+"""Lower bounds of any plan's simulated step, from what its stages and links take at least.
 
-The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small problems
-(tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones (test_planner.py there).
+The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small
+problems (tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones
+(test_planner.py there).
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.planners.joint.effort import CUTS
-from jvpipe.planners.joint.surrogate import pricing_of, solve
+from jvpipe.planners.joint.surrogate import Solution, pricing_of, solve
 from jvpipe.planners.joint.trips import Trips
 from jvpipe.planners.model.chain_dp import Matrix, least_max, least_sum
 from jvpipe.planners.model.forecast import trips_counted
@@ -24,81 +25,99 @@ Stages = list[tuple[Matrix, CutBlock]]
 
 
 def lower_bound(problem: Problem) -> float:
-    """Simulated seconds per step that no plan is below; infinite if nothing fits.
+    """Bounds the simulated seconds per step of any plan; infinite if nothing fits.
 
-    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a synchronous step that
-    is after the stages before it have passed it the first, and before they take back the last: F + B of their layers,
-    and what crosses the links between them. What they compute again may be done while they wait. All forwards of GPipe
-    come before its backwards. In a stream round trips (`trips.py`) count too. Where devices run several stages or
-    halves of backwards, all work is divided among them, from when each can begin.
+    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a
+    synchronous step that is after the stages before it have passed it the first, and before they
+    take back the last: F + B of their layers, and what crosses the links between them. What they
+    compute again may be done while they wait. All forwards of GPipe come before its backwards. In a
+    stream round trips (`trips.py`) count too. Where devices run several stages or halves of
+    backwards, all work is divided among them, from when each can begin.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 5)
-    >>> lower_bound(Problem(costs, 2, find_schedule("1f1b"), microbatches=8))  # 8 * 9: three layers on the first stage
+    >>> problem = Problem(costs, 2, find_schedule("1f1b"), microbatches=8)
+    >>> lower_bound(problem)  # 8 * 9: three layers on the first stage
     72.0
     """
     if problem.schedule.chunks > 1 or problem.splits:
         return _of_any_order(problem)
-    # Fates are chosen as if transfers were hidden; what these take at least is counted after.
-    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
-    schedule = problem.schedule
-    stream = schedule
-    if schedule.synchronous:
-        stream = Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
-    # The search for a stream's slowest stage: its table bounds all cells that may be on a plan.
-    solution = solve(replace(alone, schedule=stream), pricing_of(alone))
+    solution = _hidden_transfers(problem)
     if not solution.feasible:
         return np.inf
-    table = solution.table
     segments = Segments(problem)
+    stages: Stages = []
+    for x in solution.table.stages:
+        block = segments.block(
+            x.block.s,
+            x.block.starts,
+            x.block.ends,
+        )
+        stages.append((solution.table.lower_s(x), block))
     m = problem.microbatches
-    stages = [
-        (table.lower_s(x), segments.block(x.block.s, x.block.starts, x.block.ends))
-        for x in table.stages
-    ]
-    work_s = float(segments.least_compute_s[-1])
-    longest_s = float(np.diff(segments.least_compute_s).max())
+    above_cap_s = m * solution.cap_s  # of plans whose slowest stage is above the cap
     if not problem.schedule.synchronous:
-        return min(max(_of_stream(problem, stages), solution.result.bound_s), m * solution.cap_s)
-    if problem.phases == 2:  # of all plans, and of those whose slowest stage is above the cap
+        under_cap_s = max(_of_stream(problem, stages), solution.result.bound_s)
+        return min(under_cap_s, above_cap_s)
+    work_s = float(segments.least_compute_s[-1])
+    if problem.phases == 2:
+        above_cap_s = work_s + (m - 1) * solution.cap_s
+        longest_s = float(np.diff(segments.least_compute_s).max())
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
-        return max(every_s, min(_of_two_phases(problem, stages), work_s + (m - 1) * solution.cap_s))
-    # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided
+        return max(every_s, min(_of_two_phases(problem, stages), above_cap_s))
+    # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided.
     # Equality for all stages at once solves this: t_s = (1 - 1 / M) t_(s-1), a geometric series.
     every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
     if problem.groups:
         every_s = m * segments.share_s
-    return max(every_s, min(_of_1f1b(problem, stages, segments), m * solution.cap_s))
+    return max(every_s, min(_of_1f1b(problem, stages, segments), above_cap_s))
+
+
+def _hidden_transfers(problem: Problem) -> Solution:
+    """Searches for a stream's slowest stage: its table bounds all cells that may be on a plan.
+
+    Fates are chosen as if transfers were hidden; what these take at least is counted after.
+    """
+    alone = replace(problem, peer=INFINITE, peer_uses_host=False)
+    schedule = problem.schedule
+    if schedule.synchronous:
+        schedule = Schedule(name=schedule.name, lists=schedule.lists, synchronous=False)
+    return solve(replace(alone, schedule=schedule), pricing_of(alone))
 
 
 def _of_any_order(problem: Problem) -> float:
-    """All work, divided among the devices; a backward may take less in halves.
+    """Divides all work among the devices; a backward may take less in halves.
 
     If devices are alike, each begins at least a layer's forward after the one before it.
     """
     layers = problem.costs.layers
-    halves_s = [x.split.input_s + x.split.weight_s if x.split else np.inf for x in layers]
-    work_s = problem.microbatches * sum(
-        x.forward_s + min(x.backward_s, s) for x, s in zip(layers, halves_s, strict=True)
-    )
+    layers_s = []
+    for layer in layers:
+        split = layer.split
+        halves_s = split.input_s + split.weight_s if split else np.inf
+        layers_s.append(layer.forward_s + min(layer.backward_s, halves_s))
+    work_s = problem.microbatches * sum(layers_s)
     if problem.groups:  # each place takes its best share of any work
-        return work_s * Segments(problem).share_s / float(Segments(problem).compute_s[-1])
+        segments = Segments(problem)
+        return work_s * segments.share_s / float(segments.compute_s[-1])
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
     return (work_s + sum(begins_s)) / problem.devices
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Round trips of stages beside each other, as many as end while the simulator times a stream."""
-    own_s = [np.maximum(t + x.once_s / problem.microbatches, x.traffic_s) for t, x in stages]
+    """Sums round trips of adjacent stages, as many as end while the simulator times a stream."""
+    m = problem.microbatches
+    own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
-    trips = Trips(ways_s, [x.comm_s for _, x in stages], own_s)
-    period_s = (1 - CUTS.trip_tolerance) * trips.least_cap_s()
-    return problem.microbatches * trips_counted(problem.stages, problem.microbatches) * period_s
+    comm_s = [x.comm_s for _, x in stages]
+    least_cap_s = Trips(ways_s, comm_s, own_s).least_cap_s()
+    period_s = (1 - CUTS.trip_tolerance) * least_cap_s
+    return m * trips_counted(problem.stages, m) * period_s
 
 
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
-    """The fill and the drain of each phase, and M - 1 times the slowest stage or link of it."""
+    """Sums each phase's fill, drain and M - 1 times its slowest stage or link."""
     forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
     backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
     slowest_s = least_max(forward) + least_max(backward)
@@ -106,13 +125,21 @@ def _of_two_phases(problem: Problem, stages: Stages) -> float:
     return least_sum(ways_s)[0] + (problem.microbatches - 1) * slowest_s
 
 
-def _of_1f1b(problem: Problem, stages: Stages, segments: Segments) -> float:
-    """M micro-batches of a stage, and the work and the transfers before it, or what it does once a step."""
+def _of_1f1b(
+    problem: Problem,
+    stages: Stages,
+    segments: Segments,
+) -> float:
+    """Sums M micro-batches of a stage, and what is before it, or what it does once a step."""
     m = problem.microbatches
     every = list[Matrix]()
     crossed_s = np.zeros(1)  # the least that transfers up to a cut take
     for t, x in stages:
-        there_s = np.where(np.isfinite(t), crossed_s[:, None] + x.comm_s, np.inf)
+        there_s = np.where(
+            np.isfinite(t),
+            crossed_s[:, None] + x.comm_s,
+            np.inf,
+        )
         # The first micro-batch passes the layers before, forwards and backwards, and their links.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)

@@ -1,4 +1,4 @@
-"""The fewest bytes that a device's layers can hold and work with: dominance over what they take (`dominance.py`)."""
+"""The fewest bytes that a device's layers can hold and work with, by dominance (`dominance.py`)."""
 
 import numpy as np
 
@@ -10,7 +10,13 @@ Fewest = tuple[float, tuple[int, ...]]
 """Bytes, and the choices that take them; none if nothing was found."""
 
 
-def fewest_bytes(pricing: Pricing, lot: Lot, *, exact: bool, below: float = np.inf) -> Fewest:
+def fewest_bytes(
+    pricing: Pricing,
+    lot: Lot,
+    *,
+    exact: bool,
+    below: float = np.inf,
+) -> Fewest:
     """Finds the fewest bytes beside those that no choice changes, and choices that take them.
 
     Few states are looked at; where that left out what may be better, and it is to be exact, many.
@@ -29,10 +35,19 @@ def fewest_bytes(pricing: Pricing, lot: Lot, *, exact: bool, below: float = np.i
     return best
 
 
-def _fewest(growth: Growth, width: int, below: float) -> tuple[Fewest, float]:
-    """Looks at so many states beside each other; returns also the bytes that no state left out is below."""
+def _fewest(
+    growth: Growth,
+    width: int,
+    below: float,
+) -> tuple[Fewest, float]:
+    """Looks at so many states at once; returns also the bytes that no state left out is below."""
 
-    def emptiest(_states: States, bound: np.ndarray, alive: np.ndarray, _done: int) -> np.ndarray:
+    def emptiest(
+        _states: States,
+        bound: np.ndarray,
+        alive: np.ndarray,
+        _done: int,
+    ) -> np.ndarray:
         return alive[np.argpartition(bound[alive], width)[:width]]
 
     nothing = below, ()

@@ -1,17 +1,21 @@
-"""From an order to better ones by tabu search on the longest path, as job shops are solved (Nowicki and Smutnicki).
+"""Improves an order by tabu search on its longest path, as job shops are solved.
 
-A step becomes shorter only by a change of what its longest path goes through. That path consists of blocks of tasks
-that a device runs without a pause, and only a task at either end of a block is worth another place:
+The method is that of Nowicki and Smutnicki.
+
+A step becomes shorter only by a change of what its longest path goes through. That path consists of
+blocks of tasks that a device runs without a pause, and only a task at either end of a block is
+worth another place:
 
     block          a b c d e      a waits for another device, and another one waits for e
     ahead          c a b d e      c no longer waits for a and b
     behind         a b d e c      d and e no longer wait for c
     split, behind  a b I d e W    c is a backward: its second half moves behind the block
 
-Two halves beside each other may become one again. A task never passes one of its own stage and kind, so that values
-stay the same, and what its device holds must fit. Among the moves that are drawn, the one with the shortest
-longest path through what moved is made, be it longer than before; what has moved rests for some moves, so that the
-search does not go back to where it came from. It ends after so many moves, or so many without a gain.
+Two halves beside each other may become one again. A task never passes one of its own stage and
+kind, so that values stay the same, and what its device holds must fit. Among the moves that are
+drawn, the one with the shortest longest path through what moved is made, be it longer than before;
+what has moved rests for some moves, so that the search does not go back to where it came from. It
+ends after so many moves, or so many without a gain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +54,12 @@ class Move(NamedTuple):
     more: int = 0
 
 
-def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
+def climbed(
+    loads: Loads,
+    order: Order,
+    tries: int,
+    seed: int = 0,
+) -> Order:
     """Finds the best order that so many moves lead to.
 
     Args:
@@ -77,7 +86,8 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
-        # Without a move the next turn draws another longest path, or steps have rested for long enough.
+        # Without a move the next turn draws another longest path, or steps have rested for long
+        # enough.
         if not moves:
             gainless += ORDER.blocked
             continue
@@ -95,7 +105,7 @@ def climbed(loads: Loads, order: Order, tries: int, seed: int = 0) -> Order:
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best move, and on other devices the best one each, if the path through it is shorter than the step."""
+    """Picks the best move, and on other devices the best one each that shortens its path."""
     by_device: dict[int, Move] = {}
     for move in moves:
         if not by_device or move.path_s < step_s * (1 - ROUNDING):
@@ -104,7 +114,7 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
-    """Makes moves, unless steps would wait for each other then: in that case the first alone, or none."""
+    """Makes moves; if steps would then wait for each other, the first alone, or none."""
     # Each move fits and makes sense by itself. Two at once can make steps wait in a circle.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
@@ -129,20 +139,20 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The moves that lead from an order to its neighbours; `draw` says in which order, and which of equal ones."""
+    """The moves that lead from an order to its neighbours; `draw` orders them, and chooses."""
 
     course: Course
     draw: Random
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves of the blocks of a longest path for which there is room, in an order that is drawn."""
+        """Yields the moves of a longest path's blocks that have room, in a random order."""
         course = self.course
         blocks = course.path(self.draw)
         self.draw.shuffle(blocks)
         for block in blocks:
             steps = course.lists[block.device]
-            # A block that starts at once has nothing to win at its front, one that ends the order nothing
-            # at its end.
+            # A block that starts at once has nothing to win at its front, one that ends the order
+            # nothing at its end.
             if course.starts[steps[block.first]] > 0.0:
                 yield from self._ahead(block)
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
@@ -179,7 +189,13 @@ class _Neighbours:
             else:
                 yield from self._split(d, at, cell, passed)
 
-    def _split(self, d: int, at: int, cell: int, passed: Sequence[int]) -> Iterator[Move]:
+    def _split(
+        self,
+        d: int,
+        at: int,
+        cell: int,
+        passed: Sequence[int],
+    ) -> Iterator[Move]:
         """Yields the move that splits a whole backward and puts its second half behind others.
 
         Args:
@@ -224,7 +240,7 @@ class _Neighbours:
         return there_s < end_s and not self._bound(step, other)
 
     def _bound(self, step: int, other: int) -> bool:
-        """Returns whether two steps must stay in their order: of one stage and kind, or adding to the same sums."""
+        """Tells whether two steps must stay in order: of one stage and kind, or of one sum."""
         course = self.course
         kind, cell = divmod(step, course.cells)
         other_kind, other_cell = divmod(other, course.cells)
@@ -236,9 +252,15 @@ class _Neighbours:
         return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
 
     def _move(
-        self, d: int, first: int, steps: list[int], moved: int, cell: int = -1, more: int = 0
+        self,
+        d: int,
+        first: int,
+        steps: list[int],
+        moved: int,
+        cell: int = -1,
+        more: int = 0,
     ) -> Iterator[Move]:
-        """Yields the move, if its device has room, with the longest path through these steps in their new order.
+        """Yields the move with the longest path through its steps, if its device has room.
 
         Heads are counted on from what starts before the steps, tails back from what follows them;
         of steps on other devices both are those of the order as it is. So the path is a bound where
@@ -255,7 +277,8 @@ class _Neighbours:
         course = self.course
         held_bytes = course.held[d][first - 1] if first else 0.0
         room = course.loads.room_bytes[d]
-        # Behind the steps that move the device holds what it held before, so only these are looked at.
+        # Behind the steps that move the device holds what it held before, so only these are looked
+        # at.
         for step in steps:
             held_bytes += course.bytes[step]
             if held_bytes > room:

@@ -1,18 +1,18 @@
-"""The course of an order: when its steps start and end, what follows each of them, and the longest path.
+"""The course of an order: when its steps start and end, and the longest path through them.
 
-An order is a list of steps per device. Each step starts when the one before it on its device has ended and what it
-reads has arrived, so that one pass over the lists, device by device as far as each can go, finds all times. The same
-pass backwards finds how long the order goes on after each step at least, and a walk from the last end to a step that
-starts at once finds a longest path.
+An order is a list of steps per device. Each step starts when the one before it on its device has
+ended and what it reads has arrived, so that one pass over the lists, device by device as far as
+each can go, finds all times. The same pass backwards finds how long the order goes on after each
+step at least, and a walk from the last end to a step that starts at once finds a longest path.
 
     device 0   F0 F1 F2 .. B0 B1 B2        a step's number is (kind V + stage) M + micro-batch,
-    device 1      F0 B0 F1 B1 F2 B2        for V stages and M micro-batches
-               +- block --+                of kind 0, 1 and 2: a forward, a backward or its first half,
-                                           a second half
+    device 1      F0 B0 F1 B1 F2 B2        for V stages and M micro-batches of kind 0, 1 and 2:
+               +- block --+                a forward, a backward or its first half, a second half
 
-Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how long the order goes
-on after its end, at least. A block is a run of steps of one device on a longest path: each starts when the one before
-it ends. A backward may begin early: by what it computes again before it reads its cotangents.
+Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how
+long the order goes on after its end, at least. A block is a run of steps of one device on a longest
+path: each starts when the one before it ends. A backward may begin early: by what it computes again
+before it reads its cotangents.
 
 The clock is the simulator's without swaps, where no two transfers share a link, and a test holds it
 to that. What counts in the end is simulated (`simulated_step_s`).
@@ -42,7 +42,7 @@ class CourseBlock(NamedTuple):
 
 
 class Course:
-    """An order as lists of numbers, that may be changed, and its times, which are those of the last `run`.
+    """An order as lists of numbers that may be changed, and its times at the last `run`.
 
     Whoever changes `lists[d]` calls `placed(d)`; `half` says of each cell whether its backward runs
     in halves, and is changed by `cut` alone.
@@ -67,7 +67,8 @@ class Course:
         self.M = M
         self.cells = cells
         self.to, self.source = _ways(M, cells)
-        # A backward has one number whether it is whole or not, so that splitting it renumbers nothing.
+        # A backward has one number whether it is whole or not, so that splitting it renumbers
+        # nothing.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
         self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
         self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
@@ -130,7 +131,8 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # When each step may begin for its input; the last part stands for what would follow second halves.
+        # When each step may begin for its input; the last part stands for what would follow second
+        # halves.
         there = [NOT_YET] * (4 * cells)
         there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
         starts = [0.0] * (3 * cells)
@@ -181,10 +183,11 @@ class Course:
         self.ends = ends
         self.ran = ran
         all_ran = len(ran) == sum(map(len, lists))
-        self.step_s = max(map(add, free_s, self.updates_s)) if all_ran else float("inf")
+        ends_s = map(add, free_s, self.updates_s)
+        self.step_s = max(ends_s) if all_ran else float("inf")
 
     def follow(self) -> None:
-        """Counts tails after a run: `tails` of steps, and `answers`, what of them is due to what a step sends."""
+        """Counts tails after a run: `tails` of steps, and `answers`, due to what a step sends."""
         tails = [0.0] * (3 * self.cells)
         answers = [0.0] * (3 * self.cells)
         seconds = self.seconds
@@ -193,7 +196,8 @@ class Course:
         device = self.device
         later_s = list(self.updates_s)  # from the start of the last step seen on a device
         links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
-        # Whatever follows a step has run after it, so in reverse all that its tail is made of is known.
+        # Whatever follows a step has run after it, so in reverse all that its tail is made of is
+        # known.
         for step in reversed(self.ran):
             d = device[step]
             target = to[step]
@@ -209,18 +213,17 @@ class Course:
                     later_s[d] = answer
             tails[step] = later_s[d]
             later_s[d] += seconds[step]
-        self.tails, self.answers = tails, answers
+        self.tails = tails
+        self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
-        """Finds the blocks of a longest path, the last one first; of several paths one that is drawn."""
+        """Finds the blocks of a longest path, the last one first; of several paths, a drawn one."""
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
         devices = zip(self.lists, self.updates_s, strict=True)
-        last_steps = [
-            (ends[steps[-1]] + update_s, steps[-1]) for steps, update_s in devices if steps
-        ]
-        _, step = max(last_steps)
+        lasts = [(steps[-1], update_s) for steps, update_s in devices if steps]
+        _, step = max((ends[step] + update_s, step) for step, update_s in lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
         # From step to step backwards: to the one before on the device, or to the one that sent the
@@ -265,7 +268,8 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
     """Lists of each step what it takes, if backwards are whole.
 
     Returns:
-        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before it reads its input.
+        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before
+        it reads its input.
     """
     M = loads.microbatches
     stages = len(loads.places)
@@ -284,7 +288,7 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
 
 @lru_cache(maxsize=32)
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """Lists for each step the one that waits for it, and the one that it waits for; -1 where there is none.
+    """Lists for each step the one that waits for it, and the one it waits for; -1 if none does.
 
     A forward is waited for by that of the next stage, the last one by its own backward, a backward
     by that of the stage before. A second half waits for its first one, which sends nothing to it.

@@ -1,4 +1,4 @@
-"""The neighbours of cuts: bounds moved, or one taken away and another put in; and how long devices then work."""
+"""The neighbours of cuts (bounds moved, removed or inserted), and how long devices then work."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,11 @@ from jvpipe.planners.model.segments import Cuts
 
 
 def moved_bounds(
-    bounds: Sequence[int], cuts: Cuts, run: int = 1, count: int = 1, first: int | None = None
+    bounds: Sequence[int],
+    cuts: Cuts,
+    run: int = 1,
+    count: int = 1,
+    first: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Lists the bounds with some beside each other moved, all of them as far and the same way.
 
@@ -26,36 +30,46 @@ def moved_bounds(
     >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
     """
-    at = [int(place) for place in np.searchsorted(cuts, bounds)]
+    places = np.searchsorted(cuts, bounds).tolist()
+    firsts = range(1, len(bounds) - run) if first is None else [first]
     neighbours = []
-    for s in range(1, len(bounds) - run) if first is None else [first]:
-        for by in (step * sign for step in range(1, count + 1) for sign in (-1, 1)):
-            moved = [place + by for place in at[s : s + run]]
-            # Bounds stay in order: no stage loses its last layer.
-            if s + run < len(at) and at[s - 1] < moved[0] and moved[-1] < at[s + run]:
-                inner = (int(cuts[place]) for place in moved)
-                neighbours.append((*bounds[:s], *inner, *bounds[s + run :]))
+    for s in firsts:
+        behind = s + run
+        for step in range(1, count + 1):
+            for by in (-step, step):
+                moved = [place + by for place in places[s:behind]]
+                # Bounds stay in order: no stage loses its last layer.
+                follows = behind < len(places) and places[s - 1] < moved[0]
+                if follows and moved[-1] < places[behind]:
+                    inner = cuts[moved].tolist()
+                    neighbours.append((*bounds[:s], *inner, *bounds[behind:]))
     return neighbours
 
 
-def shifted_bounds(problem: Problem, bounds: Sequence[int], cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists the bounds with one taken away and another put in: all stages between move on to the next device.
-
-    Cuts whose busiest device works least come first.
+def shifted_bounds(
+    problem: Problem,
+    bounds: Sequence[int],
+    cuts: Cuts,
+) -> list[tuple[int, ...]]:
+    """Lists the bounds with one removed and another inserted: all stages between move by a device.
 
     Args:
         problem: whose stages and devices count.
         bounds: of the stages, the first and the last of which stay.
         cuts: where a stage may begin or end.
+
+    Returns:
+        The bounds whose busiest device works least come first.
     """
     others = sorted(set(cuts.tolist()) - set(bounds))
-    every = [
-        tuple(sorted({*bounds} - {bounds[gone]} | {new}))
-        for gone in range(1, len(bounds) - 1)
-        for new in others
-        if not bounds[gone - 1] < new < bounds[gone + 1]
-    ]
-    return sorted(every, key=partial(busiest_s, problem))
+    shifted = []
+    for gone in range(1, len(bounds) - 1):
+        kept = [*bounds[:gone], *bounds[gone + 1 :]]
+        for new in others:
+            # Between these two a bound is only moved: no stage gets another device.
+            if not bounds[gone - 1] < new < bounds[gone + 1]:
+                shifted.append(tuple(sorted([*kept, new])))
+    return sorted(shifted, key=partial(busiest_s, problem))
 
 
 def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -66,12 +80,13 @@ def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
         cuts: where a stage may begin or end.
     """
     first, *inner, last = cuts.tolist()
-    every = [(first, *some, last) for some in combinations(inner, problem.stages - 1)]
+    chosen = combinations(inner, problem.stages - 1)
+    every = [(first, *some, last) for some in chosen]
     return sorted(every, key=partial(busiest_s, problem))
 
 
 def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
-    """Counts what the device works that works longest.
+    """Counts the seconds of the device that works longest.
 
     Args:
         problem: whose stages and devices count.
@@ -79,11 +94,12 @@ def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
     """
     works_s = [0.0] * problem.devices
     every_s = layer_s(problem)
-    for s, (place, (i, j)) in enumerate(zip(problem.places, pairwise(bounds), strict=True)):
-        slower = problem.slowness(s)
-        works_s[place] += float(
-            (every_s[i:j] * slower[i:j]).sum() if slower else every_s[i:j].sum()
-        )
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        stage_s = every_s[i:j]
+        slowness = problem.slowness(s)
+        if slowness:
+            stage_s = stage_s * slowness[i:j]
+        works_s[problem.places[s]] += float(stage_s.sum())
     return max(works_s)
 
 

@@ -1,16 +1,17 @@
-"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight, and as little of it kept.
+"""The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight.
 
-No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if it is kept by the
-emptiest plan under that one. With one stage per device it is `min_bytes_plan`. With several, stages of a device share
-what they need beyond what they hold: given that, each holds the least that it can. If there are few cuts, all are
-looked at; if many, those found by moving a bound as long as the fullest devices become emptier; this ends, as
-they do so each time.
+No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if
+it is kept by the emptiest plan under that one. With one stage per device it is `min_bytes_plan`.
+With several, stages of a device share what they need beyond what they hold: given that, each holds
+the least that it can. If there are few cuts, all are looked at; if many, those found by moving a
+bound as long as the fullest devices become emptier; this ends, as they do so each time.
 """
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import comb
 
 from jvpipe.planners.joint.device_fates import DeviceFates
@@ -26,14 +27,17 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class OrderFloor:
-    """The plan that holds the least on one placement, its schedule, and the smallest limit that it keeps."""
+    """The plan that holds the least on a placement, its schedule, and the least limit it keeps."""
 
     schedule: Schedule
     decision: Decision
     limit_bytes: int
 
 
-def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[OrderFloor]:
+def order_floors(
+    problem: Problem,
+    placements: Iterable[Schedule],
+) -> Iterator[OrderFloor]:
     """Yields the emptiest plan of each placement; it swaps empty if the host has a limit.
 
     Args:
@@ -49,22 +53,20 @@ def order_floors(problem: Problem, placements: Iterable[Schedule]) -> Iterator[O
 
 
 def _emptiest(problem: Problem) -> Decision:
-    """Returns the plan that was found to hold the least, of a problem whose micro-batches go one by one."""
+    """Returns the plan found to hold the least, of a problem whose micro-batches go one by one."""
     fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
     least = min_bytes_plan(fates.pricing).decision
     if problem.schedule.chunks == 1:
         return least
-    # Stages of one device share what they need beyond what they hold, so the emptiest cuts of stages
-    # each on a device of its own are only a beginning.
+    # Stages of one device share what they need beyond what they hold, so the emptiest cuts of
+    # stages each on a device of its own are only a beginning.
     cuts = fates.pricing.segments.cuts
     if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
         plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
     else:
         starts = dict.fromkeys((least.bounds, even(problem).bounds))
-        plans = (
-            plan
-            for bounds in starts
-            for plan in emptied(problem, fates, bounds, tries=LIMIT.moved_cuts)
+        plans = chain.from_iterable(
+            emptied(problem, fates, bounds, tries=LIMIT.moved_cuts) for bounds in starts
         )
     return min(plans, key=partial(_fullness, problem))
 
@@ -76,7 +78,7 @@ def emptied(
     places: int = 1,
     tries: int = sys.maxsize,
 ) -> Iterator[Decision]:
-    """Yields emptier and emptier plans, whatever their seconds: bounds move while the fullest devices hold less.
+    """Yields emptier and emptier plans: bounds move while the fullest devices hold less.
 
     Args:
         problem: whose order counts.
@@ -101,6 +103,5 @@ def emptied(
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
     """Lists the limits that devices need, the largest first."""
-    return sorted(
-        needed_bytes(problem, evaluate_decision(problem, decision).device_bytes), reverse=True
-    )
+    device_sizes = evaluate_decision(problem, decision).device_bytes
+    return sorted(needed_bytes(problem, device_sizes), reverse=True)

@@ -1,9 +1,10 @@
 """Orders by list scheduling: whoever is free first takes what is ready, as long as there is room.
 
-A device that is free takes a backward that is ready, else a forward that leaves room for the first micro-batch that has
-not been forward through all of this device's stages, else the second half of a backward, if that ends before the next
-thing is ready that it knows of, or nothing else can run. If the halves of a backward have no room between them, it is
-whole. Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
+A device that is free takes a backward that is ready, else a forward that leaves room for the first
+micro-batch that has not been forward through all of this device's stages, else the second half of a
+backward, if that ends before the next thing is ready that it knows of, or nothing else can run. If
+the halves of a backward have no room between them, it is whole. Its seconds are counted as tasks
+are taken; a test holds them to the clock of `order_course.py`.
 """
 
 import heapq
@@ -32,7 +33,7 @@ class _Device:
 
 @dataclass
 class _Way:
-    """The forwards of all stages, or their backwards: the next micro-batch of each, and when its input is there.
+    """The forwards of all stages, or their backwards: each one's next micro-batch, and its arrival.
 
     `there` has a column more, for those that are through.
     """
@@ -42,11 +43,15 @@ class _Way:
 
     @staticmethod
     def of(stages: int, microbatches: int) -> "_Way":
-        return _Way([[NEVER] * (microbatches + 1) for _ in range(stages)], [0] * stages)
+        there = [[NEVER] * (microbatches + 1) for _ in range(stages)]
+        return _Way(there, [0] * stages)
 
 
 class Listing:
-    """One run of the list scheduler; `order` is None if a micro-batch alone is too large for a device."""
+    """One run of the list scheduler.
+
+    Its `order` is None if a micro-batch alone is too large for a device.
+    """
 
     def __init__(
         self,
@@ -62,30 +67,33 @@ class Listing:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
             eager: whether a forward that is ready comes before a backward.
-            in_flight: micro-batches that each stage may have in flight; none: as many as there is room for.
+            in_flight: micro-batches that each stage may have in flight; none: as many as there is
+                room for.
         """
         self.loads = loads
         self.eager = eager
-        self.most = in_flight or [loads.microbatches] * len(loads.places)
-        on = [loads.stages_on(d) for d in range(len(cap_bytes))]
-        units = [sum(loads.kept_bytes[s] for s in stages) for stages in on]
-        self.devices = [_Device(*parts) for parts in zip(on, cap_bytes, units, strict=True)]
-        self.forward, self.backward = (
-            _Way.of(len(loads.places), loads.microbatches) for _ in range(2)
-        )
+        stages = len(loads.places)
+        self.most = in_flight or [loads.microbatches] * stages
+        self.devices = list[_Device]()
+        for d, cap in enumerate(cap_bytes):
+            on = loads.stages_on(d)
+            unit = sum(loads.kept_bytes[s] for s in on)
+            self.devices.append(_Device(on, cap, unit))
+        self.forward = _Way.of(stages, loads.microbatches)
+        self.backward = _Way.of(stages, loads.microbatches)
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
-        # The queue holds when a device may have something to do; it may hold a device several times. A turn
-        # while the device still works is skipped, as its end is in the queue too.
+        # The queue holds when a device may have something to do; it may hold a device several
+        # times. A turn while the device still works is skipped, as its end is in the queue too.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
                 self._turn(now, d)
-        whole = all(n == loads.microbatches for n in self.backward.next) and not any(
-            x.late for x in self.devices
-        )
-        self.order: Order | None = [x.steps for x in self.devices] if whole else None
+        all_back = all(n == loads.microbatches for n in self.backward.next)
+        is_whole = all_back and not any(device.late for device in self.devices)
+        steps = [device.steps for device in self.devices]
+        self.order: Order | None = steps if is_whole else None
 
     def _turn(self, now: float, d: int) -> None:
         device = self.devices[d]
@@ -93,7 +101,8 @@ class Listing:
         forward, arrival = self._first_forward(device, now)
         if backward is not None and not (self.eager and forward):
             kind = self._half_or_whole(device, backward[0])
-            self._run(now, d, kind, *(device.late.popleft() if kind is Kind.W else backward))
+            task = device.late.popleft() if kind is Kind.W else backward
+            self._run(now, d, kind, *task)
             return
         if forward is not None:
             self._run(now, d, Kind.F, *forward)
@@ -101,15 +110,15 @@ class Listing:
         following = min(following, arrival)
         # Nothing is ready: a second half may fill the gap, if it ends in time.
         if device.late:
-            seconds = self.loads.seconds[Kind.W][device.late[0][0]]
-            if following == NEVER or now + seconds <= following:
+            s, _ = device.late[0]
+            if following == NEVER or now + self.loads.seconds[Kind.W][s] <= following:
                 self._run(now, d, Kind.W, *device.late.popleft())
                 return
         if following < NEVER:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """I where W may come later; W of another one if that makes the room which I lacks; else B."""
+        """Picks I where W may come later; W of another if that makes room for I; else B."""
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
         between = device.held_bytes + self.loads.handed_bytes[s] - self.loads.kept_bytes[s]
@@ -117,9 +126,18 @@ class Listing:
             return Kind.I
         return Kind.W if device.late else Kind.B
 
-    def _first_backward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Among the ready backwards, the one of the first micro-batch, and its last stage; when one is else."""
-        first, following, way = None, NEVER, self.backward
+    def _first_backward(
+        self,
+        device: _Device,
+        now: float,
+    ) -> tuple[tuple[int, int] | None, float]:
+        """Picks the ready backward of the first micro-batch and its last stage.
+
+        If none is ready, it returns when one is.
+        """
+        first = None
+        following = NEVER
+        way = self.backward
         for s in device.stages:
             m = way.next[s]
             arrives = way.there[s][m]
@@ -128,9 +146,17 @@ class Listing:
                 first = s, m
         return first, following
 
-    def _first_forward(self, device: _Device, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Among the ready forwards that have room, the one of the last stage; when one is else."""
-        following, way = NEVER, self.forward
+    def _first_forward(
+        self,
+        device: _Device,
+        now: float,
+    ) -> tuple[tuple[int, int] | None, float]:
+        """Picks the ready forward of the last stage that has room.
+
+        If none is ready, it returns when one is.
+        """
+        following = NEVER
+        way = self.forward
         for s in reversed(device.stages):
             m = way.next[s]
             arrives = way.there[s][m]
@@ -141,7 +167,10 @@ class Listing:
         return None, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
-        """Whether a forward leaves room for those before it: of these, what is forward everywhere ends by itself."""
+        """Tells whether a forward leaves room for those before it.
+
+        What is forward on all devices ends by itself.
+        """
         kept = self.loads.kept_bytes
         nexts = self.forward.next
         ended = self.backward.next
@@ -151,14 +180,22 @@ class Listing:
         first = min(nexts[stage] for stage in device.stages)  # of those that are not whole
         if m == first:
             return True
-        # What is in flight behind the first micro-batch stays. The first one may come to hold a unit on
-        # its way through the other stages, and frees it by itself.
+        # What is in flight behind the first micro-batch stays. The first one may come to hold a
+        # unit on its way through the other stages, and frees it by itself.
         later = kept[s] + device.unit_bytes
         for stage in device.stages:
-            later += max(0, nexts[stage] - max(first + 1, ended[stage])) * kept[stage]
+            behind_first = nexts[stage] - max(first + 1, ended[stage])
+            later += max(0, behind_first) * kept[stage]
         return later <= device.cap_bytes
 
-    def _run(self, now: float, d: int, kind: Kind, s: int, m: int) -> None:
+    def _run(
+        self,
+        now: float,
+        d: int,
+        kind: Kind,
+        s: int,
+        m: int,
+    ) -> None:
         loads = self.loads
         device = self.devices[d]
         kept = loads.kept_bytes[s]
@@ -176,16 +213,21 @@ class Listing:
         if kind is Kind.I:
             device.held_bytes += handed
             device.late.append((s, m))
-        to = s if forward and s == last else s + 1 if forward else s - 1
+        # The last stage's backward follows its forward; a forward goes on, a backward goes back.
+        turns = forward and s == last
+        to = s if turns else s + 1 if forward else s - 1
         if to < 0:
             return
         e = loads.places[to]
-        takes = (loads.send_s if forward else loads.return_s)[s]
+        takes = loads.send_s[s] if forward else loads.return_s[s]
         arrives = end
         if e != d and takes:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes
             self.links[d, e] = arrives
-        if not forward or s == last:  # it begins with what it computes again
+        goes_on = forward and not turns
+        if not goes_on:  # it begins with what it computes again
             arrives = max(now, arrives - loads.early_s[to])
-        (self.forward if forward and s != last else self.backward).there[to][m] = arrives
-        heapq.heappush(self.queue, (max(arrives, self.devices[e].free_s), e))
+        way = self.forward if goes_on else self.backward
+        way.there[to][m] = arrives
+        ready = max(arrives, self.devices[e].free_s)
+        heapq.heappush(self.queue, (ready, e))

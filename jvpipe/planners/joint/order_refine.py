@@ -1,8 +1,9 @@
 """From many orders to a few that are fast: all are climbed from a little, the best of them further.
 
-An order that starts behind others may end before them, above all where room is tight: of the many plans and orders that
-search begins with, those that are near the fastest are climbed from, the best of them with more moves, and of the last
-ones bounds and fates move too, for what the orders have in flight by then.
+An order that starts behind others may end before them, above all where room is tight: of the many
+plans and orders that search begins with, those that are near the fastest are climbed from, the best
+of them with more moves, and of the last ones bounds and fates move too, for what the orders have in
+flight by then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +24,15 @@ CLIMBED = ", climbed"
 class RefineEffort:
     """How hard to look for a faster order: each trades seconds of planning for those of a step.
 
-    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and twice what `near`
-    leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger ones nobody has measured them apart.
+    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and
+    twice what `near` leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger
+    ones nobody has measured them apart.
 
     Attributes:
         near: how many times longer than the fastest order others may take to be climbed from.
         moved_near: the same to have their bounds moved.
-        moved: families whose bounds are moved after they were climbed from; twice as many where there are few layers.
+        moved: families whose bounds are moved after they were climbed from; twice as many where
+            there are few layers.
         rules_moved: rules whose bounds are moved as they are; twice as many too.
         kept: plans that are climbed from then.
         left: plans whose bounds are moved again.
@@ -68,16 +71,18 @@ def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _of_families(candidates: Sequence[RuledPlan], count: int) -> list[RuledPlan]:
-    """The best of each family; where there are few layers, as many of other cuts and fates too."""
+    """Lists the best of each family; of few layers also as many of other cuts and fates."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:count]
-    few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
-    others = [one for one in near if one not in best] if few else []
+    are_few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
+    if not are_few:
+        return best
+    others = [one for one in near if one not in best]
     return [*best, *others[:count]]
 
 
 def first_of_families(candidates: Iterable[RuledPlan]) -> list[RuledPlan]:
-    """The first candidate of each family."""
+    """Lists the first candidate of each family."""
     first: dict[str, RuledPlan] = {}
     for one in candidates:
         first.setdefault(one.family.removesuffix(CLIMBED), one)
@@ -95,17 +100,21 @@ def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
 
 
 def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """The candidates with bounds and fates moved, where that is faster in their own orders."""
+    """Yields the candidates with moved bounds and fates that are faster in their own orders."""
     return [moved for one in candidates for moved in _with_moved_bounds(one)]
 
 
 def _with_moved_bounds(one: RuledPlan) -> Iterator[RuledPlan]:
-    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
-    many = len(one.decision.choices) > PLAN.hasty_layers and problem.memory_limit_bytes is not None
-    ways = [] if many or one.fates is None else [one.fates]
-    decision = Climb(problem, ways, RULE.moved_tasks, places=1).climbed(one.decision)
+    lines = lines_of(order_lists(one.order))
+    problem = replace(one.problem, schedule=given_lists(lines))
+    are_many = len(one.decision.choices) > PLAN.hasty_layers
+    is_hasty = are_many and problem.memory_limit_bytes is not None
+    ways = [] if is_hasty or one.fates is None else [one.fates]
+    climb = Climb(problem, ways, RULE.moved_tasks, places=1)
+    decision = climb.climbed(one.decision)
     if decision != one.decision:
-        moved = replace(one, decision=decision, loads=Loads.of(one.problem, decision))
+        loads = Loads.of(one.problem, decision)
+        moved = replace(one, decision=decision, loads=loads)
         yield from fitting(moved, one.order)
 
 
@@ -125,7 +134,7 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
-    """What climbing from a candidate leads to, where that fits too."""
+    """Climbs from a candidate; what that leads to has to fit too."""
     rooms = one.loads.rooms_bytes(one.order)
     order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
     # The room depends on the order: another order may have more early values in flight.

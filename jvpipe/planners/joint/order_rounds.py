@@ -1,4 +1,4 @@
-"""Orders in rounds: in each of them a device takes a forward and a backward, and second halves fill the gaps.
+"""Orders in rounds of a forward and a backward per device; second halves fill the gaps.
 
     device 0    F F F F F      I F I F I W F I W ...         first as many forwards as there is
     device 1      F F F      I F I F I W F I W ...           time for before the first backward
@@ -16,6 +16,7 @@ Its seconds are counted as tasks are taken; a test holds them to the clock of `o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import le
 from typing import NamedTuple
 
 from jvpipe.ir.kinds import Kind
@@ -28,7 +29,8 @@ class TieBreak(NamedTuple):
     Attributes:
         late: whether the forwards before the first backward may hold it up.
         hurries: whether a device leaves out a forward where the next one waits for its backward.
-        fills: whether a second half fills a gap that it is too long for, though waiting costs nothing.
+        fills: whether a second half fills a gap that it is too long for, though waiting costs
+            nothing.
     """
 
     late: bool
@@ -65,18 +67,20 @@ class Rounds:
         rule: what is done where either may be better.
     """
 
-    def __init__(self, loads: Loads, rooms_bytes: Sequence[float], rule: TieBreak) -> None:
+    def __init__(
+        self,
+        loads: Loads,
+        rooms_bytes: Sequence[float],
+        rule: TieBreak,
+    ) -> None:
         self._loads = loads
         self._rooms = rooms_bytes
         self._rule = rule
         self._count = loads.devices
         self._devices = [_Device() for _ in range(self._count)]
-        self._ends_s = {
-            (kind, s): [0.0] * loads.microbatches
-            for kind in (Kind.F, Kind.I)
-            for s in range(self._count)
-        }
-        fits = all(kept <= room for kept, room in zip(loads.kept_bytes, rooms_bytes, strict=True))
+        tasks = product((Kind.F, Kind.I), range(self._count))
+        self._ends_s = {task: [0.0] * loads.microbatches for task in tasks}
+        fits = all(map(le, loads.kept_bytes, rooms_bytes))
         if fits:
             self._begin()
             fits = all(self._round() for _ in range(1, loads.microbatches))
@@ -95,7 +99,7 @@ class Rounds:
             self._take(s, Kind.I)
 
     def _before_backward(self) -> list[int]:
-        """How many forwards more each device has time and room for before its first backward.
+        """Counts the extra forwards of each device before its first backward.
 
         Each takes fewer than the device before, which feeds it.
         """
@@ -104,22 +108,29 @@ class Rounds:
         ready_s = 0.0
         for s in reversed(range(self._count)):
             device = self._devices[s]
-            last = s + 1 == self._count
-            arrives_s = ready_s + (0.0 if last else loads.return_s[s + 1]) - loads.early_s[s]
+            is_last = s + 1 == self._count
+            return_s = 0.0 if is_last else loads.return_s[s + 1]
+            arrives_s = ready_s + return_s - loads.early_s[s]
             taking_s = loads.seconds[Kind.F][s]
             kept = loads.kept_bytes[s]
-            end_s, held_bytes = device.end_s, device.held_bytes
-            # From the last device to the first: the backward of the device after it says how long this one
-            # would be idle, and so how many forwards there is time for.
+            end_s = device.end_s
+            held_bytes = device.held_bytes
+            # From the last device to the first: the backward of the device after it says how long
+            # this one would be idle, and so how many forwards there is time for.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
-                if (end_s if self._rule.late else end_s + taking_s) >= arrives_s:
+                needed_s = end_s if self._rule.late else end_s + taking_s
+                if needed_s >= arrives_s:
                     break
-                end_s, held_bytes, more[s] = end_s + taking_s, held_bytes + kept, more[s] + 1
-            ready_s = max(end_s, arrives_s) + loads.seconds[self._first_half(s)][s]
+                end_s = end_s + taking_s
+                held_bytes = held_bytes + kept
+                more[s] += 1
+            backward_s = loads.seconds[self._first_half(s)][s]
+            ready_s = max(end_s, arrives_s) + backward_s
         # A device cannot be as far ahead as the one that feeds it.
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:
-                more[s] = max(0, min(more[s], more[s - 1] - 1))
+                fewer = max(0, more[s - 1] - 1)
+                more[s] = min(more[s], fewer)
         return more
 
     def _round(self) -> bool:
@@ -146,37 +157,49 @@ class Rounds:
         return True
 
     def _first_forwarding(self) -> int:
-        """The first device that takes a forward in a round; all after it do.
+        """Finds the first device that takes a forward in a round; all after it do.
 
         One that is two forwards ahead may leave one out, where the next device would be ready for
         its backward before.
         """
         first = 0
-        for s in range(self._count - 1) if self._rule.hurries else ():
-            device = self._devices[s]
-            following = self._devices[s + 1]
-            seconds = self._loads.seconds
-            done = device.done[Kind.F]
-            if done == self._loads.microbatches or done < following.done[Kind.F] + 2:
-                continue
-            # When this device could begin its backward, if the next one takes its forward and backward now.
-            wanted_s = following.end_s + seconds[Kind.F][s + 1] + self._loads.return_s[s + 1]
-            wanted_s += seconds[self._first_half(s + 1)][s + 1] - self._loads.early_s[s]
-            over = device.held_bytes + self._loads.kept_bytes[s] - self._rooms[s]
-            handed = self._loads.handed_bytes[s]
-            halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
-            ends_s = device.end_s + seconds[Kind.F][s] + halves * seconds[Kind.W][s]
-            is_late = device.end_s >= wanted_s
-            if is_late or (ends_s > wanted_s and wanted_s - device.end_s <= self._slack_s(s)):
+        if not self._rule.hurries:
+            return first
+        for s in range(self._count - 1):
+            done = self._devices[s].done[Kind.F]
+            following = self._devices[s + 1].done[Kind.F]
+            is_ahead = done >= following + 2 and done != self._loads.microbatches
+            if is_ahead and self._is_awaited(s):
                 first = s + 1
         return first
 
+    def _is_awaited(self, s: int) -> bool:
+        """Tells whether a forward now would hold up the device's next backward at a cost."""
+        loads = self._loads
+        seconds = loads.seconds
+        device = self._devices[s]
+        following = self._devices[s + 1]
+        # When this device could begin its backward, if the next one takes its forward and backward
+        # now.
+        backward = self._first_half(s + 1)
+        wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.return_s[s + 1]
+        wanted_s += seconds[backward][s + 1] - loads.early_s[s]
+        if device.end_s >= wanted_s:
+            return True
+        # Second halves make the room that the forward lacks.
+        over = device.held_bytes + loads.kept_bytes[s] - self._rooms[s]
+        handed = loads.handed_bytes[s]
+        halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
+        ends_s = device.end_s + seconds[Kind.F][s] + halves * seconds[Kind.W][s]
+        idle_s = wanted_s - device.end_s
+        return ends_s > wanted_s and idle_s <= self._slack_s(s)
+
     def _slack_s(self, s: int) -> float:
-        """How long a device may wait until it has been idle for as long as any."""
+        """Counts how long a device may wait until it has been idle for as long as any."""
         return max(device.idle_s for device in self._devices) - self._devices[s].idle_s
 
     def _first_half(self, s: int) -> Kind:
-        """The backward, or what of it others wait for."""
+        """Returns the kind of task that the device before waits for."""
         return Kind.I if self._loads.splits[s] else Kind.B
 
     def _make_room(self, s: int, more_bytes: float) -> bool:
@@ -193,34 +216,39 @@ class Rounds:
         arrives_s = self._arrives_s(s, kind)
         while device.late and device.end_s + half_s <= arrives_s:
             self._take(s, Kind.W)
-        # A second half that is longer than the gap holds up the task; that costs nothing as long as another
-        # device has been idle for longer.
+        # A second half that is longer than the gap holds up the task; that costs nothing as long as
+        # another device has been idle for longer.
         gap_s = arrives_s - device.end_s
-        if device.late and gap_s > 0 and (self._rule.fills or gap_s > self._slack_s(s)):
-            self._take(s, Kind.W)
+        if device.late and gap_s > 0:
+            fills = self._rule.fills or gap_s > self._slack_s(s)
+            if fills:
+                self._take(s, Kind.W)
 
     def _finish(self, s: int) -> None:
         while self._devices[s].late:
             self._take(s, Kind.W)
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
-        """When there is what a device's next task of a kind reads."""
+        """Counts when the input of a device's next task of a kind has arrived."""
+        loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:
-            return self._ends_s[Kind.F, s - 1][m] + self._loads.send_s[s - 1]
+            sent_s = self._ends_s[Kind.F, s - 1][m]
+            return sent_s + loads.send_s[s - 1]
         if kind is Kind.I and s + 1 < self._count:
-            arrives_s = self._ends_s[Kind.I, s + 1][m] + self._loads.return_s[s + 1]
-            return arrives_s - self._loads.early_s[s]
+            sent_s = self._ends_s[Kind.I, s + 1][m]
+            return sent_s + loads.return_s[s + 1] - loads.early_s[s]
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:
-        """Does a device's next task of a kind; without room between its halves a backward is whole."""
+        """Runs a device's next task of a kind; without room for halves a backward is whole."""
         device = self._devices[s]
         loads = self._loads
         m = device.done[kind]
-        between = loads.handed_bytes[s] - loads.kept_bytes[s]
-        is_roomy = device.held_bytes + between <= max(self._rooms[s], device.held_bytes)
-        splits = loads.splits[s] and is_roomy
+        kept = loads.kept_bytes[s]
+        between = loads.handed_bytes[s] - kept
+        room = max(self._rooms[s], device.held_bytes)
+        splits = loads.splits[s] and device.held_bytes + between <= room
         start_s = max(device.end_s, self._arrives_s(s, kind))
         run = Kind.B if kind is Kind.I and not splits else kind
         if device.done[Kind.F]:
@@ -230,11 +258,9 @@ class Rounds:
         device.done[kind] += 1
         match kind:
             case Kind.F:
-                device.held_bytes += loads.kept_bytes[s]
+                device.held_bytes += kept
             case Kind.I:
-                device.held_bytes += (loads.handed_bytes[s] if splits else 0.0) - loads.kept_bytes[
-                    s
-                ]
+                device.held_bytes += between if splits else -kept
                 device.done[Kind.W] += not splits
             case Kind.W:
                 device.held_bytes -= loads.handed_bytes[s]

@@ -1,14 +1,16 @@
-"""`schedule="auto"`: cuts, chunks, fates, split backwards and an order of tasks, chosen together by simulation.
+"""`schedule="auto"`: cuts, chunks, fates and an order of tasks, chosen together.
 
     placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
-    for each    all cuts where there are few, else those that give devices equal work; fates under the limit
-                (`device_fates.py`), for all that a rule has in flight or for fewer micro-batches
-    orders      every rule that then fits, W as late as bytes allow, and list scheduling within the room there is
-    then        bounds of the best move, their orders are climbed from, and the simulator has the last word; it alone
-                knows swaps, which are tried for the orders that come out first
+    for each    all cuts where there are few, else those that give devices equal work; fates under
+                the limit (`device_fates.py`), for all that a rule has in flight or for fewer
+                micro-batches
+    orders      every rule that then fits, W as late as bytes allow, and list scheduling within the
+                room there is
+    then        bounds of the best move, their orders are climbed from, and the simulator has the
+                last word; it alone knows swaps, which are tried for the best orders
 
-The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under a
-limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
+The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under
+a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
 all: where that fits there is an answer.
 """
 
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import comb
-from operator import sub
+from operator import lt
 
 from jvpipe.cost.hardware import INFINITE
 from jvpipe.ir.plan import Plan
@@ -58,10 +60,10 @@ Placement = tuple[tuple[Schedule, ...], DeviceFates]
 
 @dataclass(frozen=True)
 class OrderedPlan:
-    """The fastest plan that was found: its lists, the rule that they come from, seconds, and what no order is below.
+    """The fastest plan that was found: its lists, their rule, seconds, and a bound on any order.
 
-    Devices are idle for `idle` of the step, and lend each other `lent` of that.
-    `whole` are layers that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
+    Devices are idle for `idle` of the step, and lend each other `lent` of that. `whole` are layers
+    that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
     """
 
     decision: Decision
@@ -80,12 +82,12 @@ class OrderedPlan:
         return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
-        """The problem with the order that was found, and as many stages as it has."""
+        """Returns the problem with the order that was found, and as many stages as it has."""
         stages = len(self.decision.bounds) - 1
         return replace(problem, schedule=self.schedule, stages=stages)
 
     def plan(self, problem: Problem, planner: str) -> Plan:
-        """The plan with its lists, and each stage on its devices; `planner` is who made it."""
+        """Makes the plan with its lists, and each stage on its device, under its planner's name."""
         lists, costs = self.schedule.lists, problem.costs
         assert isinstance(lists, GivenLists)
         ids = costs.ids or tuple(range(len(costs.layers)))
@@ -130,7 +132,10 @@ def find_order(problem: Problem) -> OrderedPlan:
     return replace(_chosen(answers, problem.lent), whole=whole, others=others)
 
 
-def _worth_simulating(problem: Problem, candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
+def _worth_simulating(
+    problem: Problem,
+    candidates: Sequence[RuledPlan],
+) -> list[RuledPlan]:
     """Refines candidates and picks the best of them, with and without swaps.
 
     Where transfers wait for each other, of which the clock does not know, there are more of them.
@@ -152,8 +157,8 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
     assert limit is not None, "without a limit everything may be kept"
     least = min(one.limit_bytes for one in floors)
     return Infeasible(
-        f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. Raise the limit, add "
-        f"devices, or use smaller micro-batches",
+        f"no order of tasks was found that keeps {limit} bytes per device; {least} would do. "
+        f"Raise the limit, add devices, or use smaller micro-batches",
         stage=0,
         excess_bytes=least - limit,
         smallest_limit_bytes=least,
@@ -161,7 +166,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan that is worth most; 1F1B's where devices lend their time and nothing is worth much more."""
+    """Picks the most valuable plan; 1F1B's if devices lend their time and no gain is large."""
     best = min(answers, key=lambda one: one.worth_s)
     # 1F1B is what a doubt falls back on, as it is what is known best.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
@@ -170,7 +175,7 @@ def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Makes the backwards of layers whole whose halves take much longer; returns which layers these are, too.
+    """Keeps backwards whole whose halves take much longer; returns also which layers these are.
 
     Halves fill at most the gaps of a step, which are (D - 1) / M of its work on D devices with M
     micro-batches: where they take longer than the whole by more than that, nothing is gained.
@@ -197,7 +202,8 @@ def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[Ruled
     for rules, fates in placements:
         placed = [_under(problem, rule) for rule in rules]
         few = comb(len(cuts) - 2, placed[0].stages - 1) <= ORDER.all_cuts
-        for bounds in (all_cuts if few else first_cuts)(placed[0], cuts):
+        choose_cuts = all_cuts if few else first_cuts
+        for bounds in choose_cuts(placed[0], cuts):
             below_s = float("inf")
             if few:
                 below_s = min((one.step_s for one in every), default=below_s)
@@ -213,7 +219,7 @@ def _of_cuts(
     *,
     few: bool,
 ) -> Iterator[RuledPlan]:
-    """Yields the orders of all rules, and lists for fates that leave room for so many micro-batches.
+    """Yields the orders of all rules, and lists for fates that leave room for micro-batches.
 
     Args:
         placed: the problem under each rule of a placement.
@@ -222,7 +228,8 @@ def _of_cuts(
         below_s: what no order of a plan is below that is looked at.
         few: whether there are so few cuts that more ways to make room are looked at.
     """
-    if Loads.of(placed[0], Decision.keeping_all(bounds)).bound_s() >= below_s:
+    kept = Loads.of(placed[0], Decision.keeping_all(bounds))
+    if kept.bound_s() >= below_s:
         return
     # A dictionary as an ordered set: the same plan may come from several rules.
     lists: dict[tuple[Decision, tuple[int, ...]], None] = {}  # plans, and micro-batches in flight
@@ -243,32 +250,44 @@ def _of_cuts(
             yield from _listed(placed[0], decision, fates, in_flight)
 
 
-def _moments(problem: Problem, *, few: bool) -> Iterator[tuple[tuple[int, ...], Moments]]:
-    """Yields what fates may leave room for: so many of a device's first stage, as many or fewer of the others.
+def _moments(
+    problem: Problem,
+    *,
+    few: bool,
+) -> Iterator[tuple[tuple[int, ...], Moments]]:
+    """Yields what fates may leave room for: micro-batches of each of a device's stages.
 
-    The first are micro-batches in flight by stage.
+    All devices have as many, or each one fewer than the one before. Between its halves a backward
+    needs room too; it is whole where there is none.
 
-    All devices have as many, or each one fewer than the one before. Between its halves a backward needs room too; it
-    is whole where there is none.
+    Args:
+        problem: whose devices and stages count.
+        few: whether there are so few cuts that more ways to make room are looked at.
+
+    Yields:
+        The micro-batches in flight on each stage, and the moments of each device.
     """
     limit = min(problem.microbatches, 2 * problem.devices)
     chunks = problem.schedule.chunks
-    every = (
-        ORDER.in_flight if len(problem.costs.layers) <= RULE.few_layers else ORDER.in_flight[::3]
-    )
-    for first, falling in product((n for n in every if n <= limit), range(1 + few)):
+    are_few_layers = len(problem.costs.layers) <= RULE.few_layers
+    every = ORDER.in_flight if are_few_layers else ORDER.in_flight[::3]
+    firsts = [n for n in every if n <= limit]
+    for first, falling in product(firsts, range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
+            # The first stage of a device holds so many, each of the others as many or fewer.
             counts = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
-            chunk = [0] * problem.devices
-            in_flight = list[int]()
-            for d in problem.places:
-                in_flight.append(full[d][chunk[d]][0])
-                chunk[d] += 1
-            yield tuple(in_flight), [[moment, *_between(moment)] for moment in full]
+            in_flight = _in_flight(problem, full)
+            yield in_flight, [[moment, *_between(moment)] for moment in full]
             if few:
-                yield tuple(in_flight), [[moment] for moment in full]
+                yield in_flight, [[moment] for moment in full]
+
+
+def _in_flight(problem: Problem, full: Sequence[Holding]) -> tuple[int, ...]:
+    """Lists the micro-batches in flight by stage, from those of each device's stages."""
+    of_device = [iter(moment) for moment in full]
+    return tuple(next(of_device[d])[0] for d in problem.places)
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
@@ -285,44 +304,62 @@ def _under(problem: Problem, rule: Schedule) -> Problem:
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
     """Yields the rules of each placement of which the problem has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
+    # One device gains nothing by chunks, and carried model state must stay in one stage.
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
-        if rules[0].stages_on(problem.devices) <= most_stages and not (
-            together and rules[0].chunks > 1
-        ):
+        rule = rules[0]
+        is_chunked = rule.chunks > 1
+        has_layers = rule.stages_on(problem.devices) <= most_stages
+        if has_layers and not (together and is_chunked):
             yield rules
 
 
 def _listed(
-    problem: Problem, decision: Decision, fates: DeviceFates, in_flight: tuple[int, ...] = ()
+    problem: Problem,
+    decision: Decision,
+    fates: DeviceFates,
+    in_flight: tuple[int, ...] = (),
 ) -> Iterator[RuledPlan]:
-    """Yields orders by list scheduling, and with one chunk that of zb-h1 whose W are as late as bytes allow."""
+    """Yields orders by list scheduling; with one chunk also zb-h1's, W as late as bytes allow."""
     loads = Loads.of(problem, decision)
-    D = problem.devices
-    plain = RuledPlan(problem, decision, loads, [], problem.schedule.name, fates)
-    unit = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
+    schedule = problem.schedule
+    name = schedule.name
+    plain = RuledPlan(problem, decision, loads, [], name, fates)
     limited = problem.memory_limit_bytes is not None
-    name = problem.schedule.name
-    capped = [[cap * D * one for one in unit] for cap in ORDER.caps]
-    rooms = [room for room in capped if max(map(sub, room, loads.room_bytes)) < 0 and not in_flight]
-    for caps in [*rooms, *([loads.room_bytes] if limited else [])]:
+    rooms = [] if in_flight else _smaller_rooms(loads)
+    if limited:
+        rooms.append(loads.room_bytes)
+    for room in rooms:
         for eager in (False, True):
-            order = Listing(loads, caps, eager=eager, in_flight=in_flight).order
-            if order is not None:
-                yield from fitting(plain, order, f"{name}, listed")
+            listing = Listing(loads, room, eager=eager, in_flight=in_flight)
+            if listing.order is not None:
+                yield from fitting(plain, listing.order, f"{name}, listed")
     if in_flight:
         return
-    for order in in_rounds(loads, loads.room_bytes) if problem.schedule.chunks == 1 else ():
-        yield from fitting(plain, order, f"{name}, in rounds")
-    if limited and not problem.schedule.vee:
-        late = tuple(_late(problem, loads, d) for d in range(D))
-        rule = Interleaved(chunks=problem.schedule.chunks, split=True, late=late)
-        order = order_of(rule.tasks(D, problem.microbatches))
+    if schedule.chunks == 1:
+        for order in in_rounds(loads, loads.room_bytes):
+            yield from fitting(plain, order, f"{name}, in rounds")
+    if limited and not schedule.vee:
+        late = tuple(_late(problem, loads, d) for d in range(problem.devices))
+        rule = Interleaved(chunks=schedule.chunks, split=True, late=late)
+        order = order_of(rule.tasks(problem.devices, problem.microbatches))
         yield from fitting(plain, order, f"{name}, late by bytes")
 
 
+def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
+    """Lists rooms for multiples of D micro-batches in flight, if all devices have room for them."""
+    D = loads.devices
+    units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
+    rooms = list[Sequence[float]]()
+    for cap in ORDER.caps:
+        room = [cap * D * unit for unit in units]
+        if all(map(lt, room, loads.room_bytes)):
+            rooms.append(room)
+    return rooms
+
+
 def _late(problem: Problem, loads: Loads, d: int) -> int:
-    """By how many backwards W may be late on a device."""
+    """Counts by how many backwards W may be late on a device."""
     for late in range(d, 0, -1):
         order = _all_late(problem.schedule.chunks, late, loads.devices, problem.microbatches)
         if loads.peak_bytes(order[d]) <= loads.room_bytes[d]:
@@ -331,16 +368,29 @@ def _late(problem: Problem, loads: Loads, d: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _all_late(chunks: int, late: int, devices: int, microbatches: int) -> Order:
-    """The order in which W is equally late on all devices; that of a device depends on its own lateness alone."""
-    return order_of(
-        InterleavedLists(chunks, split=True, late=(late,) * devices)(devices, microbatches)
-    )
+def _all_late(
+    chunks: int,
+    late: int,
+    devices: int,
+    microbatches: int,
+) -> Order:
+    """Makes the order in which W is equally late on all devices.
+
+    A device's own order depends on its own lateness alone.
+    """
+    lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
+    return order_of(lists(devices, microbatches))
+
+
+def _in_lists(one: RuledPlan) -> Problem:
+    """Gives a candidate's problem with the candidate's order as its schedule."""
+    lines = lines_of(order_lists(one.order))
+    return replace(one.problem, schedule=given_lists(lines))
 
 
 def _simulated(one: RuledPlan) -> OrderedPlan | None:
-    """Returns the candidate with the simulator's seconds; None if the device's bytes are over a limit after all."""
-    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
+    """Simulates a candidate; None if a device holds more than the limit after all."""
+    problem = _in_lists(one)
     evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
         return None
@@ -348,9 +398,8 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
     idle = 0.0
     if problem.lent:  # copies need workers too
         copies_s = problem.microbatches * sum(stage.comm_s for stage in evaluation.stages)
-        idle = simulated_bubble_fraction(problem, evaluation.stages) - copies_s / (
-            problem.devices * step_s
-        )
+        copying = copies_s / (problem.devices * step_s)
+        idle = simulated_bubble_fraction(problem, evaluation.stages) - copying
     return OrderedPlan(
         one.decision,
         problem.schedule,
@@ -362,14 +411,23 @@ def _simulated(one: RuledPlan) -> OrderedPlan | None:
     )
 
 
-def _in_own_order(problem: Problem, schedule: Schedule, decision: Decision) -> RuledPlan:
-    """Makes the candidate of a plan in the order that a schedule's rule gives, whether it fits or not."""
+def _in_own_order(
+    problem: Problem,
+    schedule: Schedule,
+    decision: Decision,
+) -> RuledPlan:
+    """Makes the candidate of a plan in the order of a schedule's rule, whether it fits or not."""
     under = _under(problem, schedule)
     order = order_of(schedule.tasks(problem.devices, problem.microbatches))
     return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
 
 
-def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterator[RuledPlan]:
+def _planned(
+    problem: Problem,
+    rule: Schedule,
+    *,
+    refine: bool = True,
+) -> Iterator[RuledPlan]:
     """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
@@ -378,15 +436,17 @@ def _planned(problem: Problem, rule: Schedule, *, refine: bool = True) -> Iterat
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
-    """Yields the plan of 1F1B; where it may not keep everything, those of one micro-batch in flight, of two, four, ...
+    """Yields 1F1B's plan; if it may not keep all, also those of 1, 2, 4, ... in flight.
 
-    With fewer in flight devices are idle for longer, but compute less again. If one is too many, all are.
+    With fewer in flight devices are idle for longer, but compute less again. If one is too many,
+    all are.
     """
     usual = list(_planned(problem, ONE_F_ONE_B))
     devices = problem.devices
     in_flight = 1
     yield from usual
-    # Doubled as long as it fits and 1F1B has to give up something; it ends at as many as there are devices.
+    # Doubled as long as it fits and 1F1B has to give up something; it ends at as many as there are
+    # devices.
     while in_flight < devices and all(any(one.decision.choices) for one in usual):
         rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
         fewer = list(_planned(problem, rule, refine=False))
@@ -405,7 +465,7 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
-    """Whether an eager 1F1B, which sends do not hold up, may be worth more than all candidates."""
+    """Tells whether an eager 1F1B, which sends do not hold up, may beat all candidates."""
     if problem.peer == INFINITE:
         return False
     if problem.peer_uses_host:  # the clock does not know of links that are shared
@@ -416,7 +476,7 @@ def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
     """Yields the order of a candidate with fates that may swap, which the clock does not know."""
-    problem = replace(one.problem, schedule=given_lists(lines_of(order_lists(one.order))))
+    problem = _in_lists(one)
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)
         decision = fates.fastest(problem, one.decision.bounds)

@@ -1,9 +1,9 @@
-"""jvpipe's own planner: cuts and fates chosen jointly, for the step's seconds under the memory limit.
+"""jvpipe's own planner: cuts and fates jointly, for the fastest step under the memory limit.
 
-The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least seconds t of each
-segment, the best cuts are shortest paths under caps, and t is found only where a path asks for it. The surrogate of a
-synchronous schedule is not the step: the best paths, the cuts of other planners and their neighbours are simulated
-(`climb.py`).
+The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least
+seconds t of each segment, the best cuts are shortest paths under caps, and t is found only where a
+path asks for it. The surrogate of a synchronous schedule is not the step: the best paths, the cuts
+of other planners and their neighbours are simulated (`climb.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,12 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import check, evaluate_decision
 
 
-def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()) -> Decision:
-    """The plan of the least simulated step seconds that the search finds.
+def jvpipe(
+    problem: Problem,
+    refine: bool = True,
+    begin: Sequence[Decision] = (),
+) -> Decision:
+    """Finds the plan of the fewest simulated seconds per step.
 
     Args:
         problem: what is to be planned.
@@ -44,27 +48,51 @@ def jvpipe(problem: Problem, refine: bool = True, begin: Sequence[Decision] = ()
     >>> jvpipe(problem)
     Decision(bounds=(0, 2, 4), choices=(-1, 0, 0, 0))
     """
-    limit = problem.memory_limit_bytes
-    best = _kept_best(problem, refine, begin)
-    if best is None or limit is None or evaluate_decision(problem, best).limit_bytes > limit:
-        best = _simulated_best(problem, begin, best) if refine else _surrogate_best(problem)
+    kept = _kept_best(problem, refine, begin)
+    if kept is not None and _fits(problem, kept):
+        best = kept
+    elif refine:
+        best = _simulated_best(problem, begin, kept)
+    else:
+        best = _surrogate_best(problem)
     check(problem, best)
     return best
 
 
-def _kept_best(problem: Problem, refine: bool, begin: Sequence[Decision]) -> Decision | None:
-    """The plan of no limit, which keeps everything, where it may keep the limit: no fates are faster than that.
-
-    For many layers it may be, if it is so for even cuts.
-    """
+def _fits(
+    problem: Problem,
+    decision: Decision,
+    share: float = 1,
+) -> bool:
+    """Tells whether a decision keeps so many times the limit; without a limit none does."""
     limit = problem.memory_limit_bytes
-    many = len(problem.costs.layers) > PLAN.hasty_layers
-    if limit is None or (many and evaluate_decision(problem, even(problem)).limit_bytes > limit):
+    if limit is None:
+        return False
+    return evaluate_decision(problem, decision).limit_bytes <= share * limit
+
+
+def _kept_best(
+    problem: Problem,
+    refine: bool,
+    begin: Sequence[Decision],
+) -> Decision | None:
+    """Finds the plan without a limit, which keeps everything, if it may keep the limit.
+
+    No fates are faster than that. With many layers, it is looked for if even cuts keep the limit.
+
+    Returns:
+        None if there is no limit, or if it is not nearly kept.
+    """
+    if problem.memory_limit_bytes is None:
+        return None
+    are_many = len(problem.costs.layers) > PLAN.hasty_layers
+    if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
     # The simulated plan of no limit is asked for only where the surrogate's nearly fits.
-    near = evaluate_decision(problem, hasty).limit_bytes <= PLAN.near_limit * limit
-    return jvpipe(problem.unlimited, refine, begin) if near else None
+    if not _fits(problem, hasty, PLAN.near_limit):
+        return None
+    return jvpipe(problem.unlimited, refine, begin)
 
 
 def _surrogate_best(problem: Problem) -> Decision:
@@ -72,26 +100,27 @@ def _surrogate_best(problem: Problem) -> Decision:
     solution = within_host_limit(problem, solve(problem, pricing))
     if solution.feasible:
         return solution.decision()
-    raise nothing_fits(
-        pricing if problem.host_limit_bytes is None else pricing_of(problem, swaps=False)
-    )
+    if problem.host_limit_bytes is not None:
+        pricing = pricing_of(problem, swaps=False)
+    raise nothing_fits(pricing)
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
-    """Whether a plan without swaps leaves much to gain; of a model of few layers also where it leaves little."""
+    """Tells whether a plan without swaps leaves much to gain; of few layers, whether any."""
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
     if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
         return True
-    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(plain.result.paths[0]))
-    return slowest_s > PLAN.imbalance * plain.table.pricing.segments.share_s
+    best = plain.result.paths[0]
+    slowest_s = max(plain.table.parts_s(cell)[0] for cell in cells(best))
+    share_s = plain.table.pricing.segments.share_s
+    return slowest_s > PLAN.imbalance * share_s
 
 
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Returns the fastest simulated plan among the surrogate's best paths, other planners' plans and cuts, and
-    their neighbours.
+    """Returns the fastest simulated plan among paths, plain cuts, and their neighbours.
 
     Fates are chosen without swaps, and with swaps as if the link to the host were slow.
 
@@ -100,7 +129,6 @@ def _simulated_best(
         others: of which the search also begins.
         kept: the plan of no limit, if it is known.
     """
-    n = len(problem.costs.layers)
     plain = pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
     pricings = [plain]
@@ -109,20 +137,23 @@ def _simulated_best(
         pricings.append(pricing_of(slower))
         solutions.append(within_host_limit(slower, solve(slower, pricings[1])))
     begin = list(others)
-    begin += [
-        x.decision(path) for x in solutions if x.feasible for path in x.result.paths[: PLAN.paths]
-    ]
+    for solution in solutions:
+        best = solution.result.paths[: PLAN.paths]
+        begin += [solution.decision(path) for path in best]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
     # The surrogate does not see that devices wait for round trips over slow links.
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
-    limited = problem.memory_limit_bytes is not None
     # For many layers, fates are not chosen again and again.
-    ways = [] if limited and n > PLAN.hasty_layers else [DeviceFates(x, x.swaps) for x in pricings]
+    are_few = len(problem.costs.layers) <= PLAN.hasty_layers
+    ways = list[DeviceFates]()
+    if are_few or problem.memory_limit_bytes is None:
+        ways = [DeviceFates(pricing, pricing.swaps) for pricing in pricings]
     climb = Climb(problem, ways, PLAN.tasks)
-    for bounds in _plain_cuts(problem, None if others else kept) if n <= PLAN.hasty_layers else ():
-        begin += climb.refitted(bounds)
+    if are_few:
+        for bounds in _plain_cuts(problem, None if others else kept):
+            begin += climb.refitted(bounds)
     return climb.top(begin) or begin[0]
 
 
@@ -133,7 +164,7 @@ def crowded(problem: Problem) -> Problem:
 
 
 def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, ...]]:
-    """Yields cuts that leave fates and links aside: even ones, of equal work, and under a limit the best without.
+    """Yields even cuts, cuts of equal work, and under a limit the best cuts without it.
 
     Args:
         problem: what is to be planned.
@@ -148,8 +179,8 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
 
 
 def _link_share(problem: Problem, decision: Decision) -> float:
-    """How long all that a micro-batch sends over links takes, in seconds of its work."""
+    """Counts the seconds of a micro-batch's transfers, in seconds of its work."""
     stages = evaluate_decision(problem, decision).stages
-    return sum(stage.comm_s for stage in stages) / max(
-        sum(stage.compute_s for stage in stages), 1e-300
-    )
+    comm_s = sum(stage.comm_s for stage in stages)
+    compute_s = sum(stage.compute_s for stage in stages)
+    return comm_s / max(compute_s, 1e-300)

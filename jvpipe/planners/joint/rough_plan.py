@@ -1,7 +1,7 @@
-"""Rough plans of shapes: each stage keeps everything or computes all again, and few micro-batches are simulated.
+"""Rough plans of shapes: each stage keeps everything or recomputes all, few steps are simulated.
 
-A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by stages, round trips
-and networks. Shapes are ranked by that, and the best of them simulated.
+A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by
+stages, round trips and networks. Shapes are ranked by that, and the best of them simulated.
 """
 
 from collections import defaultdict
@@ -39,18 +39,18 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """The same with the simulated seconds of a step; beyond a few, micro-batches are as far apart as those are."""
+        """Returns the plan with its simulated seconds; few micro-batches stand for all."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
         # In the long run micro-batches are equally far apart: two short runs tell how far.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
-        half_s, step_s = (
-            simulated_step_s(replace(self.problem, microbatches=m), stages)
-            for m in (count // 2, count)
-        )
-        apart_s = (step_s - half_s) / (count - count // 2)
-        return replace(self, step_s=step_s + (self.problem.microbatches - count) * apart_s)
+        half = count // 2
+        half_s = simulated_step_s(replace(self.problem, microbatches=half), stages)
+        step_s = simulated_step_s(replace(self.problem, microbatches=count), stages)
+        apart_s = (step_s - half_s) / (count - half)
+        rest_s = (self.problem.microbatches - count) * apart_s
+        return replace(self, step_s=step_s + rest_s)
 
     @property
     def path(self) -> Path:
@@ -71,32 +71,41 @@ def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
 class RoughStages:
     """What stages keep and take in many shapes of a model, each stage counted once.
 
-    Shapes that are near each other have nearly all stages in common: a bound that moves changes two of them. Which
-    devices a stage has does not matter, only how many, how slow, and by which links.
+    Shapes that are near each other have nearly all stages in common: a bound that moves changes two
+    of them. Which devices a stage has does not matter, only how many, how slow, and by which links.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[int, StageCost]] = {}
 
-    def evaluate(self, problem: Problem, bounds: tuple[int, ...]) -> tuple[Decision, Evaluation]:
+    def evaluate(
+        self,
+        problem: Problem,
+        bounds: tuple[int, ...],
+    ) -> tuple[Decision, Evaluation]:
         """Decides what stages keep, and counts what they take.
 
         Args:
             problem: of a shape.
             bounds: of its stages.
         """
-        every = [self._stage(problem, s, i, j) for s, (i, j) in enumerate(pairwise(bounds))]
-        choices = [
-            choice
-            for (choice, _), (i, j) in zip(every, pairwise(bounds), strict=True)
-            for _ in range(i, j)
-        ]
-        return Decision(bounds, tuple(choices)), evaluation_of(
-            problem, [stage for _, stage in every]
-        )
+        choices = list[int]()
+        stages = list[StageCost]()
+        for s, (i, j) in enumerate(pairwise(bounds)):
+            choice, stage = self._stage(problem, s, i, j)
+            choices += [choice] * (j - i)
+            stages.append(stage)
+        decision = Decision(bounds, tuple(choices))
+        return decision, evaluation_of(problem, stages)
 
-    def _stage(self, problem: Problem, s: int, i: int, j: int) -> tuple[int, StageCost]:
-        """The choice for all layers of a stage, and what it takes."""
+    def _stage(
+        self,
+        problem: Problem,
+        s: int,
+        i: int,
+        j: int,
+    ) -> tuple[int, StageCost]:
+        """Returns the choice for all layers of a stage, and what it takes."""
         group = problem.group(s)
         # What distinguishes a stage from the same layers elsewhere.
         apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
@@ -121,11 +130,11 @@ def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
 
 
 def _period_s(stages: Sequence[StageCost]) -> float:
-    """How far apart micro-batches are in the long run, if no network is shared.
+    """Counts how far apart micro-batches are in the long run, if no network is shared.
 
-    Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as the slowest link one
-    way, and as stages a to r with the links between them divided by r - a + 1: so many micro-batches more are in flight
-    on a than behind r (see `trips.py`).
+    Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as
+    the slowest link one way, and as stages a to r with the links between them divided by r - a + 1:
+    so many micro-batches more are in flight on a than behind r (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
@@ -138,10 +147,11 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
 
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """How long a micro-batch keeps the busiest network of a machine busy, one way; both ways are as busy."""
+    """Counts how long a micro-batch keeps the busiest network busy, one way; both are as busy."""
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
-        before, here = (problem.group(x).machines for x in (s - 1, s))
+        before = problem.group(s - 1).machines
+        here = problem.group(s).machines
         if before != here and len({*before, *here}) > 1:
             # Values leave by the machines of one stage, their cotangents by those of the other.
             for machine in (*set(before), *set(here)):
@@ -149,11 +159,15 @@ def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     return max(busy_s.values(), default=0.0)
 
 
-def _estimate_s(stages: Sequence[StageCost], microbatches: int, period_s: float) -> float:
-    """Estimates the seconds of a step: fill and drain, M - 1 periods, and what of all-reduces and updates comes late.
+def _estimate_s(
+    stages: Sequence[StageCost],
+    microbatches: int,
+    period_s: float,
+) -> float:
+    """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that come late.
 
-    Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it, and half of the links
-    up to it.
+    Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it,
+    and half of the links up to it.
 
     Args:
         stages: what they take.

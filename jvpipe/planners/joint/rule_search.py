@@ -1,6 +1,7 @@
-"""Cuts and fates for a rule of several chunks per device, or of split backwards: of many, those of the fastest step.
+"""Cuts and fates for schedules with several chunks per device, or with split backwards.
 
-begin       cuts of equal work; those of the surrogate, which knows the links; those of the best plan without a limit
+begin       cuts of equal work; those of the surrogate, which knows the links; those of the best
+            plan without a limit
 then        bounds of the best move while the simulator is faster; fates follow (`climb.py`)
 """
 
@@ -43,7 +44,7 @@ class RuledPlan:
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
-    """Makes the decision of the fastest simulated step that is found, under a rule that the problem's schedule states.
+    """Finds the decision of the fastest simulated step under the rule of the problem's schedule.
 
     Args:
         problem: what is to be planned.
@@ -59,15 +60,16 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     if problem.memory_limit_bytes is not None:
         first.append(under_rule(problem.unlimited).bounds)
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
-    best = climb.top([one for bounds in first for one in climb.refitted(bounds)] + _asked(problem))
-    # Nothing fits at cuts that are fast: bounds move to where devices hold less, whatever that costs.
+    begins = [decision for bounds in first for decision in climb.refitted(bounds)]
+    best = climb.top([*begins, *_asked(problem)])
+    # Nothing fits at cuts that are fast: bounds move to where devices hold less, whatever that
+    # costs.
     if best is None:
-        emptier = (
-            plan
-            for bounds in first
-            for plan in emptied(problem, ways[-1], bounds, places=PLAN.places)
-        )
-        best = climb.top(one for plan in emptier for one in climb.refitted(plan.bounds))
+        begins = list[Decision]()
+        for bounds in first:
+            for plan in emptied(problem, ways[-1], bounds, places=PLAN.places):
+                begins += climb.refitted(plan.bounds)
+        best = climb.top(begins)
     return best or on_devices(jvpipe)(problem)  # which says what would do
 
 
@@ -77,7 +79,8 @@ def _ways(problem: Problem) -> list[DeviceFates]:
     if problem.memory_limit_bytes is None:
         return [plain]
     swapping = DeviceFates.of(crowded(problem), swaps=True)
-    return [plain, swapping] if swapping.pricing.choices.swapped_bytes.any() else [plain]
+    can_swap = swapping.pricing.choices.swapped_bytes.any()
+    return [plain, swapping] if can_swap else [plain]
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
@@ -89,7 +92,8 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
     """
     begin = [balanced(problem, cuts, layer_s(problem))]
     if problem.peer != INFINITE:
-        begin.append(on_devices(partial(jvpipe, refine=False))(problem.unlimited).bounds)
+        surrogate_best = on_devices(partial(jvpipe, refine=False))
+        begin.append(surrogate_best(problem.unlimited).bounds)
     return list(dict.fromkeys(begin))
 
 
@@ -101,7 +105,11 @@ def _asked(problem: Problem) -> list[Decision]:
     return [on_devices(partial(jvpipe, refine=refine))(problem)]
 
 
-def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[RuledPlan]:
+def ruled(
+    problem: Problem,
+    decision: Decision,
+    fates: DeviceFates,
+) -> Iterator[RuledPlan]:
     """Yields the rule's own order.
 
     Args:
@@ -110,12 +118,18 @@ def ruled(problem: Problem, decision: Decision, fates: DeviceFates) -> Iterator[
         fates: for other cuts.
     """
     loads = Loads.of(problem, decision)
-    one = RuledPlan(problem, decision, loads, [], problem.schedule.name, fates)
-    yield from fitting(one, order_of(problem.schedule.tasks(problem.devices, problem.microbatches)))
+    schedule = problem.schedule
+    one = RuledPlan(problem, decision, loads, [], schedule.name, fates)
+    lists = schedule.tasks(problem.devices, problem.microbatches)
+    yield from fitting(one, order_of(lists))
 
 
-def fitting(one: RuledPlan, order: Order, family: str = "") -> Iterator[RuledPlan]:
-    """Yields a candidate with another order, if that fits; backwards of stages that cannot be split become whole.
+def fitting(
+    one: RuledPlan,
+    order: Order,
+    family: str = "",
+) -> Iterator[RuledPlan]:
+    """Yields a candidate in another order, if that fits; stages without halves stay whole.
 
     Args:
         one: whose plan counts.
@@ -133,10 +147,11 @@ def fitting(one: RuledPlan, order: Order, family: str = "") -> Iterator[RuledPla
 
 
 def _whole_where_not_split(steps: Sequence[Step], splits: Sequence[bool]) -> list[Step]:
-    """A device's steps with whole backwards for the stages that cannot be split."""
-    halves = {Kind.I: Kind.B}
-    return [
-        (kind if splits[s] else halves.get(kind, kind), s, m)
-        for kind, s, m in steps
-        if kind is not Kind.W or splits[s]
-    ]
+    """Makes backwards whole in a device's steps, for the stages that cannot be split."""
+    whole = list[Step]()
+    for kind, s, m in steps:
+        if splits[s] or kind is Kind.F:
+            whole.append((kind, s, m))
+        elif kind is not Kind.W:
+            whole.append((Kind.B, s, m))
+    return whole

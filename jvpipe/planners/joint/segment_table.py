@@ -1,7 +1,7 @@
-"""The seconds of all segments between given cuts: lower bounds first, and the truth where a search asks for it.
+"""The seconds of all segments between given cuts: bounded first, counted where a search asks.
 
-Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known that take its
-seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
+Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known
+that take its seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ Path = tuple[int, ...]
 class Effort:
     """How hard to look.
 
-    So many states stay beside each other at first (`quick`), and where that was not enough (`thorough`); `tolerance` is
-    how near is near enough, relatively. A search ends when `layers` layers have been chosen for.
+    So many states stay beside each other at first (`quick`), and where that was not enough
+    (`thorough`); `tolerance` is how near is near enough, relatively. A search ends when `layers`
+    layers have been chosen for.
     """
 
     quick: int = 16
@@ -43,13 +44,17 @@ class StageTable:
     """The cells of one stage."""
 
     def __init__(self, pricing: Pricing, block: CutBlock) -> None:
-        self.pricing, self.block = pricing, block
+        self.pricing = pricing
+        self.block = block
         limit = pricing.limit_bytes
         least_s = np.maximum(block.compute_s, block.traffic_s)
         keeps = block.inside & (self._keeping_bytes() <= limit)
-        fits = block.inside & (keeps | (pricing.least_bytes(block) <= limit))
+        may_fit = keeps | (pricing.least_bytes(block) <= limit)
+        fits = block.inside & may_fit
         if block.reducing_bytes.any():
-            keeps, fits = (x & (block.reducing_bytes <= limit) for x in (keeps, fits))
+            can_reduce = block.reducing_bytes <= limit
+            keeps = keeps & can_reduce
+            fits = fits & can_reduce
         self.bounds_s = np.where(fits, least_s, np.inf)
         self.settled = keeps | ~fits
         self.known_s = np.where(keeps, least_s, np.inf)  # of settled cells
@@ -60,14 +65,19 @@ class StageTable:
         return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
-        """Bytes of segments that keep everything; infinite where that may not take the fewest seconds."""
+        """Counts bytes of segments that keep everything.
+
+        They are infinite where that may not take the fewest seconds.
+        """
         block = self.block
         choices = self.pricing.choices
         segments = self.pricing.segments
         layers = slice(block.starts[0], block.ends[-1])
         kept_s = choices.own_s[layers, :1]
         others_s = np.c_[choices.own_s, choices.forward_s][layers]
-        if (choices.swapped_bytes[layers, 0] > 0).any() or (others_s < kept_s).any():
+        is_slower = (others_s < kept_s).any()
+        swaps = (choices.swapped_bytes[layers, 0] > 0).any()
+        if is_slower or swaps:
             return np.full(block.inside.shape, np.inf)
         left = choices.left_bytes[:, 0]
         working = choices.working_bytes[:, 0]
@@ -76,12 +86,19 @@ class StageTable:
 
     def place(self, i: int, j: int) -> tuple[int, int]:
         """Finds a segment's row and column."""
-        return int(np.searchsorted(self.block.starts, i)), int(np.searchsorted(self.block.ends, j))
+        row = np.searchsorted(self.block.starts, i)
+        column = np.searchsorted(self.block.ends, j)
+        return int(row), int(column)
 
-    def loads_s(self, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gives the seconds of some cells as `least_steps_s` takes them; bounds of those that are not settled.
+    def loads_s(
+        self,
+        rows: np.ndarray,
+        columns: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the seconds of cells as `least_steps_s` takes them; bounds if not settled.
 
-        All seconds beyond those of keeping everything count as recomputation while cotangents are awaited.
+        All seconds beyond those of keeping everything count as recomputation while cotangents are
+        awaited.
 
         Args:
             rows: of the cells.
@@ -89,12 +106,13 @@ class StageTable:
         """
         block = self.block
         at = (rows, columns)
-        seconds = self.seconds[rows, columns]
+        seconds = self.seconds[at]
         updates = self.pricing.segments.problem.updates
-        forward_s, compute_s, traffic_s = (
-            x[at] for x in (block.forward_s, block.compute_s, block.traffic_s)
-        )
-        work_s = np.where(seconds > np.maximum(compute_s, traffic_s), seconds, compute_s)
+        forward_s = block.forward_s[at]
+        compute_s = block.compute_s[at]
+        traffic_s = block.traffic_s[at]
+        kept_s = np.maximum(compute_s, traffic_s)
+        work_s = np.where(seconds > kept_s, seconds, compute_s)
         # Backwards are whole where cuts are sought by a table.
         by_part = {
             Kind.F: forward_s,
@@ -108,15 +126,16 @@ class StageTable:
 
     def price(self, prices: Prices) -> None:
         """Raises the bounds to what these prices prove."""
-        self.bounds_s = np.maximum(self.bounds_s, self.pricing.bound_s(self.block, *prices))
+        proven_s = self.pricing.bound_s(self.block, *prices)
+        self.bounds_s = np.maximum(self.bounds_s, proven_s)
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
         """Keeps some starts and ends."""
         at = np.ix_(rows, columns)
         self.block = self.block.at(rows, columns)
-        self.bounds_s, self.settled, self.known_s = (
-            x[at] for x in (self.bounds_s, self.settled, self.known_s)
-        )
+        self.bounds_s = self.bounds_s[at]
+        self.settled = self.settled[at]
+        self.known_s = self.known_s[at]
 
 
 class Table:
@@ -163,9 +182,10 @@ class Table:
         """Gives what the cells of a stage take at least, proven."""
         lower = stage.seconds
         for (s, i, j), bound_s in self.unproven.items():
-            a, b = stage.place(i, j)
-            if s == stage.block.s and i in stage.block.starts and j in stage.block.ends:
-                lower[a, b] = bound_s
+            block = stage.block
+            # Cells of cuts that were left out have no place any more.
+            if s == block.s and i in block.starts and j in block.ends:
+                lower[stage.place(i, j)] = bound_s
         return lower
 
     @property
@@ -194,7 +214,7 @@ class Table:
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
-        """Refines these cells: by prices, or if those have been found before, by choices of their layers."""
+        """Refines these cells: by prices first, and the next time by choices of their layers."""
         new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)
@@ -208,28 +228,34 @@ class Table:
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:
             self.prices[cell] = prices
-            stage = self.stage(cell)
-            if bound_s > stage.bounds_s[stage.place(*cell[1:])] * (1 + self.effort.tolerance):
+            stage, at = self._found(cell)
+            if bound_s > stage.bounds_s[at] * (1 + self.effort.tolerance):
                 stage.price(prices)
 
     def _relaxed(self, cell: Cell) -> Relaxation:
         query = self.query(cell)
         pricing = self.stage(cell).pricing
-        return pricing.relaxed(cell, query.room_bytes, query.compute_s, query.traffic_s)
+        return pricing.relaxed(
+            cell,
+            query.room_bytes,
+            query.compute_s,
+            query.traffic_s,
+        )
 
     def _choose(self, cell: Cell) -> None:
         """Looks for a cell's best choices, and settles it with those that were found."""
         stage, at = self._found(cell)
         bound_s = float(stage.bounds_s[at])
         self.layers += cell[2] - cell[1]
-        search = FateSearch(stage.pricing, self.query(cell), self.prices[cell])
+        search = FateSearch(
+            stage.pricing,
+            self.query(cell),
+            self.prices[cell],
+        )
         fates = search.least_seconds(self.effort.quick)
         enough_s = bound_s * (1 + self.effort.tolerance)
-        if (
-            not fates.proven
-            and enough_s < fates.seconds
-            and self.effort.thorough > self.effort.quick
-        ):
+        may_be_better = not fates.proven and enough_s < fates.seconds
+        if may_be_better and self.effort.thorough > self.effort.quick:
             better = search.least_seconds(self.effort.thorough, fates.seconds)
             within_s = min(fates.seconds, better.bound_s)
             fates = better if better.choices else replace(fates, bound_s=within_s)
@@ -238,7 +264,8 @@ class Table:
         self.fates[cell] = fates
         if not fates.proven and enough_s < fates.seconds:
             self.unproven[cell] = bound_s
-        stage.settled[at], stage.known_s[at] = True, fates.seconds
+        stage.settled[at] = True
+        stage.known_s[at] = fates.seconds
 
     def query(self, cell: Cell) -> FateQuery:
         """Describes a cell as the choice of fates is asked for it."""
@@ -254,7 +281,7 @@ class Table:
         )
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
-        """The choices of the fewest bytes, where the search for fast ones has lost those that fit."""
+        """Finds the choices of the fewest bytes, if the search for fast ones has lost all."""
         query = self.query(cell)
         pricing = self.stage(cell).pricing
         choices = pricing.choices
@@ -263,8 +290,10 @@ class Table:
         swapped = float(choices.swapped_bytes[layers, choices_of].sum())
         if held_bytes > query.room_bytes or swapped > query.most_swapped_bytes:
             return StageChoices((), np.inf, np.inf, np.inf)
-        link_s = query.traffic_s + 2 * pricing.segments.problem.host.seconds(swapped)
-        compute_s = query.compute_s + float(pricing.extra_s(cell[0])[layers, choices_of].sum())
+        host = pricing.segments.problem.host
+        link_s = query.traffic_s + 2 * host.seconds(swapped)
+        extra_s = pricing.extra_s(cell[0])[layers, choices_of]
+        compute_s = query.compute_s + float(extra_s.sum())
         return StageChoices(choices_of, max(compute_s, link_s), held_bytes, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
@@ -285,8 +314,11 @@ class Table:
         return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """Gives the choices of a settled cell that fits: all kept, unless others were looked for."""
-        return self.fates[cell].choices if cell in self.fates else (0,) * (cell[2] - cell[1])
+        """Returns the choices of a settled cell that fits: all kept, if no others were sought."""
+        if cell in self.fates:
+            return self.fates[cell].choices
+        _, i, j = cell
+        return (0,) * (j - i)
 
 
 def cells(path: Path) -> list[Cell]:

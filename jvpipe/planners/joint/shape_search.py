@@ -1,11 +1,11 @@
-"""Shapes that are worth a plan: how many devices each place of a pipeline has, and micro-batches of what size.
+"""Searches shapes worth planning: devices at each place of the pipeline, and micro-batch sizes.
 
-A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have several
-stages, and each stage keeps everything or computes all again. The micro-batch sizes of most promise
-are looked at well: along each order of devices there is a path for each number of stages
+A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have
+several stages, and each stage keeps everything or computes all again. The micro-batch sizes of most
+promise are looked at well: along each order of devices there is a path for each number of stages
 (`shape_paths.py`). The best of them are simulated, and the best simulated ones climb: other cuts of
-their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the best
-shapes planned exactly, as if they were given.
+their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the
+best shapes planned exactly, as if they were given.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,6 +26,7 @@ from jvpipe.planners.model.chain_dp import least_path
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.local_segments import LocalSegments, computing_again
 from jvpipe.planners.model.problem import with_entry
+from jvpipe.planners.model.segments import Cuts
 from jvpipe.planners.model.shapes import Path, Shape, Shapes
 from jvpipe.planners.model.stage_cost import keeps_limits
 from jvpipe.schedules.auto import AUTO
@@ -36,7 +37,9 @@ Bounds = tuple[int, ...]
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds the shapes that are worth a plan, the fastest simulated first; none if no rough plan keeps the limits.
+    """Finds the shapes that are worth a plan, the fastest simulated first.
+
+    There are none if no rough plan keeps the limits.
 
     Args:
         shapes: those that there are.
@@ -47,26 +50,29 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(8),)),) * 4)
     >>> from jvpipe.planners.model.problem import Problem
     >>> model = Problem(costs, 1, ONE_F_ONE_B, 1)
-    >>> rough_plans(Shapes(model, LocalCosts((1,), (costs,)), find_cluster("v100-b"), 4, 8))[0].shape
+    >>> local = LocalCosts((1,), (costs,))
+    >>> rough_plans(Shapes(model, local, find_cluster("v100-b"), 4, 8))[0].shape
     4 devices, micro-batches of 8
     """
     search = _Search(shapes)
     for size in search.sizes()[: SHAPE.sizes]:
         search.look(size)
-    search.simulate(of_each_kind(search.ranked(list(search.seen))).values())
+    counted = search.ranked(list(search.seen))
+    search.simulate(of_each_kind(counted).values())
     for plan in search.starts():
         search.simulate(search.ranked(search.recut(plan.shape)))
     # A climb passes by shapes that no path led to, and that are worth a climb of their own.
     for _ in range(SHAPE.rounds):
         starts = search.starts()
+        fastest_s = min(map(_step_s, starts), default=inf)
         for plan in starts:
-            if plan.step_s < SHAPE.worth_a_climb * min(map(_step_s, starts)):
+            if plan.step_s < SHAPE.worth_a_climb * fastest_s:
                 search.climb(plan)
     return sorted(search.simulated.values(), key=_step_s)
 
 
 def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
-    """Simulates the rough plans of shapes with their bounds that keep the limits, the fastest first.
+    """Simulates the rough plans of paths that keep the limits, the fastest first.
 
     Args:
         shapes: those that there are.
@@ -77,12 +83,13 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds shapes that hold little, the emptiest first: smallest micro-batches, everything computed again.
+    """Finds shapes that hold little: smallest micro-batches, everything computed again.
 
     Args:
         shapes: those that there are; their limit is not looked at.
     """
-    again = LocalCosts(shapes.local.batches, tuple(map(computing_again, shapes.local.costs)))
+    costs = tuple(map(computing_again, shapes.local.costs))
+    again = LocalCosts(shapes.local.batches, costs)
     free = replace(shapes.model, memory_limit_bytes=None)
     search = _Search(replace(shapes, model=free, local=again))
     plans = search.ranked(search.paths(shapes.sizes[-1]))
@@ -91,11 +98,13 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 class _Search:
-    """What is known of the shapes of a model so far: rough plans of paths, and the simulated ones."""
+    """The shapes of a model that are known so far: rough plans of paths, and the simulated ones."""
 
     def __init__(self, shapes: Shapes) -> None:
-        plain = shapes.model.schedule.chunks == 1 and shapes.model.schedule != AUTO
-        model = shapes.model if plain else replace(shapes.model, schedule=ONE_F_ONE_B)
+        model = shapes.model
+        is_plain = model.schedule.chunks == 1 and model.schedule != AUTO
+        if not is_plain:
+            model = replace(model, schedule=ONE_F_ONE_B)
         self.shapes = replace(shapes, model=model)
         self.segments = LocalSegments(self.shapes)
         self.seen: dict[Path, RoughPlan | None] = {}
@@ -106,9 +115,10 @@ class _Search:
         self._stages = RoughStages()
 
     def sizes(self) -> list[int]:
-        """The sizes of micro-batches, those of most promise first; of many some are left out."""
+        """Lists the most promising sizes of micro-batches first; of many some are left out."""
         every = self.shapes.sizes
-        spread = np.linspace(0, len(every) - 1, min(len(every), SHAPE.glances)).astype(int)
+        count = min(len(every), SHAPE.glances)
+        spread = np.linspace(0, len(every) - 1, count).astype(int)
 
         def promise(size: int) -> float:
             found = self.ranked(self.paths(size, hasty=True))
@@ -118,27 +128,37 @@ class _Search:
 
     def look(self, size: int) -> None:
         """Simulates the best paths of a size, each of which may be the fastest of its kind."""
-        floor_s, best = 0.0, list[RoughPlan]()
-        # The floor is what the slowest stage of the best plan takes: paths are not preferred for being below
-        # it. It rises from round to round until it is that of the best.
+        floor_s = 0.0
+        best = list[RoughPlan]()
+        # The floor is what the slowest stage of the best plan takes: paths are not preferred for
+        # being below it. It rises from round to round until it is that of the best.
         for _ in range(SHAPE.rounds):
-            found = list(self.paths(size, floor_s))
-            best = self.ranked([*(plan.path for plan in best), *found])
+            earlier = [plan.path for plan in best]
+            best = self.ranked([*earlier, *self.paths(size, floor_s)])
             if not best or best[0].evaluation.bottleneck_s == floor_s:
                 break
             floor_s = best[0].evaluation.bottleneck_s
-        self.simulate([*best[: SHAPE.paths], *of_each_kind(best).values()])
+        kinds = of_each_kind(best).values()
+        self.simulate([*best[: SHAPE.paths], *kinds])
 
     def starts(self) -> list[RoughPlan]:
-        """The fastest simulated plan of each kind of shape, and of the few shapes that are fastest."""
+        """Lists the fastest simulated plan of each kind of shape, and of the fastest shapes."""
         ranked = sorted(self.simulated.values(), key=_step_s)
         shapes = dict[Replicas, RoughPlan]()
         for plan in ranked:
             shapes.setdefault(plan.shape.replicas, plan)
-        some = [*of_each_kind(ranked).values(), *list(shapes.values())[: SHAPE.starts]]
-        return list({plan.path: plan for plan in some}.values())
+        fastest = list(shapes.values())[: SHAPE.starts]
+        some = [*of_each_kind(ranked).values(), *fastest]
+        distinct = {plan.path: plan for plan in some}
+        return list(distinct.values())
 
-    def paths(self, size: int, floor_s: float = 0.0, *, hasty: bool = False) -> Iterator[Path]:
+    def paths(
+        self,
+        size: int,
+        floor_s: float = 0.0,
+        *,
+        hasty: bool = False,
+    ) -> Iterator[Path]:
         """Yields paths along the orders of devices; of many devices also those of one each.
 
         Args:
@@ -151,37 +171,63 @@ class _Search:
         stages = SHAPE.stages
         if hasty:
             cuts = self.segments.few(cuts, SHAPE.glance_cuts)
-            units, stages = SHAPE.glance_units, SHAPE.glance_stages
+            units = SHAPE.glance_units
+            stages = SHAPE.glance_stages
+        for ground in self._grounds(size, cuts, units):
+            most_stages = min(
+                ground.places - 1,
+                len(cuts) - 1,
+                self.shapes.pins.count or stages,
+            )
+            yield from paths(ground, most_stages, floor_s)
+
+    def _grounds(
+        self,
+        size: int,
+        cuts: Cuts,
+        units: int,
+    ) -> Iterator[Ground]:
+        """Yields what is searched for paths: each order, divided into so many units of devices.
+
+        If there are many devices, stages of one device each are searched too.
+        """
         orders = self.shapes.orders
         pins = self.shapes.pins
         counts = self.segments.counts(size)
-        stages = pins.count or stages
-        replicas = pins.replicas
         unit = -(-self.shapes.devices // max(units, 2 * (pins.count or 0)))
-        if replicas:
-            unit, counts = gcd(*replicas), replicas
-            orders = tuple(order[: sum(replicas)] for order in orders)
-        some = tuple(sorted({r for r in counts if r % unit == 0}))
-        grounds = [Ground(self.segments, size, order, some, cuts, unit) for order in orders]
-        if unit > 1 and not replicas:
-            grounds.append(Ground(self.segments, size, orders[0][: len(cuts) - 1], (1,), cuts))
-        for ground in grounds:
-            yield from paths(ground, min(ground.places - 1, len(cuts) - 1, stages), floor_s)
+        if pins.replicas:
+            counts = pins.replicas
+            unit = gcd(*counts)
+            orders = tuple(order[: sum(counts)] for order in orders)
+        whole = {r for r in counts if r % unit == 0}
+        for order in orders:
+            yield Ground(self.segments, size, order, tuple(sorted(whole)), cuts, unit)
+        if unit > 1 and not pins.replicas:
+            few = orders[0][: len(cuts) - 1]
+            yield Ground(self.segments, size, few, (1,), cuts)
 
     def counted(self, path: Path) -> RoughPlan | None:
-        """The rough plan of a path, if it is one that is asked for, and fits."""
-        if path not in self.seen:
-            (shape, bounds), self.seen[path] = path, None
-            if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
-                # Noted as none first, so that a path that is not allowed is not asked about again.
-                problem = self.problem(shape)
-                plan = RoughPlan(shape, problem, *self._stages.evaluate(problem, bounds))
-                self.seen[path] = plan if keeps_limits(problem, plan.evaluation) else None
+        """Makes the rough plan of a path; None if it is not asked for, or does not fit."""
+        if path in self.seen:
+            return self.seen[path]
+        shape, bounds = path
+        # Recorded as none first, so that a path that is not allowed is not asked about again.
+        self.seen[path] = None
+        if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
+            problem = self.problem(shape)
+            counted = self._stages.evaluate(problem, bounds)
+            plan = RoughPlan(shape, problem, *counted)
+            if keeps_limits(problem, plan.evaluation):
+                self.seen[path] = plan
         return self.seen[path]
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
-        """The rough plans that fit, those of the least estimates first."""
-        plans = {path: plan for path in every if (plan := self.counted(path))}
+        """Lists the rough plans that fit, those of the least estimates first."""
+        plans = dict[Path, RoughPlan]()
+        for path in every:
+            plan = self.counted(path)
+            if plan:
+                plans[path] = plan
         return sorted(plans.values(), key=lambda plan: plan.estimate_s)
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
@@ -203,21 +249,25 @@ class _Search:
             near = self.ranked(self.neighbours(plan))[: SHAPE.neighbours]
             near += self.ranked(self.recut(plan.shape))
             self.simulate(near)
-            best = min((self.simulated[x.path] for x in near), key=_step_s, default=plan)
+            simulated = [self.simulated[neighbour.path] for neighbour in near]
+            best = min(simulated, key=_step_s, default=plan)
             if best.step_s >= plan.step_s:
                 return
             plan = best
 
     def _recut(self, shape: Shape) -> list[Path]:
-        """A shape with the cuts that the surrogate finds best together with fates; none if cuts are given."""
+        """Finds a shape's cuts of the best surrogate; none if cuts are given."""
+        if len(shape.places) == 1 or self.shapes.pins.bounds:
+            return []
         with suppress(Infeasible):
-            if len(shape.places) > 1 and not self.shapes.pins.bounds:
-                return [(shape, jvpipe(self.problem(shape), refine=False).bounds)]
+            decision = jvpipe(self.problem(shape), refine=False)
+            return [(shape, decision.bounds)]
         return []
 
     def neighbours(self, plan: RoughPlan) -> Iterator[Path]:
-        """Yields paths with a bound, the size of micro-batches or the devices of one or two places changed."""
-        (shape, bounds), cuts = plan.path, self.segments.cuts.tolist()
+        """Yields paths with another bound, another size, or other devices at one or two places."""
+        shape, bounds = plan.path
+        cuts = self.segments.cuts.tolist()
         for s in range(1, len(bounds) - 1):
             at = cuts.index(bounds[s])
             for b in cuts[max(0, at - 2) : at + 3]:
@@ -229,26 +279,41 @@ class _Search:
         for replicas, others in self._regrouped(shape, bounds):
             yield from self._placed(shape.size, replicas, others)
 
-    def _regrouped(self, shape: Shape, bounds: Bounds) -> Iterator[tuple[Replicas, Bounds]]:
-        """Yields replicas and bounds with a device moved, two neighbours exchanged or made one, or one made two."""
-        for replicas in _moved(shape.replicas, self.shapes.devices):
-            yield replicas, bounds
-            yield replicas, self._balanced(shape.size, replicas)
-        for s, (a, b) in enumerate(pairwise(shape.replicas)):
-            before = shape.replicas[:s]
-            after = shape.replicas[s + 2 :]
-            yield (*before, a + b, *after), (*bounds[: s + 1], *bounds[s + 2 :])
+    def _regrouped(
+        self,
+        shape: Shape,
+        bounds: Bounds,
+    ) -> Iterator[tuple[Replicas, Bounds]]:
+        """Yields replicas and bounds with a device moved, or places exchanged, joined or split."""
+        counts = shape.replicas
+        for moved in _moved(counts, self.shapes.devices):
+            yield moved, bounds
+            yield moved, self._balanced(shape.size, moved)
+        for s, (a, b) in enumerate(pairwise(counts)):
+            before = counts[:s]
+            after = counts[s + 2 :]
+            without_bound = (*bounds[: s + 1], *bounds[s + 2 :])
+            yield (*before, a + b, *after), without_bound
             if a != b:
-                replicas = (*before, b, a, *after)
-                yield replicas, self._balanced(shape.size, replicas)
-        for s, count in enumerate(shape.replicas):
-            before = shape.replicas[:s]
-            after = shape.replicas[s + 1 :]
-            inside = (b for b in self.segments.coarse.tolist() if bounds[s] < b < bounds[s + 1])
-            for b, part in product(inside, {1, count // 2, count - 1} - {0, count}):
-                yield (*before, part, count - part, *after), (*bounds[: s + 1], b, *bounds[s + 1 :])
+                exchanged = (*before, b, a, *after)
+                yield exchanged, self._balanced(shape.size, exchanged)
+        for s, count in enumerate(counts):
+            before = counts[:s]
+            after = counts[s + 1 :]
+            first = bounds[: s + 1]
+            last = bounds[s + 1 :]
+            parts = {1, count // 2, count - 1} - {0, count}
+            inside = (b for b in self.segments.coarse.tolist() if first[-1] < b < last[0])
+            for b, part in product(inside, parts):
+                split = (*before, part, count - part, *after)
+                yield split, (*first, b, *last)
 
-    def _placed(self, size: int, replicas: Replicas, bounds: Bounds) -> Iterator[Path]:
+    def _placed(
+        self,
+        size: int,
+        replicas: Replicas,
+        bounds: Bounds,
+    ) -> Iterator[Path]:
         """Yields the paths of some replicas, along all orders."""
         starts = [0, *accumulate(replicas)][:-1]
         if bounds and max(replicas) <= size:
@@ -256,22 +321,25 @@ class _Search:
                 yield Shape.along(order, starts, replicas, size), bounds
 
     def _balanced(self, size: int, replicas: Replicas) -> Bounds:
-        """The bounds whose slowest stage is fastest; none if nothing fits."""
+        """Finds the bounds whose slowest stage is fastest; none if nothing fits."""
         stages = len(replicas)
         if max(replicas) > size:
             return ()
         every = [self.segments.fitting_s(size, r, stages - s) for s, r in enumerate(replicas)]
         _, places = least_path(every, np.maximum)
-        return tuple(self.segments.coarse[list(places)].tolist()) if places else ()
+        if places is None:
+            return ()
+        bounds = self.segments.coarse[list(places)]
+        return tuple(bounds.tolist())
 
 
 def _step_s(plan: RoughPlan) -> float:
-    """The simulated seconds of a plan."""
+    """Returns the simulated seconds of a plan."""
     return plan.step_s
 
 
 def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
-    """Yields counts with a device given from one place to another, or taken from those that are idle.
+    """Yields counts with a device moved from one place to another, or taken from the idle ones.
 
     Args:
         replicas: the counts.
@@ -282,4 +350,5 @@ def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
             yield with_entry(replicas, a, more + 1)
         for b, less in enumerate(replicas):
             if a != b and less > 1:
-                yield tuple(r + (s == a) - (s == b) for s, r in enumerate(replicas))
+                given = with_entry(replicas, b, less - 1)
+                yield with_entry(given, a, more + 1)

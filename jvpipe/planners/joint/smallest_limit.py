@@ -1,4 +1,4 @@
-"""The smallest memory limit that any cuts and fates keep, and what to say when the limit is below it."""
+"""The smallest memory limit that any plan keeps, and the message for a limit below it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,54 +30,78 @@ class MinBytesPlan:
 
 def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
     """Finds the plan of the smallest limit, whatever its seconds."""
-    segments = pricing.segments
     pricing = replace(pricing, limit_bytes=np.inf)
-    cuts = segments.windows
+    cuts = pricing.segments.windows
     if area(cuts) <= LIMIT.all_cells:
         plan = _min_bytes_plan(pricing, cuts)
         assert plan is not None, "without a limit there is a plan"
         return plan
-    # The least limit under which the end can be reached, between nothing and what a device holds
-    # that has the whole model and computes all of it again.
-    stages = segments.problem.stages
-    again = pricing.choices.run_bytes.sum() * max(segments.in_flight)
-    less = max(map(segments.problem.less_bytes, range(stages)))
-    low = 0.0
-    high = float(segments.static_bytes(0)[-1] + again + 1) + less
-    while high - low > LIMIT.tolerance * high:
-        middle = (low + high) / 2
-        reach = Reach(replace(pricing, limit_bytes=middle), ((),) * stages)
-        low, high = (low, middle) if reach.left(np.inf)[-1] == segments.n else (middle, high)
-    # Reaches are lower bounds, so the limit may be a little too small for any plan: wider windows follow.
+    least = _least_reached_bytes(pricing)
+    # Reaches are lower bounds, so the limit may be a little too small for any plan: wider windows
+    # follow.
     plan = None
     for slack in (1.02, 1.2, 3.0):
-        reach = Reach(replace(pricing, limit_bytes=high * slack), ((),) * stages)
-        plan = _min_bytes_plan(pricing, bounded(reach.windows(np.inf)))
-        if plan and plan.peak_bytes <= high * slack:
+        limit = least * slack
+        windows = _reach(pricing, limit).windows(np.inf)
+        plan = _min_bytes_plan(pricing, bounded(windows))
+        if plan and plan.peak_bytes <= limit:
             break
     assert plan is not None
     return plan
 
 
+def _least_reached_bytes(pricing: Pricing) -> float:
+    """Finds nearly the least limit under which the last layer can be reached.
+
+    It lies between nothing and what a device holds that has the whole model and computes all of it
+    again.
+    """
+    segments = pricing.segments
+    problem = segments.problem
+    again = pricing.choices.run_bytes.sum() * max(segments.in_flight)
+    less = max(map(problem.less_bytes, range(problem.stages)))
+    low = 0.0
+    high = float(segments.static_bytes(0)[-1] + again + 1) + less
+    while high - low > LIMIT.tolerance * high:
+        middle = (low + high) / 2
+        reached = _reach(pricing, middle).left(np.inf)
+        if reached[-1] == segments.n:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _reach(pricing: Pricing, limit_bytes: float) -> Reach:
+    """Makes the reach under a limit, whatever the seconds."""
+    stages = pricing.segments.problem.stages
+    return Reach(replace(pricing, limit_bytes=limit_bytes), ((),) * stages)
+
+
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields the plan of the fewest bytes for every cut, the emptiest first; of more than `LIMIT.cuts`, none."""
+    """Yields each cut's plan of the fewest bytes, the emptiest first; none of too many cuts."""
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
+    inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
     # Whoever asks falls back on the search that goes from one plan to its neighbours.
-    if comb(len(places), len(cuts) - 2) > LIMIT.cuts:
+    if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
     plans = list[MinBytesPlan]()
-    for inner in combinations(places, len(cuts) - 2):
-        path = (0, *(place - s for s, place in enumerate(inner, 1)), 0)
-        if max(peaks.settle(s, a, b, np.inf) for s, (a, b) in enumerate(pairwise(path))) < np.inf:
+    for inner in combinations(places, inner_bounds):
+        # Bound s has no place among the first s cuts, so its window begins behind them.
+        in_windows = [place - s for s, place in enumerate(inner, 1)]
+        path = (0, *in_windows, 0)
+        if peaks.settle_path(path, np.inf) < np.inf:
             plans.append(peaks.plan(path))
     yield from sorted(plans, key=lambda plan: plan.peak_bytes)
 
 
 class Peaks:
-    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those that are settled."""
+    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those
+    that are settled.
+    """
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
@@ -85,13 +109,22 @@ class Peaks:
         self.cuts = cuts
         self.exact = segments.n <= LIMIT.exact_layers
         self.blocks = [segments.block(s, *near) for s, near in enumerate(pairwise(cuts))]
-        self.bytes = [
-            np.where(b.inside, np.maximum(pricing.at(b.s).least_bytes(b), b.reducing_bytes), np.inf)
-            for b in self.blocks
-        ]
+        self.bytes = [self._least_bytes(block) for block in self.blocks]
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
-    def settle(self, s: int, a: int, b: int, below: float) -> float:
+    def _least_bytes(self, block: CutBlock) -> Grid:
+        """Bounds a block's peak bytes from below; infinite where there is no segment."""
+        least = self.pricing.at(block.s).least_bytes(block)
+        peaks = np.maximum(least, block.reducing_bytes)
+        return np.where(block.inside, peaks, np.inf)
+
+    def settle(
+        self,
+        s: int,
+        a: int,
+        b: int,
+        below: float,
+    ) -> float:
         """Counts a segment's peak; of what is not below a number, that number or more.
 
         Args:
@@ -100,61 +133,87 @@ class Peaks:
             b: the place of its end among those of the stage after.
             below: bytes; of segments that take as many nothing more is asked.
         """
-        if (s, a, b) not in self.choices and self.bytes[s][a, b] < below:
-            fixed = float(self.blocks[s].fixed_bytes[a, b])
-            cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
-            lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
-            held_bytes, self.choices[s, a, b] = fewest_bytes(
-                self.pricing, lot, exact=self.exact, below=below - fixed
-            )
-            # What this segment needs, segments around it need too, nearly: many are never settled.
-            longer = self.bytes[s][: a + 1, b:]
-            least_bytes = longer_bytes(self.pricing, self.blocks[s], a, b, held_bytes)
-            np.maximum(longer, least_bytes, out=longer)
-            reducing = float(self.blocks[s].reducing_bytes[a, b])
-            self.bytes[s][a, b] = max(fixed + held_bytes, reducing)
-        return float(self.bytes[s][a, b])
+        peaks = self.bytes[s]
+        if (s, a, b) in self.choices or peaks[a, b] >= below:
+            return float(peaks[a, b])
+        block = self.blocks[s]
+        fixed = float(block.fixed_bytes[a, b])
+        cell = s, int(self.cuts[s][a]), int(self.cuts[s + 1][b])
+        lot = Lot.of_stage(self.pricing.segments.in_flight[s], cell)
+        held_bytes, choices = fewest_bytes(
+            self.pricing,
+            lot,
+            exact=self.exact,
+            below=below - fixed,
+        )
+        self.choices[s, a, b] = choices
+        # What this segment needs, segments around it need too, nearly: many are never settled.
+        longer = peaks[: a + 1, b:]
+        least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
+        np.maximum(longer, least_bytes, out=longer)
+        reducing = float(block.reducing_bytes[a, b])
+        peaks[a, b] = max(fixed + held_bytes, reducing)
+        return float(peaks[a, b])
+
+    def settle_path(self, places: Sequence[int], below: float) -> float:
+        """Counts the peak of the fullest segment on a path.
+
+        Args:
+            places: of the cuts, each among those of its bound.
+            below: bytes; of segments that take as many nothing more is asked.
+        """
+        return max(self.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
         """Makes the plan of settled segments, given the places of its cuts."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
-        bounds = tuple(int(x[place]) for x, place in zip(self.cuts, places, strict=True))
+        bounds = tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
         choices = tuple(choice for cell in cells for choice in self.choices[cell])
-        return MinBytesPlan(Decision(bounds, choices), int(np.argmax(taken)), int(max(taken)))
+        fullest = int(np.argmax(taken))
+        return MinBytesPlan(Decision(bounds, choices), fullest, int(taken[fullest]))
 
 
 def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
-    """Between these cuts: lower bounds at first, and the truth where the best path asks for it."""
-    peaks, rounds = Peaks(pricing, cuts), 0
+    """Finds the emptiest plan between these cuts, or one nearly as empty."""
+    peaks = Peaks(pricing, cuts)
+    near = 1 if peaks.exact else 1 + LIMIT.tolerance
     best: MinBytesPlan | None = None
+    rounds = 0
     while True:
-        # Lower bounds rise as segments are settled, and so does the least of the highest ones. Once a
-        # plan holds no more than that, none holds less. Each round settles a segment, so that it ends.
+        rounds += 1
+        # Lower bounds rise as segments are settled, and so does the least of the highest ones. Once
+        # a plan holds no more than that, none holds less. Each round settles a segment, so that it
+        # ends.
         highest = least_max(peaks.bytes)
-        rounds = rounds + 1
         if highest == np.inf:
             return None
         # Among the paths that may hold as little, the one of the least sum is settled.
-        _, places = least_sum([np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes])
+        may_hold = [np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes]
+        _, places = least_sum(may_hold)
         assert places is not None, "there are as many cuts as stages need"
         below = float(best.peak_bytes) if best else np.inf
-        taken = max(peaks.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
-        if taken < below:
+        if peaks.settle_path(places, below) < below:
             best = peaks.plan(places)
-        if best and best.peak_bytes <= highest * (1 if peaks.exact else 1 + LIMIT.tolerance):
+        if best and best.peak_bytes <= highest * near:
             return best
         most_rounds = LIMIT.rounds_with_plan if best else LIMIT.rounds_without_plan
         if rounds > most_rounds and not peaks.exact:
             return best
 
 
-def longer_bytes(pricing: Pricing, block: CutBlock, a: int, b: int, held_bytes: float) -> Grid:
-    """Bounds the peak bytes from below of segments with all layers of one that holds so many beside what is fixed.
+def longer_bytes(
+    pricing: Pricing,
+    block: CutBlock,
+    a: int,
+    b: int,
+    held_bytes: float,
+) -> Grid:
+    """Bounds the peak bytes of the segments around one whose bytes are known.
 
-    Their choices do for it too, but that a run of layers computed again may have to begin at its first layer: then the
-    input of that one is kept and not of one before it. Or it ends at its last layer. And shared values that come after
-    need no room beside it.
+    Their choices do for it too, but that a run of layers computed again may have to begin at its
+    first layer: then the input of that one is kept and not of one before it. Or it ends at its last
+    layer. And shared values that come after need no room beside it.
 
     Args:
         pricing: of the model.
@@ -193,10 +252,10 @@ def nothing_fits(pricing: Pricing) -> Infeasible:
     where = f" of {problem.name_of(plan.stage)}" if unlike else " per device"
     per_device = ", or as much more on each device" if unlike else ""
     return Infeasible(
-        f"no plan keeps the limit of {stage_limit} bytes{where}: at best, stage {plan.stage} (layers {i} to {j - 1}) "
-        f"takes {over} bytes more. The smallest limit that would do is {plan.peak_bytes} bytes{per_device}; "
-        "raise the limit, "
-        "add stages, or use smaller micro-batches",
+        f"no plan keeps the limit of {stage_limit} bytes{where}: "
+        f"at best, stage {plan.stage} (layers {i} to {j - 1}) takes {over} bytes more. "
+        f"The smallest limit that would do is {plan.peak_bytes} bytes{per_device}; "
+        "raise the limit, add stages, or use smaller micro-batches",
         stage=plan.stage,
         excess_bytes=over,
         smallest_limit_bytes=plan.peak_bytes,

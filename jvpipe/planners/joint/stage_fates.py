@@ -1,8 +1,9 @@
-"""The choices of one stage's layers that take the fewest seconds under its limit: dominance over what they take.
+"""The fastest choices of one stage's layers under its limit, by dominance over what they take.
 
-Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer multiplies them by
-its choices; out go those that cannot fit, those whose lower bound (`dual_bounds.py`) is not below the best known, the
-dominated. At last, if there are more than `width`, those of the highest bounds: then the answer may not be the best.
+Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer
+multiplies them by its choices; out go those that cannot fit, those whose lower bound
+(`dual_bounds.py`) is not below the best known, the dominated. At last, if there are more than
+`width`, those of the highest bounds: then the answer may not be the best.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ BELOW_FACTOR = 1 - 1e-12
 
 @dataclass(frozen=True)
 class FateQuery:
-    """The layers of a device; what they take without fates, and the limits that are left for what fates take."""
+    """The layers of a device, what they take without fates, and the limits left for fates."""
 
     lot: Lot
     compute_s: float
@@ -43,7 +44,10 @@ class FateQuery:
 
 @dataclass(frozen=True)
 class StageChoices:
-    """Choices of a segment's layers; none, and infinite seconds, if nothing fits. Nothing takes less than `bound_s`."""
+    """Choices of a segment's layers; none, and infinite seconds, if nothing fits.
+
+    Nothing takes less than `bound_s`.
+    """
 
     choices: tuple[int, ...]
     seconds: float
@@ -71,85 +75,104 @@ class FateSearch:
         self.query = query
         self.host = pricing.segments.problem.host
         self.growth = growth = Growth(pricing, query.lot)
-        table, at = pricing.choices, growth.at
+        table = pricing.choices
+        at = growth.at
         there = table.allowed[at]
         extra_s = np.where(there, growth.extra_s[at], np.inf)
         link_s = 2 * table.swapped_bytes[at] / self.host.bytes_per_s
         base = np.array(query.lot.base_bytes)
-        self.moment = int((base + growth.held[..., 0].sum(1)).argmax())  # where most is kept
+        keeping = base + growth.held[..., 0].sum(1)
+        self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
         # Bytes are at least what all layers hold and what the last one works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
-        asked = Relaxation(
-            extra_s, link_s, held_bytes + last, self.room, query.compute_s, query.traffic_s
-        )
-        self.prices = self.alpha, self.mu = prices or DualBounds([asked]).solve()[0]
+        if prices is None:
+            asked = Relaxation(
+                extra_s,
+                link_s,
+                held_bytes + last,
+                self.room,
+                query.compute_s,
+                query.traffic_s,
+            )
+            prices = DualBounds([asked]).solve()[0]
+        self.prices = self.alpha, self.mu = prices
         # Bounds of what the layers to come take.
         finite_s = np.where(there, extra_s, 0.0)
-        cost = np.where(there, self.alpha * finite_s + (1 - self.alpha) * link_s, np.inf)
-        paid = (cost + self.mu * held_bytes).min(1)
+        seconds = self.alpha * finite_s + (1 - self.alpha) * link_s
+        cost = np.where(there, seconds, np.inf)
+        priced = cost + self.mu * held_bytes
+        paid = priced.min(1)
         # While an earlier layer works, those to come have left nothing of that micro-batch.
-        kept_of_others = held_bytes - table.left_bytes[at]
-        spared = (cost + self.mu * kept_of_others).min(1) - self.mu * growth.given
-        self.cost_to_come = to_come((cost + self.mu * (held_bytes + last)).min(1))
+        left = table.left_bytes[at]
+        others = cost + self.mu * (held_bytes - left)
+        spared = others.min(1) - self.mu * growth.given
+        with_last = cost + self.mu * (held_bytes + last)
+        self.cost_to_come = to_come(with_last.min(1))
         self.paid_to_come = to_come(paid)
         self.spare_to_come = growth.until_end(spared, paid)
         self.extra_to_come = to_come(extra_s.min(1))
         self.last_bytes = float(table.least_working_bytes[at[-1]])
-        left = table.left_bytes[at]
-        self.expected = self._expected(
-            cost + self.mu * held_bytes, finite_s, link_s, held_bytes, left
-        )
+        self.expected = self._expected(priced, finite_s, link_s, held_bytes, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
-        """What the layers to come will probably take: each its best choices, but in sum what the prices stand for.
+        """Estimates what the layers to come take: in sum what the prices stand for.
 
         `taken` are extra seconds, link seconds and held bytes; left bytes go with these.
         """
         query = self.query
-        bound_s = (
-            self.alpha * query.compute_s
-            + (1 - self.alpha) * query.traffic_s
-            + self.cost_to_come[0]
-            - self.mu * self.room
-        )
-        least_s = max(1e-12 * float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0)), 1e-300)
-        near = np.exp(
-            (cost.min(1)[:, None] - cost) / max(FATE.near_best * bound_s / len(cost), least_s)
-        )
+        without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
+        bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
+        # A choice counts the less the further it is from its layer's best: of many layers each may
+        # be as far as a small part of the whole.
+        most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
+        least_s = max(1e-12 * most_s, 1e-300)
+        near_s = max(FATE.near_best * bound_s / len(cost), least_s)
+        near = np.exp((cost.min(1)[:, None] - cost) / near_s)
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
+        # A price above 0 says that its limit is met exactly.
         room = self.room - self.last_bytes
         binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
         wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
-        scale = [
-            max(whole, 0.0) / x[0] if binds and x[0] > 0 else 1.0
-            for x, whole, binds in zip(sums_to_come, wholes, binding, strict=False)
-        ]
-        return [x * by for x, by in zip(sums_to_come, [*scale, scale[-1]], strict=True)]
+        scales = []
+        for x, whole, binds in zip(sums_to_come, wholes, binding, strict=False):
+            is_scaled = binds and x[0] > 0
+            scales.append(max(whole, 0.0) / x[0] if is_scaled else 1.0)
+        scales.append(scales[-1])
+        return [x * scale for x, scale in zip(sums_to_come, scales, strict=True)]
 
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
-        """The choices of the fewest seconds, among those that fit and take less than `below_s`.
+        """Finds the fastest choices that fit and take less than `below_s`.
 
         Among equals, the one that swaps least, then the one of the fewest bytes.
         """
         last = follow(
-            self.growth, below_s * BELOW_FACTOR, width, self._bounds, partial(self._fittest, width)
+            self.growth,
+            below_s * BELOW_FACTOR,
+            width,
+            self._bounds,
+            partial(self._fittest, width),
         )
         states = last.states
         if not states.shape[1]:
             return StageChoices((), np.inf, np.inf, last.dropped)
         seconds = self._seconds(states)
         used = self.growth.least_bytes(states, self.growth.n)
-        best = int(np.lexsort((used, states[SWAPPED], seconds))[0])
+        order = np.lexsort((used, states[SWAPPED], seconds))
+        best = int(order[0])
         found_s = float(seconds[best])
-        choices = self.growth.path(last.steps, best)
-        return StageChoices(choices, found_s, float(used[best]), min(found_s, last.dropped))
+        return StageChoices(
+            self.growth.path(last.steps, best),
+            found_s,
+            float(used[best]),
+            min(found_s, last.dropped),
+        )
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """What a state will take at least; infinite if it cannot fit."""
+        """Bounds what states will take from below; infinite if they cannot fit."""
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
@@ -158,47 +181,58 @@ class FateSearch:
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
         if self.mu:
-            held_bytes = self._held_bytes(states)
-            beyond = self.mu * beyond_held(states)
-            to_come = np.maximum(self.cost_to_come[done], beyond + self.spare_to_come[done])
+            over = self._held_bytes(states) - query.room_bytes
+            beyond = self.mu * beyond_held(states) + self.spare_to_come[done]
+            to_come = np.maximum(self.cost_to_come[done], beyond)
             if self.growth.fixed_rows > MOST:
                 largest = self.mu * states[MOST] + self.paid_to_come[done]
                 to_come = np.maximum(to_come, largest)
-            priced = priced + self.mu * np.where(fits, held_bytes - query.room_bytes, 0.0) + to_come
+            priced = priced + self.mu * np.where(fits, over, 0.0) + to_come
         else:
             priced = priced + self.cost_to_come[done]
-        return np.where(
-            fits, np.maximum.reduce([compute_s + self.extra_to_come[done], link_s, priced]), np.inf
-        )
+        least_compute_s = compute_s + self.extra_to_come[done]
+        bound_s = np.maximum.reduce([least_compute_s, link_s, priced])
+        return np.where(fits, bound_s, np.inf)
 
     def _fittest(
-        self, width: int, states: States, bound: np.ndarray, _alive: np.ndarray, done: int
+        self,
+        width: int,
+        states: States,
+        bound: np.ndarray,
+        _alive: np.ndarray,
+        done: int,
     ) -> np.ndarray:
-        """The states to go on with: half of them by bounds, half by how near they are to the relaxation's shares."""
-        extra_s, link_s, held_bytes, left = (expected[done] for expected in self.expected)
+        """Picks the states to go on: half by bounds, half by nearness to the relaxation's share."""
+        extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
+        held_bytes = self._held_bytes(states)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
         if self.growth.fixed_rows > MOST:
             beyond = np.maximum(beyond, states[MOST])
-        over = self._held_bytes(states) + held_bytes + beyond - self.query.room_bytes
+        over = held_bytes + to_hold + beyond - self.query.room_bytes
         compute_s = self.query.compute_s + states[EXTRA] + extra_s
         link_s = self.query.traffic_s + 2 * self._swap_s(states) + link_s
         may = np.isfinite(bound)
-        dear_s = FATE.overrun_price * self.mu * np.maximum(np.where(may, over, 0.0), 0.0)
-        expected_s = np.where(may, np.maximum(compute_s, link_s) + dear_s, np.inf)
-        near, low = (np.argpartition(x, width)[:width] for x in (expected_s, bound))
-        # One that is as empty as can be goes on, so that something fits in the end if anything does.
-        emptiest = np.where(may, self._held_bytes(states) + beyond, np.inf).argmin()
-        return np.concatenate([near, low, [emptiest]])
+        overrun = np.maximum(np.where(may, over, 0.0), 0.0)
+        dear_s = FATE.overrun_price * self.mu * overrun
+        seconds = np.maximum(compute_s, link_s) + dear_s
+        expected_s = np.where(may, seconds, np.inf)
+        near = np.argpartition(expected_s, width)[:width]
+        low = np.argpartition(bound, width)[:width]
+        # One that is as empty as can be goes on, so that something fits in the end if anything
+        # does.
+        taken = np.where(may, held_bytes + beyond, np.inf)
+        return np.concatenate([near, low, [taken.argmin()]])
 
     def _held_bytes(self, states: States) -> Float[np.ndarray, "M"]:
         """Counts what states hold at the moment that has a price."""
         return states[self.growth.fixed_rows + self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:
-        return np.maximum(
-            self.query.compute_s + states[EXTRA], self.query.traffic_s + 2 * self._swap_s(states)
-        )
+        compute_s = self.query.compute_s + states[EXTRA]
+        link_s = self.query.traffic_s + 2 * self._swap_s(states)
+        return np.maximum(compute_s, link_s)
 
     def _swap_s(self, states: States) -> Float[np.ndarray, "M"]:
         swapped = states[SWAPPED]
-        return np.where(swapped > 0, self.host.latency_s + swapped / self.host.bytes_per_s, 0.0)
+        seconds = self.host.latency_s + swapped / self.host.bytes_per_s
+        return np.where(swapped > 0, seconds, 0.0)

@@ -1,6 +1,7 @@
 """The surrogate's best cuts and fates: between all cuts, or between those that matter.
 
-A model of few layers is searched to the end; one of more, until the best is near enough, or enough has been looked at.
+A model of few layers is searched to the end; one of more, until the best is near enough, or enough
+has been looked at.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from jvpipe.util.sizes import MOST_BYTES
 class Solution:
     """What the search found, the best first, and the table that it found it in.
 
-    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest stage is above `cap_s`.
+    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest
+    stage is above `cap_s`.
     """
 
     result: SearchResult
@@ -63,10 +65,15 @@ def effort(layers: int) -> Effort:
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
     """Prices a problem's choices, with or without those that swap, under its limit."""
     limit = problem.memory_limit_bytes
-    return Pricing.of(Segments(problem), float(MOST_BYTES if limit is None else limit), swaps)
+    limit_bytes = float(MOST_BYTES if limit is None else limit)
+    return Pricing.of(Segments(problem), limit_bytes, swaps)
 
 
-def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float] = ()) -> Solution:
+def solve(
+    problem: Problem,
+    pricing: Pricing,
+    most_swapped_bytes: Sequence[float] = (),
+) -> Solution:
     """Finds the surrogate's best paths; each stage may swap so many bytes per micro-batch.
 
     Args:
@@ -84,32 +91,47 @@ def solve(problem: Problem, pricing: Pricing, most_swapped_bytes: Sequence[float
         return between(everything)
     reach = Reach.of(pricing)
     least_s = reach.least_cap_s()
-    small = (
-        x for x in CUTS.cap_slacks if area(reach.windows(least_s * (1 + x))) <= CUTS.window_cells
-    )
+
+    def is_small(slack: float) -> bool:
+        return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
+
+    widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
     # The widest windows that can be looked at; wider ones, thinned out, where nothing in them fits.
-    for slack in (next(small, 0.0), 0.4, 3.0):
+    for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
         if solution.feasible:
-            return replace(solution, beyond_s=_beyond_s(problem, pricing, cap_s), cap_s=cap_s)
+            beyond_s = _beyond_s(problem, pricing, cap_s)
+            return replace(solution, beyond_s=beyond_s, cap_s=cap_s)
     return between(bounded(everything))
 
 
-def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
-    """Finds the most promising plans that keep round trips short, so many at most, best first; see `trips.py`.
+def trips(
+    problem: Problem,
+    pricing: Pricing,
+    paths: int,
+) -> list[Decision]:
+    """Finds the most promising plans that keep round trips short, best first; see `trips.py`.
 
     Args:
         problem: what is to be planned.
         pricing: its choices, priced.
         paths: how many plans at most.
     """
-    table = Table(pricing, spread(pricing.segments, CUTS.trip_cells), effort(pricing.segments.n))
+    segments = pricing.segments
+    table = Table(
+        pricing,
+        spread(segments, CUTS.trip_cells),
+        effort(segments.n),
+    )
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    every_trips = (Trips(link_s, [factor * c for c in comm_s]) for factor in CUTS.transfer_factors)
-    every_path = dict.fromkeys(places for trips_of in every_trips for places in trips_of.paths())
+    # A dictionary as an ordered set: the same path may come from several factors.
+    every_path = dict[tuple[int, ...], None]()
+    for factor in CUTS.transfer_factors:
+        slower_s = [factor * c for c in comm_s]
+        every_path |= dict.fromkeys(Trips(link_s, slower_s).paths())
     if not every_path:
         return []
     every = np.array(list(every_path))
@@ -127,11 +149,16 @@ def trips(problem: Problem, pricing: Pricing, paths: int) -> list[Decision]:
     return decisions
 
 
-def _beyond_s(problem: Problem, pricing: Pricing, cap_s: float) -> float:
-    """What a plan takes at least whose slowest stage is above a cap."""
+def _beyond_s(
+    problem: Problem,
+    pricing: Pricing,
+    cap_s: float,
+) -> float:
+    """Bounds what a plan takes whose slowest stage is above a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
-    return float(pricing.segments.least_compute_s[-1]) + (problem.microbatches - 1) * cap_s
+    work_s = float(pricing.segments.least_compute_s[-1])
+    return work_s + (problem.microbatches - 1) * cap_s
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
@@ -141,7 +168,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
         return solution
     pricing = solution.table.pricing
     decision = solution.decision()
-    k = [flying * problem.group(s).replicas for s, flying in enumerate(pricing.segments.in_flight)]
+    in_flight = enumerate(pricing.segments.in_flight)
+    k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
         # Choices of other stages may be columns that this one's layers do not have.
@@ -151,7 +179,8 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     if sum(moves) <= limit:
         return solution
     # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
-    parts = [limit * want / sum(moves) // kept for want, kept in zip(moves, k, strict=True)]
+    total = sum(moves)
+    parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
     others = [
         solve(problem, solution.table.pricing, parts),
         solve(problem, pricing_of(problem, swaps=False)),

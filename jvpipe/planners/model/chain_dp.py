@@ -1,9 +1,10 @@
-"""The dynamic program over cuts of a chain: one matrix per stage, and the best path through all of them.
+"""The dynamic program over cuts of a chain: one matrix per stage, one best path through them.
 
-Legend: the matrix of stage s has a row per place where it may begin and a column per place where it may end; the ends
-of a stage are the starts of the next. Where both are all places of a model, the matrix is square and infinite at and
-below its diagonal, where no layer is between. A path begins at the first place of the first stage and ends at the last
-one of the last stage. An infinite number is a stage that cannot be.
+Legend: the matrix of stage s has a row per place where it may begin and a column per place where it
+may end; the ends of a stage are the starts of the next. Where both are all places of a model, the
+matrix is square and infinite at and below its diagonal, where no layer is between. A path begins at
+the first place of the first stage and ends at the last one of the last stage. An infinite number is
+a stage that cannot be.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,26 +16,36 @@ Matrix = Float[np.ndarray, "_ _"]
 Places = tuple[int, ...]
 
 
-def least_path(matrices: Iterable[Matrix], how: np.ufunc) -> tuple[float, Places | None]:
-    """Returns the least that a path takes, and its places: infinity and None if every path meets an infinite number.
+def least_path(
+    matrices: Iterable[Matrix],
+    how: np.ufunc,
+) -> tuple[float, Places | None]:
+    """Finds the least that a path takes, and its places; infinity and None if no path is finite.
 
     Args:
-        matrices: what each stage takes, in seconds or bytes; they are looked at one after the other.
-        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the largest.
+        matrices: what each stage takes, in seconds or bytes; they are looked at one after the
+            other.
+        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the
+            largest.
 
     >>> inf = np.inf
-    >>> square = np.array([[inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4])
-    >>> least_path([square] * 2, np.maximum), least_path([square] * 3, np.add), least_path([square] * 4, np.add)
-    ((5.0, (0, 2, 3)), (10.0, (0, 1, 2, 3)), (inf, None))
+    >>> rows = [inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4
+    >>> square = np.array(rows)
+    >>> least_path([square] * 2, np.maximum)
+    (5.0, (0, 2, 3))
+    >>> least_path([square] * 3, np.add), least_path([square] * 4, np.add)
+    ((10.0, (0, 1, 2, 3)), (inf, None))
     """
-    best, came = None, list[np.ndarray]()
+    best = None
+    came = list[np.ndarray]()
     for matrix in matrices:
         if best is None:
             best = matrix[0]
             continue
         total = how(best[:, None], matrix)
-        came.append(total.argmin(0))
-        best = total[came[-1], np.arange(total.shape[1])]
+        origins = total.argmin(0)
+        came.append(origins)
+        best = total[origins, np.arange(total.shape[1])]
     assert best is not None, "there is at least one stage"
     if not np.isfinite(best[-1]):
         return float("inf"), None

@@ -14,7 +14,7 @@ _EQUAL_S = 1e-12
 
 
 def even(problem: Problem) -> Decision:
-    """Puts equally many layers on each stage and keeps everything; no cost is looked at, nor the memory limit.
+    """Puts equally many layers on each stage and keeps everything, whatever the limit.
 
     Where layers must stay together, each cut goes to the nearest place that is free.
 
@@ -26,18 +26,20 @@ def even(problem: Problem) -> Decision:
     """
     cuts = Segments(problem).cuts
     stages = problem.stages
-    targets = [*accumulate(even_counts(len(problem.costs.layers), stages))][:-1]
+    layers = len(problem.costs.layers)
+    *targets, _ = accumulate(even_counts(layers, stages))
     places = [0]
     for s, cut in enumerate(targets):
         first = places[-1] + 1
         last = len(cuts) - stages + s  # a place must be left for each cut to come
-        places.append(first + int(np.abs(cuts[first : last + 1] - cut).argmin()))
+        away = np.abs(cuts[first : last + 1] - cut)
+        places.append(first + int(away.argmin()))
     bounds = [int(cuts[place]) for place in places]
-    return Decision.keeping_all([*bounds, len(problem.costs.layers)])
+    return Decision.keeping_all([*bounds, layers])
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
-    """Layers per stage; the first stages take one more where it does not divide.
+    """Divides layers among stages; the first stages take one more where they do not divide.
 
     >>> even_counts(7, 3)
     [3, 2, 2]
@@ -49,24 +51,26 @@ def even_counts(layers: int, stages: int) -> list[int]:
 def balanced(
     problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
 ) -> tuple[int, ...]:
-    """Bounds of stages that take as long as each other, moved until no device's work falls any more.
+    """Finds bounds of equal work: they move until no device's work falls any more.
 
     Args:
         problem: whose stages and devices count.
         cuts: where a stage may begin or end; at least one more than there are stages.
         layer_s: seconds of each layer's forward and backward, on a device as the costs say.
     """
-    times = [np.array(problem.slowness(s) or 1.0) for s in range(problem.devices)]
-    totals = np.array(
-        [np.concatenate([[0.0], np.cumsum(layer_s * device_times)])[cuts] for device_times in times]
-    )
+    totals = np.empty((problem.devices, len(cuts)))
+    for s in range(problem.devices):
+        slowness = np.array(problem.slowness(s) or 1.0)
+        device_s = np.cumsum(layer_s * slowness)
+        totals[s] = np.concatenate([[0.0], device_s])[cuts]
     places = np.array(problem.places)
     best = _least_longest(totals[places])
 
     def rank(bounds: Sequence[int]) -> tuple[float, float]:
         stages_s = totals[places, bounds[1:]] - totals[places, bounds[:-1]]
         devices_s = np.bincount(places, stages_s, problem.devices)
-        return float(devices_s.max().round(12)), float((devices_s**2).sum() + (stages_s**2).sum())
+        unevenness = (devices_s**2).sum() + (stages_s**2).sum()
+        return float(devices_s.max().round(12)), float(unevenness)
 
     # Each move lowers the rank, of which there are as many as bounds: it ends.
     better = True
@@ -75,13 +79,17 @@ def balanced(
         for s in range(1, problem.stages):
             for by in (-1, 1):
                 moved = [*best[:s], best[s] + by, *best[s + 1 :]]
-                if moved[s - 1] < moved[s] < moved[s + 1] and rank(moved) < rank(best):
-                    best, better = moved, True
+                in_order = moved[s - 1] < moved[s] < moved[s + 1]
+                if in_order and rank(moved) < rank(best):
+                    best = moved
+                    better = True
     return tuple(int(cuts[place]) for place in best)
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
-    """Returns the positions of bounds whose longest stage takes the least, later stages as full as they may be.
+    """Finds the bounds whose longest stage takes the least, later stages as full as they may be.
+
+    Returns the positions of these bounds.
 
     Halves the interval of that least time: whether stages of at most so long suffice is seen by
     filling them one after the other from the last on. What is not found then is not there, as
@@ -96,8 +104,10 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     def filled(longest_s: float) -> list[int]:
         bounds = [last]
         for s in reversed(range(stages)):
-            begin = int(np.searchsorted(totals[s], totals[s, bounds[-1]] - longest_s))
-            bounds.append(min(max(begin, s), bounds[-1] - 1))
+            end = bounds[-1]
+            begin = int(np.searchsorted(totals[s], totals[s, end] - longest_s))
+            # Each stage has a layer at least, this one and those before it.
+            bounds.append(min(max(begin, s), end - 1))
         return bounds[::-1]
 
     low = 0.0
@@ -105,5 +115,8 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
     high = float(totals[:, -1].max())
     while high - low > _EQUAL_S * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if filled(middle)[0] == 0 else (middle, high)
+        if filled(middle)[0] == 0:
+            high = middle
+        else:
+            low = middle
     return filled(high)

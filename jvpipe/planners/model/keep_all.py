@@ -1,10 +1,10 @@
 """What every stage holds if each residual is kept.
 
-It is `stage_bytes` of many segments at once, held to it by property tests (tests/papers/test_kept_stages.py,
-tests/planners/model/test_groups.py).
+It is `stage_bytes` of many segments at once, held to it by property tests
+(tests/papers/test_kept_stages.py, tests/planners/model/test_groups.py).
 
-Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may be cut (`cuts`);
-where there is no layer between them it is infinite.
+Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may
+be cut (`cuts`); where there is no layer between them it is infinite.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,12 @@ class KeptBytes:
     beyond: Grid
 
     @staticmethod
-    def of(segments: Segments, block: CutBlock, kept: OverJ, working: OverJ) -> "KeptBytes":
+    def of(
+        segments: Segments,
+        block: CutBlock,
+        kept: OverJ,
+        working: OverJ,
+    ) -> "KeptBytes":
         """Counts the bytes of a block's segments.
 
         Args:
@@ -62,7 +67,8 @@ class KeptBytes:
 
         Args:
             in_flight: micro-batches on the stage.
-            fixed_bytes: what `Segments.fixed_bytes` counts, shared values of all micro-batches included.
+            fixed_bytes: what `Segments.fixed_bytes` counts, shared values of all micro-batches
+                included.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak
@@ -71,7 +77,12 @@ class KeptBytes:
 class KeepAll:
     """The bytes of `stage_cost` for all segments, with `options[0]` of each layer."""
 
-    def __init__(self, problem: Problem, cuts: Cuts | None = None, s: int = 0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        cuts: Cuts | None = None,
+        s: int = 0,
+    ) -> None:
         self.problem = problem
         self.segments = Segments(problem).of(s)
         self.cuts = self.segments.cuts if cuts is None else cuts
@@ -90,7 +101,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments: what crosses their bounds depends on no stage, where all links are alike."""
+        """All segments: what crosses their bounds depends on no stage, if all links are alike."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property

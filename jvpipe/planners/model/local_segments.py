@@ -1,9 +1,10 @@
-"""What segments of layers take at each local batch, roughly: what shapes are sought by before any is planned.
+"""Rough costs of segments at each local batch: what shapes are compared by before planning.
 
-Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages keep
-everything where that keeps the limit, else compute all again; a stage is as full as its distance
-from the end says. Whoever finds a shape so asks for its plan, which counts exactly (`stage_cost.py`).
-A grid's entry (i, j) is for the layers from the i-th to the j-th of the coarse cuts.
+Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages
+keep everything where that keeps the limit, else compute all again; a stage is as full as its
+distance from the end says. Whoever finds a shape so asks for its plan, which counts exactly
+(`stage_cost.py`). A grid's entry (i, j) is for the layers from the i-th to the j-th of the coarse
+cuts.
 """
 
 from dataclasses import replace
@@ -25,22 +26,26 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between some cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
+    """The segments between cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
-        self.shapes, self.pins, self.most = shapes, shapes.pins, most
-        costs = shapes.local.costs[-1]
-        forbidden = bounds_inside(costs.together)
+        self.shapes = shapes
+        self.most = most
+        self.pins = shapes.pins
+        forbidden = bounds_inside(shapes.local.costs[-1].together)
         self.cuts = np.array([b for b in range(shapes.layers + 1) if b not in forbidden])
-        if crossed := sorted(forbidden & set(self.pins.bounds or ())):
+        crossed = sorted(forbidden & set(self.pins.bounds or ()))
+        if crossed:
+            b = crossed[0]
             raise ValueError(
-                f"cuts {self.pins.cuts}: layers {crossed[0] - 1} and {crossed[0]} must share a stage"
+                f"cuts {self.pins.cuts}: layers {b - 1} and {b} must share a stage",
             )
-        self.most_stages = min(shapes.devices, len(self.cuts) - 1)
+        pieces = len(self.cuts) - 1
+        self.most_stages = min(shapes.devices, pieces)
         if (self.pins.count or 1) > self.most_stages:
             raise ValueError(
-                f"{self.pins.count} stages: layers that must share a stage leave {len(self.cuts) - 1} pieces, use "
-                f"at most {self.most_stages} stages"
+                f"{self.pins.count} stages: layers that must share a stage leave {pieces} pieces, "
+                f"use at most {self.most_stages} stages"
             )
         self.layer_s = cache(self._layer_s)
         self.crossing_bytes = cache(self._crossing_bytes)
@@ -51,7 +56,9 @@ class LocalSegments:
     @cached_property
     def coarse(self) -> Cuts:
         """The cuts that are looked at."""
-        return np.array(self.pins.bounds) if self.pins.bounds else self.few(self.cuts, self.most)
+        if self.pins.bounds:
+            return np.array(self.pins.bounds)
+        return self.few(self.cuts, self.most)
 
     def few(self, cuts: Cuts, count: int) -> Cuts:
         """Picks few cuts: of each share of seconds and gradients the one where least crosses.
@@ -63,11 +70,13 @@ class LocalSegments:
         count = max(count, 2 * (self.pins.count or 0))
         if len(cuts) <= count:
             return cuts
-        costs = self.shapes.local.at(self.shapes.sizes[len(self.shapes.sizes) // 2])
+        sizes = self.shapes.sizes
+        costs = self.shapes.local.at(sizes[len(sizes) // 2])
         segments = Segments(_of_stages(costs, 1, 1))
         inner = cuts[1:-1]
-        works = segments.compute_s, sums(layer.reduced_bytes for layer in costs.layers)
-        work = sum(x[inner] / max(x[-1], 1e-30) for x in works) / 2
+        gradients = sums(layer.reduced_bytes for layer in costs.layers)
+        works = segments.compute_s, gradients
+        work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
         shares = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
         # The fewest bytes come last, and a dictionary keeps what comes last for each share.
@@ -75,30 +84,31 @@ class LocalSegments:
         return np.array([cuts[0], *sorted(chosen.values()), cuts[-1]])
 
     def share(self, size: int, replicas: int) -> int:
-        """The examples that the busiest of some replicas works on, of a micro-batch of `size`."""
+        """Counts the examples of a micro-batch that the busiest of some replicas works on."""
         return -(-size // replicas)
 
     def _layer_s(self, b: int) -> Float[np.ndarray, "2 layers"]:
-        """The seconds of each layer's forward and backward on `b` examples."""
+        """Counts the seconds of each layer's forward and backward on `b` examples."""
         layers = self.shapes.local.at(b).layers
         return np.array([(layer.forward_s, layer.backward_s) for layer in layers]).T
 
     def compute_s(self, b: int) -> PerLayer:
-        """The seconds of each layer's forward and backward on `b` examples."""
+        """Counts the seconds of each layer's forward plus backward on `b` examples."""
         return self.layer_s(b).sum(0)
 
     def between(self, layers: PerLayer) -> Grid:
         """Sums what each layer takes over each segment; infinite where there is none."""
         inside = self.coarse > self.coarse[:, None]
-        return np.where(inside, between(sums(layers), self.coarse, self.coarse), np.inf)
+        taken = between(sums(layers), self.coarse, self.coarse)
+        return np.where(inside, taken, np.inf)
 
     def _crossing_bytes(self, size: int) -> Grid:
-        """What each segment receives and returns of a micro-batch of `size` examples."""
+        """Counts what each segment receives and returns of a micro-batch of `size` examples."""
         segments = Segments(_of_stages(self.shapes.local.at(size), 1, 1))
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
-        """Seconds of each segment: kept if that keeps the limit, else computed again, else infinite.
+        """Counts the seconds of each segment: kept if that fits, else recomputed, else infinite.
 
         Args:
             size: examples of a micro-batch.
@@ -114,14 +124,22 @@ class LocalSegments:
         if fits[0, -1]:
             return kept_s  # even the whole model fits
         again_fits = self.peak_bytes(size, replicas, behind, again=True) <= limit
-        return np.where(fits, kept_s, np.where(again_fits, self.again_s(b), np.inf))
+        otherwise_s = np.where(again_fits, self.again_s(b), np.inf)
+        return np.where(fits, kept_s, otherwise_s)
 
     def again_s(self, b: int) -> Grid:
-        """Seconds of each segment that is computed again, on `b` examples."""
+        """Counts the seconds of each segment that is computed again, on `b` examples."""
         return self.between(self.compute_s(b) + self.layer_s(b)[0])
 
-    def peak_bytes(self, size: int, replicas: int, behind: int, *, again: bool = False) -> Grid:
-        """The bytes of each segment on a device of a stage.
+    def peak_bytes(
+        self,
+        size: int,
+        replicas: int,
+        behind: int,
+        *,
+        again: bool = False,
+    ) -> Grid:
+        """Counts the bytes of each segment on a device of a stage.
 
         Args:
             size: examples of a micro-batch.
@@ -130,55 +148,88 @@ class LocalSegments:
             again: whether everything is computed again; if not, everything is kept.
         """
         microbatches = self.shapes.batch // size
-        kept = self._everything(self.share(size, replicas), replicas, min(microbatches, 3), again)
+        kept = self._everything(
+            self.share(size, replicas),
+            replicas,
+            min(microbatches, 3),
+            again,
+        )
         # Nothing changes further from the end but what is in flight, and that values come early
         # to stages with fewer in flight than those before them: never to the first one.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
 
-    def _kept(self, b: int, replicas: int, microbatches: int, again: bool) -> KeepAll:
-        """The segments of three stages, all of them alike, or of as many as there are layers."""
+    def _kept(
+        self,
+        b: int,
+        replicas: int,
+        microbatches: int,
+        again: bool,
+    ) -> KeepAll:
+        """Makes the segments of three alike stages, or of as many as there are layers."""
         costs = self.shapes.local.at(b)
+        if again:
+            costs = computing_again(costs)
         stages = min(3, self.shapes.layers)
-        costs = computing_again(costs) if again else costs
-        return KeepAll(_of_stages(costs, stages, microbatches, replicas), cuts=self.coarse)
+        problem = _of_stages(costs, stages, microbatches, replicas)
+        return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
-        """What each segment's replicas take to add up gradients, as far as its backward cannot hide it.
+        """Counts each segment's sum of gradients, as far as its backward cannot hide it.
 
         Args:
             b: examples of a share.
             link: of the all-reduce.
         """
-        reduced = sums(layer.reduced_bytes for layer in self.shapes.local.costs[-1].layers)
+        layers = self.shapes.local.costs[-1].layers
+        reduced = sums(layer.reduced_bytes for layer in layers)
         whole_s = link_seconds(link, between(reduced, self.coarse, self.coarse))
         if not self.shapes.model.overlaps:
             return whole_s
-        hidden_s = between(sums(self.layer_s(b)[1]), self.coarse, self.coarse)
-        return np.where(whole_s > 0, np.maximum(whole_s - hidden_s, link.latency_s), 0.0)
+        _, backward_s = self.layer_s(b)
+        hidden_s = between(sums(backward_s), self.coarse, self.coarse)
+        # What is left of it shows, and its latency always does.
+        shown_s = np.maximum(whole_s - hidden_s, link.latency_s)
+        return np.where(whole_s > 0, shown_s, 0.0)
 
     def counts(self, size: int) -> tuple[int, ...]:
-        """The replica counts that differ: of those with the same largest share the least.
+        """Lists the replica counts that differ: of those with the same largest share the least.
 
         For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
         """
-        limit = min(self.shapes.devices, size)
-        feeds = self.pins.feeds
-        least = {-(-size // r): r for r in range(limit, 0, -1) if feeds(r, size)}
+        devices = min(self.shapes.devices, size)
+        # Later entries replace earlier ones: of each share, the fewest replicas stay.
+        least = dict[int, int]()
+        for replicas in range(devices, 0, -1):
+            if self.pins.feeds(replicas, size):
+                least[self.share(size, replicas)] = replicas
         return tuple(sorted(least.values()))
 
 
-def _of_stages(costs: Costs, stages: int, microbatches: int, replicas: int = 1) -> Problem:
-    """A problem of alike stages whose links carry a byte a second, so that seconds of links are bytes."""
-    groups = (Group(tuple(range(replicas))),) * stages
-    return Problem(costs, stages, ONE_F_ONE_B, microbatches, peer=Link(1.0), groups=groups)
+def _of_stages(
+    costs: Costs,
+    stages: int,
+    microbatches: int,
+    replicas: int = 1,
+) -> Problem:
+    """Makes a problem of alike stages whose links carry a byte a second: seconds are bytes."""
+    group = Group(tuple(range(replicas)))
+    return Problem(
+        costs,
+        stages,
+        ONE_F_ONE_B,
+        microbatches,
+        peer=Link(1.0),
+        groups=(group,) * stages,
+    )
 
 
 def computing_again(costs: Costs) -> Costs:
-    """The costs of layers that keep their inputs alone, and compute all else again."""
-    layers = (
-        replace(x, options=(Option(0, extra_s=x.forward_s, extra_bytes=recompute_peak_bytes(x)),))
-        for x in costs.layers
-    )
+    """Returns the costs of layers that keep their inputs alone and recompute all else."""
+    layers = []
+    for layer in costs.layers:
+        extra_bytes = recompute_peak_bytes(layer)
+        again = Option(0, extra_s=layer.forward_s, extra_bytes=extra_bytes)
+        layers.append(replace(layer, options=(again,)))
     return replace(costs, layers=tuple(layers))

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Pins:
-    """The number of stages, the devices and the layers of each, the examples of a micro-batch; None: to be decided.
+    """The number of stages, the devices and the layers of each, the examples of a micro-batch;
+    None: to be decided.
 
     Replicas have `least_slice` examples of a micro-batch at least.
 
@@ -33,8 +34,13 @@ class Pins:
         """Where stages begin and end, if that is given."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
-    def allow(self, bounds: tuple[int, ...], replicas: tuple[int, ...], size: int) -> bool:
-        """Whether a plan has what is given.
+    def allow(
+        self,
+        bounds: tuple[int, ...],
+        replicas: tuple[int, ...],
+        size: int,
+    ) -> bool:
+        """Tells whether a plan has what is given.
 
         Args:
             bounds: where its stages begin and end.
@@ -50,9 +56,10 @@ class Pins:
         )
 
     def feeds(self, replicas: int, size: int) -> bool:
-        """Whether each of some replicas gets enough of a micro-batch of `size` examples.
+        """Tells whether each of some replicas gets enough of a micro-batch of `size` examples.
 
-        >>> Pins(least_slice=2).feeds(2, 4), Pins(least_slice=2).feeds(3, 5), Pins(least_slice=2).feeds(1, 1)
+        >>> pins = Pins(least_slice=2)
+        >>> pins.feeds(2, 4), pins.feeds(3, 5), pins.feeds(1, 1)
         (True, False, True)
         """
         return replicas == 1 or size // replicas >= self.least_slice
@@ -77,27 +84,28 @@ class Pins:
         counts = {name: count for name, count in said.items() if count is not None}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} are of {list(counts.values())} "
-                "stages: give as many of each, or leave some out"
+                f"stages={self.stages}, replicas={self.replicas} and cuts={self.cuts} "
+                f"are of {list(counts.values())} stages: give as many of each, or leave some out"
             )
-        for name, numbers in (
-            ("replicas", self.replicas),
-            ("cuts", self.cuts),
-            ("stages", (self.stages or 1,)),
-        ):
+        every = {
+            "replicas": self.replicas,
+            "cuts": self.cuts,
+            "stages": (self.stages or 1,),
+        }
+        for name, numbers in every.items():
             if numbers is not None and (not numbers or min(numbers) < 1):
                 raise ValueError(
                     f"{name} {numbers}: there must be stages, and one device and one layer for each"
                 )
         if self.replicas is not None and sum(self.replicas) > devices:
             raise ValueError(
-                f"replicas {self.replicas} take {sum(self.replicas)} devices, there are {devices}: use fewer "
-                "replicas, or more devices"
+                f"replicas {self.replicas} take {sum(self.replicas)} devices, "
+                f"there are {devices}: use fewer replicas, or more devices"
             )
         if (self.count or 1) > min(devices, layers):
             raise ValueError(
-                f"{self.count} stages: there can be 1 to {min(devices, layers)}, for {devices} devices and {layers} "
-                "layers"
+                f"{self.count} stages: there can be 1 to {min(devices, layers)}, "
+                f"for {devices} devices and {layers} layers"
             )
         if self.cuts is not None and sum(self.cuts) != layers:
             raise ValueError(
@@ -114,8 +122,9 @@ class Pins:
         if not self.feeds(largest, there):
             what = f"micro-batches of {self.size}" if self.size else f"a batch of {batch}"
             raise ValueError(
-                f"{largest} replicas cannot share {what} examples, each needs {self.least_slice}: use at most "
-                f"{max(1, there // self.least_slice)} replicas, or {largest * self.least_slice} examples"
+                f"{largest} replicas cannot share {what} examples, each needs {self.least_slice}: "
+                f"use at most {max(1, there // self.least_slice)} replicas, "
+                f"or {largest * self.least_slice} examples"
             )
 
 

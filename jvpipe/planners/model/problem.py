@@ -14,20 +14,23 @@ from jvpipe.schedules.schedule import Schedule
 RECOMPUTE = -1
 """The layer's forward runs again before its backward, from its input, which is kept."""
 RECOMPUTE_CHAIN = -2
-"""The same, but its input is dropped too: the layer before it, run again as well, makes it again."""
+"""The same, but its input is dropped too: the layer before it, run again too, makes it again."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The devices at one place of the pipeline: its replicas, each of which works on its share of a micro-batch.
+    """The devices at one place of the pipeline: its replicas, each of which works on its share of a
+    micro-batch.
 
     Attributes:
         devices: their numbers outside of the problem.
-        slowness: how many times as long as the costs say the slowest of them takes for each layer; none: as long.
+        slowness: how many times as long as the costs say the slowest of them takes for each layer;
+            none: as long.
         less_bytes: by how much less than the limit the one with the least memory may hold.
         name: what people call them.
         costs: of the largest share of a micro-batch; None: each works on whole ones.
-        receives: the link from the place before, for what all replicas receive together; None: the problem's.
+        receives: the link from the place before, for what all replicas receive together; None: the
+            problem's.
         reduces: the link on which the replicas add up gradients, for the bytes of one of them.
         machines: where they are, if places share the networks of machines.
 
@@ -60,17 +63,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has chunks.
+    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has
+    chunks.
 
-    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host and
-    to the next stage's device; `peer_uses_host` says that they are one. The memory limit is that of the
-    roomiest device, the host's that of all devices together; None means that there is no limit.
+    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host
+    and to the next stage's device; `peer_uses_host` says that they are one. The memory limit is
+    that of the roomiest device, the host's that of all devices together; None means that there is
+    no limit.
 
-    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch passes
-    them; none: each place has one, and all are alike. A limit of a device holds for each device of a
-    group. With `overlaps` replicas add up the gradients of a layer while the last backwards of the
-    layers before it run; without, after all backwards of the stage. `lent` is the share of an idle
-    device's time that the others use: with it an order of tasks is judged by less than its idle time.
+    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch
+    passes them; none: each place has one, and all are alike. A limit of a device holds for each
+    device of a group. With `overlaps` replicas add up the gradients of a layer while the last
+    backwards of the layers before it run; without, after all backwards of the stage. `lent` is the
+    share of an idle device's time that the others use: with it an order of tasks is judged by less
+    than its idle time.
 
     A plan that needs more than its devices may hold is over the limit by the same number on each: a
     limit that is raised, is raised for all.
@@ -95,8 +101,8 @@ class Problem:
         chunks = self.schedule.chunks
         if self.stages % chunks:
             raise ValueError(
-                f"{self.stages} stages: {self.schedule.name} has {chunks} per device, so that there must be a multiple "
-                f"of {chunks}"
+                f"{self.stages} stages: {self.schedule.name} has {chunks} per device, "
+                f"so that there must be a multiple of {chunks}"
             )
         if chunks > 1:
             self.schedule.check_layers(self.devices, layers)
@@ -112,7 +118,7 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many places the pipeline has, each of which has a device or several that are replicas."""
+        """How many places the pipeline has, each with a device, or several that are replicas."""
         return self.stages // self.schedule.chunks
 
     @property
@@ -128,7 +134,9 @@ class Problem:
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
         """The groups of layers that must share a stage."""
-        return (*self.costs.together, *(self.costs.carried if self.schedule.chunks > 1 else ()))
+        # Model state that goes to the next micro-batch stays in one of a device's stages.
+        carried = self.costs.carried if self.schedule.chunks > 1 else ()
+        return (*self.costs.together, *carried)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -158,7 +166,7 @@ class Problem:
         return tuple(self.groups[place].devices for place in self.places)
 
     def group(self, s: int) -> Group:
-        """The devices of a stage."""
+        """Returns the devices of a stage."""
         place = self.schedule.device_of(s, self.devices)
         return self.groups[place] if self.groups else Group((place,))
 
@@ -167,43 +175,47 @@ class Problem:
         group = self.group(s)
         what = "device" if group.replicas == 1 else "devices"
         numbers = ", ".join(map(str, group.devices))
-        return f"{what} {numbers}" + (f" ({group.name})" if group.name else "")
+        kind = f" ({group.name})" if group.name else ""
+        return f"{what} {numbers}{kind}"
 
     def costs_of(self, s: int) -> Costs:
-        """The costs of the largest share of a micro-batch that a device of a stage works on."""
+        """Returns the costs of the largest share of a micro-batch on a device of a stage."""
         costs = self.group(s).costs if self.groups else None
         return costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
-        """How many times longer the devices of a stage take for each layer; none if for none."""
+        """Returns how many times longer a stage's devices take for each layer, if longer at all."""
         return self.group(s).slowness if self.groups else ()
 
     def less_bytes(self, s: int) -> int:
-        """By how much less than the limit the devices of a stage may hold."""
+        """Returns by how much less than the limit the devices of a stage may hold."""
         return self.group(s).less_bytes if self.groups else 0
 
     def link_into(self, s: int) -> Link:
-        """The link over which a stage receives from the stage before it, and sends cotangents back.
+        """Returns the link between a stage and the one before it, of values and cotangents.
 
-        A place knows the link from the place before it; where a schedule goes back along the pipeline, that link is
-        the receiver's neighbour's.
+        A place knows the link from the place before it; where a schedule goes back along the
+        pipeline, that link is the receiver's neighbour's.
         """
         if not self.groups or s == 0:
             return self.peer
-        sender, receiver = (self.schedule.device_of(x, self.devices) for x in (s - 1, s))
+        sender = self.schedule.device_of(s - 1, self.devices)
+        receiver = self.schedule.device_of(s, self.devices)
         # In a vee the second half of the stages goes back along the devices.
         goes_back = sender == receiver + 1
         link = self.groups[sender if goes_back else receiver].receives
         return self.peer if link is None else link
 
     def limit_of(self, device: int) -> int | None:
-        """What the device at a place of the pipeline may hold."""
+        """Returns what the device at a place of the pipeline may hold."""
         limit = self.memory_limit_bytes
-        return limit if limit is None or not self.groups else limit - self.groups[device].less_bytes
+        if limit is None or not self.groups:
+            return limit
+        return limit - self.groups[device].less_bytes
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """What each device may hold, in the order of their numbers outside; none if there is no limit."""
+        """What each device may hold, in the order of their numbers outside, if there is a limit."""
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
@@ -213,7 +225,7 @@ class Problem:
         return tuple(by_number[number] for number in sorted(by_number))
 
     def layers_on(self, s: int) -> tuple[LayerCost, ...]:
-        """The layers of the model, as the devices of a stage take them."""
+        """Returns the layers of the model, as the devices of a stage take them."""
         return self._layers_on[self.schedule.device_of(s, self.devices)]
 
     @cached_property
@@ -228,8 +240,9 @@ class Problem:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
             if key not in cache:
-                slower = zip(costs.layers, group.slowness, strict=True) if group.slowness else ()
-                cache[key] = tuple(layer.slower(by) for layer, by in slower) or costs.layers
+                cache[key] = costs.layers
+                if group.slowness:
+                    cache[key] = tuple(map(LayerCost.slower, costs.layers, group.slowness))
             every.append(cache[key])
         return every
 
@@ -239,7 +252,7 @@ class Problem:
         return replace(self, memory_limit_bytes=None, host_limit_bytes=None)
 
     def in_order(self, order: Sequence[int]) -> "Problem":
-        """The problem with its devices in another order along the pipeline."""
+        """Returns the problem with its devices in another order along the pipeline."""
         return replace(self, groups=tuple(self.groups[at] for at in order))
 
     def told_apart(
@@ -249,7 +262,7 @@ class Problem:
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
     ) -> "Problem":
-        """The problem of devices that may be unlike, one for each place.
+        """Returns the problem of devices that may be unlike, one for each place.
 
         Args:
             slowness: of each device, as `Group` has it.
@@ -259,7 +272,8 @@ class Problem:
 
         >>> from jvpipe.cost.costs import Option
         >>> from jvpipe.schedules import find_schedule
-        >>> problem = Problem(Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 4), 2, find_schedule("1f1b"), 4)
+        >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),)),) * 4)
+        >>> problem = Problem(costs, 2, find_schedule("1f1b"), 4)
         >>> apart = problem.told_apart([(), (2.0,) * 4], [24, 11])
         >>> apart.memory_limit_bytes, apart.limit_of(1), apart.layers_on(1)[0].forward_s
         (24, 11, 2.0)
@@ -283,22 +297,28 @@ def single_groups(
         numbers: of each outside.
     """
     limit = max(limits, default=None)
-    less = [limit - x for x in limits] if limit is not None else [0] * len(slowness)
-    called = names or [""] * len(slowness)
-    at = numbers or range(len(slowness))
-    groups = tuple(
-        Group((number,), slow, less_bytes, name)
-        for number, slow, less_bytes, name in zip(at, slowness, less, called, strict=True)
-    )
+    groups = list[Group]()
+    for at, slower in enumerate(slowness):
+        group = Group(
+            devices=(numbers[at] if numbers else at,),
+            slowness=slower,
+            less_bytes=0 if limit is None else limit - limits[at],
+            name=names[at] if names else "",
+        )
+        groups.append(group)
     # Devices that are all alike need no groups, and what looks at groups is slower.
-    alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
-    return limit, () if alike else groups
+    are_alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
+    return limit, () if are_alike else tuple(groups)
 
 
 Entry = TypeVar("Entry")
 
 
-def with_entry(row: tuple[Entry, ...], at: int, entry: Entry) -> tuple[Entry, ...]:
+def with_entry(
+    row: tuple[Entry, ...],
+    at: int,
+    entry: Entry,
+) -> tuple[Entry, ...]:
     """Makes a row with one entry replaced: a bound, a choice, the devices of a place.
 
     >>> with_entry((0, 2, 4), 1, 3)
@@ -311,8 +331,8 @@ def with_entry(row: tuple[Entry, ...], at: int, entry: Entry) -> tuple[Entry, ..
 class Decision:
     """Where layers go and how what they leave is treated.
 
-    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the layer's options on the
-    devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
+    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the
+    layer's options on the devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
     """
 
     bounds: tuple[int, ...]
@@ -320,13 +340,13 @@ class Decision:
 
     @staticmethod
     def keeping_all(bounds: Sequence[int]) -> "Decision":
-        """These cuts, everything kept."""
+        """Makes the decision that keeps everything between these cuts."""
         return Decision(tuple(bounds), (0,) * bounds[-1])
 
     def plan(
         self, problem: Problem, planner: str, where: Sequence[tuple[int, ...]] | None = None
     ) -> Plan:
-        """The decision as a plan.
+        """Converts the decision to a plan.
 
         Args:
             problem: that was decided.
@@ -338,8 +358,16 @@ class Decision:
         stages = []
         for s, (i, j) in enumerate(pairwise(self.bounds)):
             costs = problem.costs_of(s)
-            fates = {k: v for layer in range(i, j) for k, v in self._fates(costs, layer).items()}
-            stages.append(Stage(ids[i:j], where[s], fates))
+            fates = dict[str, Fate]()
+            for layer in range(i, j):
+                fates.update(self._fates(costs, layer))
+            stages.append(
+                Stage(
+                    ids[i:j],
+                    where[s],
+                    fates,
+                )
+            )
         return Plan(tuple(stages), problem.schedule.name, planner)
 
     def _fates(self, costs: Costs, layer: int) -> Mapping[str, Fate]:
@@ -349,9 +377,8 @@ class Decision:
             return options[choice].fates
         fates = dict.fromkeys(options[-1].fates, Fate.RECOMPUTE)
         if choice == RECOMPUTE_CHAIN:
-            fates |= {
-                e.name: Fate.RECOMPUTE
-                for e in costs.edges
-                if e.producer == layer - 1 and layer in e.readers
-            }
+            # The input is dropped too: what the layer before makes for this one.
+            for edge in costs.edges:
+                if edge.producer == layer - 1 and layer in edge.readers:
+                    fates[edge.name] = Fate.RECOMPUTE
         return fates

@@ -1,7 +1,7 @@
-"""The shapes of pipelines: which devices hold each place, how many examples a micro-batch has, and what is open of it.
+"""The shapes of pipelines: the devices at each place, and the examples of a micro-batch.
 
-Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch of mu examples;
-M = batch / mu micro-batches a step.
+Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch
+of mu examples; M = batch / mu micro-batches a step.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,12 @@ class Shape:
 
     @staticmethod
     def along(
-        order: Sequence[int], starts: Sequence[int], replicas: Sequence[int], size: int
+        order: Sequence[int],
+        starts: Sequence[int],
+        replicas: Sequence[int],
+        size: int,
     ) -> "Shape":
-        """The shape of places that begin somewhere in an order of devices.
+        """Makes the shape of places that begin somewhere in an order of devices.
 
         Args:
             order: of the devices.
@@ -40,8 +43,11 @@ class Shape:
             replicas: how many devices each has.
             size: examples of a micro-batch.
         """
-        every = zip(starts, replicas, strict=True)
-        return Shape(tuple(tuple(sorted(order[a : a + r])) for a, r in every), size)
+        places = []
+        for start, count in zip(starts, replicas, strict=True):
+            devices = order[start : start + count]
+            places.append(tuple(sorted(devices)))
+        return Shape(tuple(places), size)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -67,10 +73,11 @@ Path = tuple[Shape, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a model on the first `devices` of a cluster, `batch` examples a step, and the problem of each.
+    """The shapes of a model on the first `devices` of a cluster, and the problem of each.
 
     Attributes:
-        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the links to the host.
+        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the
+            links to the host.
         local: what the model takes at each local batch.
         cluster: whose devices there are.
         devices: how many of them.
@@ -104,7 +111,7 @@ class Shapes:
         return len(self.model.costs.layers)
 
     def under(self, limit_bytes: int) -> "Shapes":
-        """The same under another limit, of the roomiest device."""
+        """Returns the same shapes under another limit, of the roomiest device."""
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
 
     def told_apart(
@@ -120,18 +127,15 @@ class Shapes:
         if self.pins.size is not None:
             return (self.pins.size,)
         largest = max(self.pins.replicas or (1,))
-        return tuple(
-            mu
-            for mu in range(self.batch, 0, -1)
-            if self.batch % mu == 0 and self.pins.feeds(largest, mu)
-        )
+        divisors = (mu for mu in range(self.batch, 0, -1) if self.batch % mu == 0)
+        return tuple(mu for mu in divisors if self.pins.feeds(largest, mu))
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """Orders of the devices, along which stages are placed: DAPPLE's placements.
 
-        Machine by machine (append first, and fresh first where devices are left out), and one device of each machine
-        in turn (scatter first), over all machines or over groups of them:
+        Machine by machine (append first, and fresh first where devices are left out), and one
+        device of each machine in turn (scatter first), over all machines or over groups of them:
 
             two machines of two devices     0 1 | 2 3       append first   0 1 2 3
                                                             scatter first  0 2 1 3
@@ -140,34 +144,34 @@ class Shapes:
         per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        # Other orders differ only where devices of a machine are nearer to each other than to others.
+        # Other orders differ only where devices of a machine are nearer to each other than to
+        # others.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
             groups = [q for q in range(2, machines + 1) if machines % q == 0]
             for q in groups[-2:]:
-                turned = devices.reshape(machines // q, q, per_machine).transpose(0, 2, 1)
-                orders.append(tuple(int(d) for d in turned.ravel()))
+                by_group = devices.reshape(machines // q, q, per_machine)
+                turned = by_group.transpose(0, 2, 1)
+                orders.append(tuple(turned.ravel().tolist()))
         return tuple(orders)
 
     def problem(self, shape: Shape) -> Problem:
-        """The problem of a shape: its devices in groups, with the links between them."""
+        """Makes the problem of a shape: its devices in groups, with the links between them."""
         groups = []
         for p, devices in enumerate(shape.places):
             # The largest share counts: replicas are in step with the one that has most to do.
             share = -(-shape.size // len(devices))
-            alone = share == shape.size
-            groups.append(
-                replace(
-                    self._joined(devices),
-                    costs=None if alone else self.local.at(share),
-                    receives=self.cluster.way(shape.places[p - 1], devices),
-                    reduces=self.cluster.reducing(devices),
-                    machines=self._machines(devices),
-                )
+            is_whole = share == shape.size
+            group = replace(
+                self._joined(devices),
+                costs=None if is_whole else self.local.at(share),
+                receives=self.cluster.way(shape.places[p - 1], devices),
+                reduces=self.cluster.reducing(devices),
+                machines=self._machines(devices),
             )
+            groups.append(group)
         costs = self.local.at(shape.size)
-        if (
-            self.pins.bounds
-        ):  # what is given needs no other rule than that these layers share a stage
+        # Given bounds need no other rule than that the layers between two of them share a stage.
+        if self.pins.bounds:
             together = tuple(tuple(range(i, j)) for i, j in pairwise(self.pins.bounds))
             costs = replace(costs, together=together)
         return replace(
@@ -179,19 +183,22 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Devices as one group: as slow as the slowest for each layer, with as little room as the fullest."""
+        """Joins devices to a group: as slow as the slowest, with as little room as the fullest."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]
-        slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
-        slowest = tuple(map(max, zip(*slowness, strict=True)))
+        slowest: tuple[float, ...] = ()
+        if any(kind.slowness for kind in kinds):
+            slowness = [kind.slowness or (1.0,) * self.layers for kind in kinds]
+            slowest = tuple(map(max, zip(*slowness, strict=True)))
+        names = dict.fromkeys(kind.name for kind in kinds if kind.name)
         return Group(
             devices,
-            slowest if any(kind.slowness for kind in kinds) else (),
+            slowest,
             max(kind.less_bytes for kind in kinds),
-            ", ".join(dict.fromkeys(kind.name for kind in kinds if kind.name)),
+            ", ".join(names),
         )
 
     def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The machines of devices, if there are several, whose networks their devices share."""
+        """Lists the machines of devices, if there are several whose networks are shared."""
         return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()

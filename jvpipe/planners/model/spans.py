@@ -1,4 +1,4 @@
-"""Weights at pairs of layers, such as the bytes of values from their makers to their readers, over segments."""
+"""Sums weights at pairs of layers over segments, such as the bytes of values on their way."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ Cuts = Int[np.ndarray, "_"]
 class Spans:
     """Weights w at pairs of layers (a, b), a < b, that count for a segment with a < i <= b < j.
 
-    So does a value that layer a made (or read) and that layer b is the next to read: the segment receives it.
+    So does a value that layer a made (or read) and that layer b is the next to read: the segment
+    receives it.
     """
 
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
@@ -35,8 +36,14 @@ class Spans:
         rows = np.searchsorted(starts, a, "right")
         columns = np.searchsorted(ends, b, "right")
         there = (rows < len(starts)) & (columns < len(ends))
-        flat = np.bincount((rows * len(ends) + columns)[there], w[there], len(starts) * len(ends))
-        total = flat.reshape(len(starts), len(ends)).cumsum(0).cumsum(1)
+        shape = len(starts), len(ends)
+        cells = rows * len(ends) + columns
+        flat = np.bincount(
+            cells[there],
+            w[there],
+            shape[0] * shape[1],
+        )
+        total = flat.reshape(shape).cumsum(0).cumsum(1)
         # A prefix sum over both ends: `total` has all pairs with a < i and b < j. A pair with
         # b < i lies before the segment, and is taken off again.
         before = np.concatenate([[0.0], np.cumsum(w)])
@@ -46,12 +53,18 @@ class Spans:
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
         """Gives the weights that a segment counts that begins at i, for each of n layers b."""
         there = (self.a < i) & (i <= self.b)
-        return np.bincount(self.b[there], self.w[there], n).astype(np.float64)
+        return np.bincount(
+            self.b[there],
+            self.w[there],
+            n,
+        ).astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """The ways of values from their producers to their first readers, and from reader to reader: from a to b."""
+    """The ways of values from their producers to their first readers, and from reader to reader:
+    from a to b.
+    """
 
     producer: Cuts
     a: Cuts
@@ -62,10 +75,10 @@ class Hops:
     def of(values: Iterable[tuple[int, Iterable[int], int]]) -> "Hops":
         """Makes the hops of values, each given as its producer, its readers and its bytes."""
         every = list(values)
-        producer, a, b, value = _ways(
-            tuple((producer, tuple(readers)) for producer, readers, _ in every)
-        )
-        return Hops(producer, a, b, np.array([size for _, _, size in every], dtype=np.int64)[value])
+        pairs = tuple((producer, tuple(readers)) for producer, readers, _ in every)
+        producer, a, b, value = _ways(pairs)
+        sizes = np.array([size for _, _, size in every], dtype=np.int64)
+        return Hops(producer, a, b, sizes[value])
 
     @property
     def longest(self) -> int:
@@ -79,25 +92,33 @@ class Hops:
 
     def at(self, there: np.ndarray) -> "Hops":
         """Picks some of the hops, by a mask."""
-        return Hops(self.producer[there], self.a[there], self.b[there], self.bytes[there])
+        return Hops(
+            self.producer[there],
+            self.a[there],
+            self.b[there],
+            self.bytes[there],
+        )
 
     def spans(self) -> Spans:
-        """As weights at pairs of layers."""
+        """Makes them weights at pairs of layers."""
         return Spans(self.a, self.b, self.bytes)
 
 
 @lru_cache(maxsize=64)
 def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4 hops"]:
-    """Values' ways from their producers to their first readers and from reader to reader: producer, a, b, and which."""
-    hops = (
-        (producer, *hop, value)
-        for value, (producer, readers) in enumerate(values)
-        for hop in pairwise([producer, *sorted(readers)])
-    )
-    return np.array(list(hops), dtype=np.int64).reshape(-1, 4).T
+    """Lists the hops of values: to their first readers, then from reader to reader.
+
+    Returns each hop's producer, a, b and value.
+    """
+    hops = []
+    for value, (producer, readers) in enumerate(values):
+        way = [producer, *sorted(readers)]
+        hops += [(producer, a, b, value) for a, b in pairwise(way)]
+    return np.array(hops, dtype=np.int64).reshape(-1, 4).T
 
 
 def joined_spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
-    """All these pairs and weights."""
+    """Joins all these pairs and weights."""
     nothing = np.empty(0, dtype=np.int64)
-    return Spans(*(np.concatenate(x) for x in zip((nothing,) * 3, *parts, strict=True)))
+    columns = zip((nothing,) * 3, *parts, strict=True)
+    return Spans(*map(np.concatenate, columns))

@@ -1,27 +1,32 @@
-"""The bytes of layers and stages: one formula for every planner, held by a test to a list of all that lies there.
+"""The bytes of layers and stages: one formula for all planners, tested against enumeration.
 
-Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its parameters are live.
+Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its
+parameters are live.
 
-    static     v parameters + gradients + optimizer state + values that arrive early and cotangents that wait
-    on device  k kept + min(k, 2) swapped            for all micro-batches in flight, one of them at work
-    beyond     max over layers l of (what l needs while it runs - what the layers after l keep and swap)
-    reducing   a stage of several devices: the gradients of a layer, and the sum of them, while it reduces
+    static     v parameters + gradients + optimizer state
+               + values that arrive early and cotangents that wait
+    on device  k kept + min(k, 2) swapped: of all micro-batches in flight, one of them at work
+    beyond     max over layers l of (what l needs while it runs
+               - what the layers after l keep and swap)
+    reducing   a stage of several devices: the gradients of a layer, and the sum of them, while it
+               reduces
     peak       static + max(on device + beyond, reducing)
 
-On a device of several stages, or whose backwards run in two halves, micro-batches in flight count as the schedule's
-vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between the halves. Such a device's peak is
-the sum of what is static, the most over vectors, and the most beyond (`device_bytes`).
+On a device of several stages, or whose backwards run in two halves, micro-batches in flight count
+as the schedule's vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between
+the halves. Such a device's peak is the sum of what is static, the most over vectors, and the most
+beyond (`device_bytes`).
 
-One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they read: while layer
-l runs, nothing of the layers after it is there. The swapped bytes of at most two micro-batches are on the
-device: that of
-the one at work, and that of the one that is on its way. An early value is of a micro-batch that the stage which makes
-it has in flight already and this one has not; a cotangent waits for as many stages as lie between its reader and this
-one. Which stages these are depends on other cuts: the most that is possible is counted.
+One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they
+read: while layer l runs, nothing of the layers after it is there. The swapped bytes of at most two
+micro-batches are on the device: that of the one at work, and that of the one that is on its way. An
+early value is of a micro-batch that the stage which makes it has in flight already and this one has
+not; a cotangent waits for as many stages as lie between its reader and this one. Which stages these
+are depends on other cuts: the most that is possible is counted.
 
-For a stage of several devices all this holds for each of them, which works on its share of a micro-batch, and keeps its
-share of the optimizer's state (`shared_state.py`). While gradients are added up, after its backwards, nothing is in
-flight on it.
+For a stage of several devices all this holds for each of them, which works on its share of a
+micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). While gradients are
+added up, after its backwards, nothing is in flight on it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +42,11 @@ from jvpipe.planners.model.problem import RECOMPUTE, RECOMPUTE_CHAIN
 Bytes = TypeVar("Bytes", int, float, np.ndarray)
 
 
-def on_device_bytes(in_flight: int, kept: Bytes, swapped: Bytes | int = 0) -> Bytes:
+def on_device_bytes(
+    in_flight: int,
+    kept: Bytes,
+    swapped: Bytes | int = 0,
+) -> Bytes:
     """Counts what all micro-batches in flight hold on the device.
 
     Args:
@@ -52,9 +61,10 @@ def on_device_bytes(in_flight: int, kept: Bytes, swapped: Bytes | int = 0) -> By
 
 
 class LayerBytes(NamedTuple):
-    """What a layer leaves of one micro-batch under a choice, and needs while it runs; seconds that its backward adds.
+    """What a layer leaves of a micro-batch under a choice, needs while it runs, and adds to it.
 
-    >>> option_bytes(LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3), Option(4, 1, 0.5, 7))
+    >>> layer = LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3)
+    >>> option_bytes(layer, Option(4, 1, 0.5, 7))
     LayerBytes(kept=6, swapped=1, working=10, extra_s=0.5)
     """
 
@@ -70,37 +80,47 @@ class LayerBytes(NamedTuple):
 
 
 def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
-    """Counts a layer's bytes under one of its options: its input is kept beside what the option keeps, or swapped."""
-    kept, swapped = (0, layer.input_bytes) if option.swaps_input else (layer.input_bytes, 0)
+    """Counts a layer's bytes under an option: its input is kept too, or swapped."""
+    kept = option.kept_bytes
+    swapped = option.swapped_bytes
+    if option.swaps_input:
+        swapped += layer.input_bytes
+    else:
+        kept += layer.input_bytes
     working = option.extra_bytes + layer.temporary_bytes
-    return LayerBytes(
-        option.kept_bytes + kept, option.swapped_bytes + swapped, working, option.extra_s
-    )
+    return LayerBytes(kept, swapped, working, option.extra_s)
 
 
 def recompute_peak_bytes(layer: LayerCost) -> int:
-    """Counts the residuals that a backward has when it recomputes them itself, and what the last option leaves."""
+    """Counts the residuals that a backward recomputes itself, and what the last option leaves."""
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
 
 def recompute_s(layer: LayerCost) -> float:
-    """Counts how much longer a backward takes that recomputes all it needs: its forward, where no option says it."""
+    """Counts how much longer a backward takes that recomputes all.
+
+    It is the layer's forward, if no option leaves nothing.
+    """
     last = layer.options[-1]
-    return layer.forward_s if last.kept_bytes + last.swapped_bytes else last.extra_s
+    leaves = last.kept_bytes + last.swapped_bytes
+    return layer.forward_s if leaves else last.extra_s
 
 
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
-    """Counts the bytes of a layer under `RECOMPUTE`, with no `RECOMPUTE_CHAIN` after it: its input alone is kept."""
+    """Counts a layer's bytes under `RECOMPUTE` with no chain after it: its input alone is kept."""
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
     return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
 
 
-def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterator[LayerBytes]:
-    """Yields each layer's bytes under its choice; in a run of layers recomputed, of all layers of the run so far.
+def layers_bytes(
+    layers: Sequence[LayerCost],
+    choices: Sequence[int],
+) -> Iterator[LayerBytes]:
+    """Yields each layer's bytes under its choice; in a recomputed run, of the run so far.
 
-    The forwards of a run hold the residuals of its layers and the inputs between them at once; those of the last layer
-    its backward recomputes itself, which may take less than its forward.
+    The forwards of a run hold the residuals of its layers and the inputs between them at once;
+    those of the last layer its backward recomputes itself, which may take less than its forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -108,7 +128,11 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
             yield option_bytes(layer, layer.options[choice])
             continue
         kept, _, working, extra_s = recomputed_bytes(layer)
-        run, kept = (0, kept) if choice == RECOMPUTE else (run + layer.input_bytes, 0)
+        if choice == RECOMPUTE:
+            run = 0
+        else:
+            run += layer.input_bytes
+            kept = 0
         residuals = layer.options[0].kept_bytes
         if following == RECOMPUTE_CHAIN:
             working = residuals + layer.temporary_bytes
@@ -118,10 +142,10 @@ def layers_bytes(layers: Sequence[LayerCost], choices: Sequence[int]) -> Iterato
 
 
 def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
-    """Counts the seconds of the forwards that run again before a stage's first backward reads its cotangents.
+    """Counts the forwards that run again before a stage's first backward reads its cotangents.
 
-    These are the run of layers that the stage ends with, except for its last layer, which its backward
-    recomputes itself.
+    These are the run of layers that the stage ends with, except for its last layer, which its
+    backward recomputes itself.
 
     Args:
         layers: of the stage.

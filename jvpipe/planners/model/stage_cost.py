@@ -1,8 +1,10 @@
 """What a stage takes, in seconds and bytes: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per micro-batch.
+Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per
+micro-batch.
 
-    seconds   max(F + B + extra, seconds of its link: swaps out and in, and the traffic where both share one)
+    seconds   max(F + B + extra, seconds of its link)
+              its link has the swaps, out and in, and the traffic where both share one
     bytes     as the legend of `stage_bytes.py` says
 """
 
@@ -54,7 +56,7 @@ class StageCost:
         return self.recompute_s - self.early_s
 
     def load(self, send_s: float = 0.0) -> StageLoad:
-        """Describes the stage to the simulator: of a swap, as of what crosses a link, each way takes one half.
+        """Describes the stage to the simulator; each way takes half of a swap or a transfer.
 
         Args:
             send_s: of what it sends on, which the stage after it knows.
@@ -113,7 +115,13 @@ class StageCost:
         return self.replicas * int(self.held.host)
 
 
-def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int]) -> StageCost:
+def stage_cost(
+    problem: Problem,
+    s: int,
+    i: int,
+    j: int,
+    choices: Sequence[int],
+) -> StageCost:
     """Counts the seconds per micro-batch and the bytes of stage `s` with layers [i, j).
 
     Args:
@@ -129,10 +137,18 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
     peer = problem.link_into(s)
     group = problem.group(s)
     received, returned, sent = crossing_bytes(problem, i, j)
-    halves = [halves_s(costs, at, x) for at, x in enumerate(layers, i)] if problem.splits else []
+    input_s = weight_s = 0.0
+    if problem.splits:
+        halves = [halves_s(costs, at, layer) for at, layer in enumerate(layers, i)]
+        input_s = sum((half for half, _ in halves), 0.0)
+        weight_s = sum((half for _, half in halves), 0.0)
     swap_s = 2 * problem.host.seconds(held_bytes.swapped)
-    traffic_s = peer.seconds(received + returned + sent) if problem.peer_uses_host else 0.0
-    reduce_s = _reduce_s(group.reduces, layers, problem.overlaps) if group.replicas > 1 else 0.0
+    traffic_s = 0.0
+    if problem.peer_uses_host:
+        traffic_s = peer.seconds(received + returned + sent)
+    reduce_s = 0.0
+    if group.replicas > 1:
+        reduce_s = _reduce_s(group.reduces, layers, problem.overlaps)
     return StageCost(
         forward_s=sum(layer.forward_s for layer in layers),
         backward_s=sum(layer.backward_s for layer in layers),
@@ -142,15 +158,19 @@ def stage_cost(problem: Problem, s: int, i: int, j: int, choices: Sequence[int])
         link_s=swap_s + traffic_s,
         held=held_bytes,
         replicas=group.replicas,
-        halves_s=(sum((x for x, _ in halves), 0.0), sum((x for _, x in halves), 0.0)),
+        halves_s=(input_s, weight_s),
         reduce_s=reduce_s,
         update_s=_update_s(layers, group.replicas),
         early_s=early_s(layers, choices[i:j]),
     )
 
 
-def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
-    """Counts what layers [i, j) read from earlier stages, what they send back of it, and what later ones exchange.
+def crossing_bytes(
+    problem: Problem,
+    i: int,
+    j: int,
+) -> tuple[int, int, int]:
+    """Counts what layers [i, j) read from earlier stages, return, and pass by for later ones.
 
     Args:
         problem: whose edges count.
@@ -168,7 +188,11 @@ def crossing_bytes(problem: Problem, i: int, j: int) -> tuple[int, int, int]:
     return received, returned, sent
 
 
-def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
+def _reduce_s(
+    link: Link,
+    layers: Sequence[LayerCost],
+    overlaps: bool,
+) -> float:
     """Counts the seconds of an all-reduce of layers' gradients that no backward hides.
 
     Args:
@@ -179,7 +203,8 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
-    # Backwards run from the last layer on; a reduction waits for its layer and for the one before it.
+    # Backwards run from the last layer on; a reduction waits for its layer and for the one before
+    # it.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -188,18 +213,24 @@ def _reduce_s(link: Link, layers: Sequence[LayerCost], overlaps: bool) -> float:
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts the seconds of an update on a replica: each updates some layers for all, as its share."""
+    """Counts an update on a replica: each updates some of the layers for all, as its share."""
     layer_s = [layer.update_s for layer in layers]
-    return sum(layer_s) if replicas == 1 else max(*layer_s, sum(layer_s) / replicas)
+    if replicas == 1:
+        return sum(layer_s)
+    return max(*layer_s, sum(layer_s) / replicas)
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
-    """Counts what a stage takes per step beside its micro-batches: what replicas add up, and updates."""
+    """Counts what a stage takes once per step: what replicas add up, and updates."""
     return stage.reduce_s + problem.updates * stage.update_s
 
 
-def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
-    """Counts the seconds of the halves of a backward: one that is not split is in I, one without a cotangent in W.
+def halves_s(
+    costs: Costs,
+    layer: int,
+    cost: LayerCost,
+) -> tuple[float, float]:
+    """Counts the halves of a backward: unsplit ones are in I, those without cotangent in W.
 
     Args:
         costs: those of the model.
@@ -208,11 +239,17 @@ def halves_s(costs: Costs, layer: int, cost: LayerCost) -> tuple[float, float]:
     """
     if not costs.gives_cotangent(layer):
         return 0.0, cost.backward_s
-    return (cost.split.input_s, cost.split.weight_s) if cost.split else (cost.backward_s, 0.0)
+    if cost.split is None:
+        return cost.backward_s, 0.0
+    return cost.split.input_s, cost.split.weight_s
 
 
 def stage_bytes(
-    problem: Problem, s: int, i: int, j: int, choices: Sequence[int]
+    problem: Problem,
+    s: int,
+    i: int,
+    j: int,
+    choices: Sequence[int],
 ) -> StageBytes[int]:
     """Counts the bytes of stage `s` with layers [i, j); the arguments are those of `stage_cost`.
 
@@ -228,7 +265,8 @@ def stage_bytes(
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters = sum(layer.parameter_bytes for layer in layers)
-    # A value that several layers read counts at the first of them: it lies until that one's backward.
+    # A value that several layers read counts at the first of them: it lies until that one's
+    # backward.
     shared = [0] * len(layers)
     for value in costs.shared_at(i, j):
         if value.per_version:
@@ -248,20 +286,24 @@ def stage_bytes(
     state = sum(layer.gradient_bytes + layer.optimizer_bytes for layer in layers)
     state -= spared_bytes(layers, replicas)
     versions = problem.schedule.versions(s, problem.devices)
+    reducing = 0
+    if replicas > 1:
+        reducing = 2 * max(layer.reduced_bytes for layer in layers)
     return StageBytes(
         in_flight=problem.in_flight[s],
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # The layers behind hold what W will read: the most is over the bytes before or after all of I.
+        # The layers behind hold what W will read: the most is over the bytes before or after all of
+        # I.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
-        reducing=2 * max(layer.reduced_bytes for layer in layers) if replicas > 1 else 0,
+        reducing=reducing,
     )
 
 
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts what a layer holds between I and W: all that it left, if it gives no cotangent and so runs in W alone.
+    """Counts what a layer holds between I and W: all that it left, if it runs in W alone.
 
     Args:
         costs: of the model.
@@ -274,8 +316,13 @@ def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
     return split.held_bytes if split else 0
 
 
-def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
-    """Counts the most bytes of values that reach stage `s` with layers [i, j) early, and of cotangents that wait there.
+def waiting_bytes(
+    problem: Problem,
+    s: int,
+    i: int,
+    j: int,
+) -> int:
+    """Counts the most bytes of early values and waiting cotangents on a stage of layers [i, j).
 
     Args:
         problem: whose edges, schedule and micro-batches count.
@@ -283,7 +330,8 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
         i: its first layer.
         j: the layer after its last.
     """
-    k, total = problem.in_flight, 0
+    k = problem.in_flight
+    total = 0
     for edge in problem.costs_of(s).edges_at(i, j):
         if edge.producer < i:  # each layer before the stage may be on a stage of its own
             maker = max(0, s - (i - edge.producer))
@@ -296,7 +344,7 @@ def waiting_bytes(problem: Problem, s: int, i: int, j: int) -> int:
 
 
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Counts the most that each device holds at once, all its stages together: see `joint_bytes`."""
+    """Counts the most that each device holds at once, over all its stages: see `joint_bytes`."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
         return tuple(stage.peak_bytes for stage in stages)
@@ -304,46 +352,51 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
     for place, stage in zip(problem.places, stages, strict=True):
         mine[place].append(stage.held)
     every = schedule.held(problem.devices, problem.microbatches)
-    return tuple(
-        joint_bytes(of_stages, vectors) for of_stages, vectors in zip(mine, every, strict=True)
-    )
+    return tuple(map(joint_bytes, mine, every))
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
-    """Lists the limits, each that of the roomiest device, under which each device may hold so many bytes."""
+    """Lists the limits, each that of the roomiest device, for each device's bytes."""
     less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
     return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
 
-def joint_bytes(of_stages: Sequence[StageBytes[int]], vectors: Sequence[Holding]) -> int:
-    """Counts the most that the stages of one device hold at once, as the simulator's curves show it.
+def joint_bytes(
+    of_stages: Sequence[StageBytes[int]],
+    vectors: Sequence[Holding],
+) -> int:
+    """Counts the most that a device's stages hold at once, as in the simulator's curves.
 
     A property test holds it to them (tests/planners/model/test_unfolded.py).
 
     Args:
         of_stages: what each of its stages holds.
-        vectors: how many micro-batches the stages have in flight and handed over at once, moment by moment.
+        vectors: how many micro-batches the stages have in flight and handed over at once, moment by
+            moment.
     """
 
     def held_bytes(moment: Holding) -> float:
-        pairs = zip(of_stages, moment, strict=True)
-        return sum(
-            on_device_bytes(k, x.kept, x.swapped) + handed * x.handed for x, (k, handed) in pairs
-        )
+        in_flight: float = 0
+        for stage, (k, handed) in zip(of_stages, moment, strict=True):
+            in_flight += on_device_bytes(k, stage.kept, stage.swapped) + handed * stage.handed
+        return in_flight
 
-    training = max(map(held_bytes, vectors)) + max(x.beyond for x in of_stages)
-    reducing = max(x.reducing for x in of_stages)
-    return int(sum(x.static for x in of_stages) + max(training, reducing))
+    static = sum(stage.static for stage in of_stages)
+    # One stage works at a time, so that only the largest of what they need beyond counts.
+    beyond = max(stage.beyond for stage in of_stages)
+    training = max(map(held_bytes, vectors)) + beyond
+    reducing = max(stage.reducing for stage in of_stages)
+    return int(static + max(training, reducing))
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """A decision's stages and its surrogate seconds per step.
 
-    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B), or that of each
-    phase (GPipe); of an asynchronous one, M times the slowest stage. Links between stages count as stages do. What is
-    computed again counts as if no cotangent were ever awaited: the simulator knows better, and is asked before plans
-    are chosen.
+    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B),
+    or that of each phase (GPipe); of an asynchronous one, M times the slowest stage. Links between
+    stages count as stages do. What is computed again counts as if no cotangent were ever awaited:
+    the simulator knows better, and is asked before plans are chosen.
     """
 
     stages: tuple[StageCost, ...]
@@ -369,10 +422,8 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
         ValueError: it is none of this problem.
     """
     check(problem, decision)
-    stages = [
-        stage_cost(problem, s, i, j, decision.choices)
-        for s, (i, j) in enumerate(pairwise(decision.bounds))
-    ]
+    spans = enumerate(pairwise(decision.bounds))
+    stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in spans]
     return evaluation_of(problem, stages)
 
 
@@ -380,15 +431,20 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
     """Counts what a decision takes, from what its stages take."""
     device_sizes = device_bytes(problem, stages)
     limit_bytes = max(needed_bytes(problem, device_sizes))
-    step_s = surrogate(problem, stages)
-    bottleneck_s = slowest_s(problem, stages)
-    return Evaluation(tuple(stages), step_s, bottleneck_s, device_sizes, limit_bytes)
+    return Evaluation(
+        tuple(stages),
+        surrogate(problem, stages),
+        slowest_s(problem, stages),
+        device_sizes,
+        limit_bytes,
+    )
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts how far apart micro-batches are: on the slowest device, or on the slowest link.
 
-    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is busy.
+    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is
+    busy.
     """
     # Stages on one device work in turns, so that their seconds add up.
     busy_s = [0.0] * problem.devices
@@ -400,8 +456,9 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
     """Counts the seconds of a step in closed form, held to the simulator by a property test.
 
-    It is exact where stages are alike and send in no time (tests/planners/model/test_stage_cost.py). Elsewhere it is
-    what cuts and fates are sought by, and the simulator decides.
+    It is exact where stages are alike and send in no time
+    (tests/planners/model/test_stage_cost.py). Elsewhere it is what cuts and fates are sought by,
+    and the simulator decides.
 
     Args:
         problem: whose schedule, micro-batches and places count.
@@ -424,7 +481,7 @@ def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def check(problem: Problem, decision: Decision) -> None:
-    """Raises ValueError unless a decision is complete, contiguous, and its choices exist. The one validator."""
+    """Raises ValueError unless a decision is complete, contiguous, and its choices exist."""
     layers = problem.costs.layers
     bounds = decision.bounds
     if bounds[0] != 0 or bounds[-1] != len(layers) or any(a >= b for a, b in pairwise(bounds)):
@@ -442,7 +499,8 @@ def check(problem: Problem, decision: Decision) -> None:
             )
         if choice == RECOMPUTE_CHAIN and (layer in bounds or decision.choices[layer - 1] >= 0):
             raise ValueError(
-                f"layer {layer} is run again without its input, but the layer before it is not run again"
+                f"layer {layer} is run again without its input, "
+                "but the layer before it is not run again"
             )
     for group in problem.together:
         if any(min(group) < bound <= max(group) for bound in bounds[1:-1]):

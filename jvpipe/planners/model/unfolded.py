@@ -1,8 +1,8 @@
-"""Planners for one stage per device, asked about devices of several stages, or of backwards in two halves.
+"""Extends planners of one stage per device to several stages, or split backwards.
 
-Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches, and whose limit is a
-budget, the same part of each device's limit. The largest budget is sought at which all stages of each device keep the
-limit together.
+Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches,
+and whose limit is a budget, the same part of each device's limit. The largest budget is sought at
+which all stages of each device keep the limit together.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,9 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class UnfoldedLists:
-    """The lists of a schedule, one per stage, with whole backwards at the place of their first half."""
+    """The lists of a schedule, one per stage, with whole backwards at the place of their first
+    half.
+    """
 
     schedule: Schedule
 
@@ -36,7 +38,7 @@ class UnfoldedLists:
 
 
 def unfolded(problem: Problem) -> Problem:
-    """The problem with a device for each stage.
+    """Returns the problem with a device for each stage.
 
     >>> from jvpipe.schedules import find_schedule
     >>> from jvpipe.ir.task import text
@@ -51,7 +53,7 @@ def unfolded(problem: Problem) -> Problem:
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
-    """The unfolded problem whose stages may each hold the same part of what their device may hold.
+    """Returns the unfolded problem whose stages may each hold the same part of their limit.
 
     Args:
         apart: the problem.
@@ -67,10 +69,10 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
 def on_devices(
     decide: Callable[[Problem], Decision], budgets: int = 7
 ) -> Callable[[Problem], Decision]:
-    """A planner that knows devices of several stages, from one that does not.
+    """Makes a planner that knows devices of several stages from one that does not.
 
-    It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do is what was seen to.
-    A planner that looks at no limit answers all the same.
+    It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do
+    is what was seen to. A planner that looks at no limit answers all the same.
 
     Args:
         decide: the planner that does not.
@@ -80,13 +82,17 @@ def on_devices(
     def decided(problem: Problem) -> Decision:
         if problem.schedule.chunks == 1 and not problem.splits:
             return decide(problem)
-        apart, limit = unfolded(problem), problem.memory_limit_bytes
+        apart = unfolded(problem)
+        limit = problem.memory_limit_bytes
         if limit is None:
             return decide(apart)
-        best, refused = None, None
-        low, high = 0, limit
-        # The whole limit first: where that does, nothing is searched. Then the interval of budgets is halved:
-        # too small if nothing fits it, too large if the stages of a device are over its limit together.
+        best = None
+        refused = None
+        low = 0
+        high = limit
+        # The whole limit first: where that does, nothing is searched. Then the interval of budgets
+        # is halved: too small if nothing fits it, too large if the stages of a device are over its
+        # limit together.
         for budget in [limit, *[0] * (budgets - 1)]:
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
@@ -97,7 +103,8 @@ def on_devices(
                 refused = refused or (asked, error)
                 continue
             if evaluate_decision(problem, decision).limit_bytes <= limit:
-                best, low = decision, budget
+                best = decision
+                low = budget
             else:
                 high = budget
             if low == limit:
@@ -116,9 +123,12 @@ def on_devices(
 
 
 def _infeasible(
-    problem: Problem, decide: Callable[[Problem], Decision], asked: Problem, refused: Infeasible
+    problem: Problem,
+    decide: Callable[[Problem], Decision],
+    asked: Problem,
+    refused: Infeasible,
 ) -> Infeasible:
-    """The answer when no budget does: what the decision of a budget that is too small takes at its least."""
+    """Makes the answer that no budget does: what the decision of too small a budget takes."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
@@ -128,8 +138,9 @@ def _infeasible(
     over = [size - (problem.limit_of(d) or 0) for d, size in enumerate(device_sizes)]
     d = over.index(max(over))
     return Infeasible(
-        f"no plan found fits {problem.limit_of(d)} bytes per device under {problem.schedule.name}: device {d} would "
-        f"hold {device_sizes[d]} bytes. Raise the limit, add devices, or use smaller micro-batches",
+        f"no plan found fits {problem.limit_of(d)} bytes per device "
+        f"under {problem.schedule.name}: device {d} would hold {device_sizes[d]} bytes. "
+        f"Raise the limit, add devices, or use smaller micro-batches",
         stage=problem.places.index(d),
         excess_bytes=enough - limit,
         smallest_limit_bytes=enough,

@@ -96,8 +96,9 @@ def published(limit: int | None) -> Problem:
     return Problem(costs, 8, ONE_F_ONE_B, 24, limit, peer=Link(1 / 8), peer_uses_host=False)
 
 
-def test_a_looser_limit_is_never_slower() -> None:
-    limits = (9_000, 12_000, 17_000, 25_000, 100_000, None)
+def test_a_looser_limit_is_never_slower(thorough: bool) -> None:
+    between = (12_000, 25_000, 100_000) if thorough else ()
+    limits = (*sorted((9_000, 17_000, *between)), None)
     seconds = [find_order(published(limit)).step_s for limit in limits]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == 846.0, "which no order is below"
