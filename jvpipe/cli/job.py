@@ -464,7 +464,7 @@ def keep_compiled() -> None:
 
 def stay_on_cpus() -> None:
     """Leaves the plugins of accelerators asleep, unless platforms are named: what plans runs on none."""
-    if not jax.config.jax_platforms:
+    if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -27,16 +27,11 @@ def reshaped(loss: LossJaxpr, present: Traced) -> Traced:
     Raises:
         OtherLayersError: the layers would not have the same parameters.
     """
-    before = [eqn.primitive.name for eqn in Sorted.of(present.loss).main]
-    after = [eqn.primitive.name for eqn in Sorted.of(loss).main]
-    if before == after:
+    before, after = Sorted.of(present.loss).main, Sorted.of(loss).main
+    if [eqn.primitive.name for eqn in before] == [eqn.primitive.name for eqn in after]:
         traced = build_graph(loss, present.cuts, present.splits)
     else:
-        traced = build_graph(
-            loss,
-            None,
-            _same_products(present.splits, before, after),
-        )
+        traced = build_graph(loss, None, _same_products(present.splits, before, after))
     # Whose layers read the same parameters can go on from the same state.
     if _readers(traced) != _readers(present):
         raise OtherLayersError(
