@@ -1,9 +1,8 @@
-"""What each part of the planner is worth: python -m experiments.planners.ablation [PART ...]
+"""What each part of the order search is worth: python -m experiments.planners.ablation [PART ...]
 
-Plans the same problems with one part switched off at a time, and prints the simulated step and the
-processor seconds of planning over those of the whole search. A part that changes no step by more
-than 0.5% does not earn its lines. The parts are of the search of `schedule="auto"`, and of climbs and
-fates under every schedule: `--only TEXT` takes the recorded problems whose names hold it.
+Plans the same problems with one part of `schedule="auto"` switched off at a time, and prints the
+simulated step and the processor seconds of planning over those of the whole search. A part that
+changes no step by more than 0.5% does not earn its lines.
 
 The problems are of three kinds: recorded ones (tests/record_plans.py), which the command line
 plans; tiny ones under limits, for which the fastest plan is known (tests/planners/joint); and a
@@ -20,22 +19,11 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import tyro
 
 from experiments.schedules.published import SETTINGS, problem
-from jvpipe.planners.joint import (
-    climb,
-    order_climb,
-    order_refine,
-    order_search,
-    planner,
-    rule_search,
-    stage_fates,
-)
-from jvpipe.planners.joint.dominance import States, beyond_held
+from jvpipe.planners.joint import order_refine, order_search
 from jvpipe.planners.joint.order_search import find_order
-from jvpipe.planners.joint.stage_fates import FateSearch
 from jvpipe.planners.model.infeasible import Infeasible
 from jvpipe.planners.model.problem import Problem
 from tests.planners.joint.test_exact_plans import drawn, limited
@@ -108,21 +96,14 @@ def plain_moments(whole: Callable[..., Iterator[Any]]) -> Callable[..., Iterator
     return lambda problem, few: whole(problem, few=False)
 
 
-def of_least_bounds(
-    search: FateSearch, width: int, states: States, bound: np.ndarray, _: np.ndarray, done: int
-) -> np.ndarray:
-    """Picks states by their bounds alone, and the emptiest."""
-    del done
-    held_bytes = search._held_bytes(states) + beyond_held(states)
-    emptiest = np.where(np.isfinite(bound), held_bytes, np.inf).argmin()
-    return np.append(np.argsort(bound, kind="stable")[: 2 * width], emptiest)
-
-
 PARTS: dict[str, Switch] = {
     "tabu climb": without(order_refine, "climbed", lambda loads, order, *_: order),
     "list scheduling": without(order_search, "Listing", lambda *_, **__: NoOrder()),
     "list scheduling, eager forwards": without(
         order_search, "Listing", NoOrder.where(lambda *_, eager, **__: eager)
+    ),
+    "list scheduling, patience": without(
+        order_search, "Listing", NoOrder.where(lambda *args, **_: args[2] > 0)
     ),
     "list scheduling, caps": order_effort(caps=()),
     "orders in rounds": without(order_search, "in_rounds", nothing),
@@ -134,20 +115,14 @@ PARTS: dict[str, Switch] = {
     "all cuts where they are few": order_effort(all_cuts=0),
     "bounds moved in orders": without(order_refine, "_moved", lambda _: []),
     "bounds of rules moved": effort(rules_moved=0),
+    "a climb within less room": effort(attempts=1),
     "plans of 1F1B": without(order_search, "_own_rivals", nothing),
     "eager 1F1B": without(order_search, "_eager_may_win", lambda *_: False),
+    "orders for plans of 1F1B": without(order_search, "_from_rival", nothing),
     "swaps": without(order_search, "_swapping", nothing),
     "two chunks in a loop": without_placement(1),
     "four chunks in a loop": without_placement(2),
     "two chunks in a vee": without_placement(3),
-    "several moves at once": without(order_climb, "_together", lambda moves, _: list(moves[:1])),
-    "stages move on": without(climb.Climb, "_shifted", nothing),
-    "runs computed early": without(climb, "computed_early", nothing),
-    "fates one by one": without(climb, "PLAN", replace(climb.PLAN, single_fate_layers=0)),
-    "neighbours of the best": without(rule_search, "RULE", replace(rule_search.RULE, around=0)),
-    "plain cuts": without(planner, "_plain_cuts", nothing),
-    "round trips": without(planner, "trips", nothing),
-    "expected fates": without(stage_fates.FateSearch, "_fittest", of_least_bounds),
 }
 
 
@@ -159,11 +134,10 @@ class Measured:
     planning_s: float
 
 
-def recorded(only: str) -> Iterator[tuple[str, Measured]]:
-    """Plans recorded problems: some of `auto`, or those whose names hold a text."""
+def recorded() -> Iterator[tuple[str, Measured]]:
+    """Plans the recorded problems."""
     for name, plan in cases():
-        default = name.startswith("chain ") and int(name.split()[1]) in RECORDED
-        if only in name if only else default:
+        if name.startswith("chain ") and int(name.split()[1]) in RECORDED:
             record = plan()
             yield name, Measured(record.get("step_s"), record["planning_s"])
 
@@ -187,15 +161,15 @@ def others() -> Iterator[tuple[str, Measured]]:
         yield f"zero bubble limit {times}", asked(problem(SETTINGS[0], times, 1))
 
 
-def measured(only: str, part: str | None = None) -> dict[str, Measured]:
-    """Plans problems without a part, or without several with " + " between their names."""
+def measured(part: str | None = None) -> dict[str, Measured]:
+    """Plans all problems without a part, or without several with " + " between their names."""
     with ExitStack() as meanwhile:
         meanwhile.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if part is not None:
             for each in part.split(" + "):
                 meanwhile.enter_context(PARTS[each]())
-        return dict([*recorded(only), *([] if only else others())])
+        return dict([*recorded(), *others()])
 
 
 def line(part: str, whole: dict[str, Measured], less: dict[str, Measured]) -> str:
@@ -213,19 +187,14 @@ def line(part: str, whole: dict[str, Measured], less: dict[str, Measured]) -> st
     return f"| {' | '.join(cells)} | {gone} | {planning:.2f} |"
 
 
-def main(parts: tyro.conf.Positional[Sequence[str]] = tuple(PARTS), only: str = "") -> None:
-    """Prints a table, a row as soon as it is known.
-
-    Args:
-        parts: that are switched off.
-        only: the recorded problems whose names hold this text, in place of those of `auto`.
-    """
-    whole = measured(only)
+def main(parts: tyro.conf.Positional[Sequence[str]] = tuple(PARTS)) -> None:
+    """Prints a table, a row as soon as it is known."""
+    whole = measured()
     print(f"{len(whole)} problems, {sum(x.planning_s for x in whole.values()):.0f} s of planning\n")
     print("| without | mean step | worst | where | over 0.5% | no plan | planning |")
     print("|---|---|---|---|---|---|---|")
     for part in parts:
-        print(line(part, whole, measured(only, part)), flush=True)
+        print(line(part, whole, measured(part)), flush=True)
 
 
 if __name__ == "__main__":

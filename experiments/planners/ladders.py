@@ -53,12 +53,12 @@ def planned(arguments: Sequence[str]) -> Planned | None:
     return Planned(told["step_s"], max(stage["peak_bytes"] for stage in told["stages"]))
 
 
-def drawn(seed: int, layers: tuple[int, int] = (12, 40)) -> str:
-    """Draws a chain of unlike layers, at least so many and fewer than so many, as a graph.txt."""
+def drawn(seed: int) -> str:
+    """Draws a chain of unlike layers, as a graph.txt."""
     draw = np.random.default_rng(seed)
-    count = int(draw.integers(*layers))
+    layers = int(draw.integers(12, 40))
     lines = []
-    for node in range(count):
+    for node in range(layers):
         forward_ms, ratio = draw.lognormal(1.0, 0.6), draw.uniform(1.5, 2.5)
         lines.append(
             f"node{node} -- Layer{node} -- forward_compute_time={forward_ms:.4f}, "
@@ -66,7 +66,7 @@ def drawn(seed: int, layers: tuple[int, int] = (12, 40)) -> str:
             f"activation_size={draw.integers(1, 200) * 10**6}, "
             f"parameter_size={draw.integers(0, 50) * 10**6}"
         )
-    return "\n".join([*lines, *(f"  node{i} -- node{i + 1}" for i in range(count - 1))]) + "\n"
+    return "\n".join([*lines, *(f"  node{i} -- node{i + 1}" for i in range(layers - 1))]) + "\n"
 
 
 def profiles(folder: Path) -> Iterator[Path]:
@@ -79,30 +79,26 @@ def profiles(folder: Path) -> Iterator[Path]:
         yield path
 
 
-def limits(
-    profile: Path, schedule: str, stages: int = STAGES, rungs: int = RUNGS
-) -> list[tuple[str, Planned | None]]:
-    """Plans a profile under rising limits.
+def limits(profile: Path, schedule: str) -> list[tuple[str, Planned | None]]:
+    """A profile's plans under rising limits.
 
     Args:
         profile: a graph file.
         schedule: by its name.
-        stages: as many as there are devices.
-        rungs: limits, the last of which is what a plan without one holds.
     """
     asked = ["--graph", str(profile), "--schedule", schedule, "--hardware", "v100-b"]
-    asked += ["--stages", str(stages), "--microbatches", str(2 * stages)]
+    asked += ["--stages", str(STAGES), "--microbatches", str(2 * STAGES)]
     free = planned([*asked, "--memory-limit", "1TiB"])
     assert free is not None, "everything may be kept"
-    shares = [(rung + 1) / rungs for rung in range(rungs)]
-    plans = [
+    shares = [(rung + 1) / RUNGS for rung in range(RUNGS)]
+    rungs = [
         (f"{x:.1f}", planned([*asked, "--memory-limit", str(int(x * free.bytes))])) for x in shares
     ]
-    return [*plans, ("free", free)]
+    return [*rungs, ("free", free)]
 
 
 def devices(model: str, cluster: str) -> list[tuple[str, Planned | None]]:
-    """Plans a model for rising numbers of devices.
+    """A model's plans for rising numbers of devices.
 
     Args:
         model: by its name.
@@ -127,24 +123,14 @@ def slower(rungs: Sequence[tuple[str, Planned | None]]) -> tuple[float, str]:
     return float(worst[0]), worst[1]
 
 
-def main(
-    ladder: tyro.conf.Positional[Literal["limits", "devices"]],
-    schedules: Sequence[str] = SCHEDULES,
-    models: Sequence[str] = MODELS,
-) -> int:
-    """Prints a line per ladder; the exit code is 1 if a step is longer where more is allowed.
-
-    Args:
-        ladder: what rises.
-        schedules: of ladders of limits.
-        models: of ladders of devices.
-    """
+def main(ladder: tyro.conf.Positional[Literal["limits", "devices"]]) -> int:
+    """Prints a line per ladder; the exit code is 1 if a step is longer where more is allowed."""
     wrong = count = 0
     with tempfile.TemporaryDirectory() as folder:
         if ladder == "limits":
-            names = [(str(p), s) for p in profiles(Path(folder)) for s in schedules]
+            names = [(str(p), s) for p in profiles(Path(folder)) for s in SCHEDULES]
         else:
-            names = [(m, c) for m in models for c in CLUSTERS]
+            names = [(m, c) for m in MODELS for c in CLUSTERS]
         for a, b in names:
             rungs = limits(Path(a), b) if ladder == "limits" else devices(a, b)
             worst, where = slower(rungs)

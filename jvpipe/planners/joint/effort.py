@@ -114,6 +114,7 @@ class OrderEffort:
             scheduling follows.
         caps: micro-batches in flight per device, over the number of devices, in list scheduling:
             those that leave room under a limit, and what room there is.
+        patiences: of list scheduling.
         simulated: refined orders that are simulated.
         crowded: candidates that are simulated where transfers share links, of which the clock does
             not know.
@@ -130,6 +131,7 @@ class OrderEffort:
     all_cuts: int = 100
     in_flight: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     caps: tuple[float, ...] = (1.5, 2.0, 3.0)
+    patiences: tuple[float, ...] = (0.0, 1.0)
     simulated: int = 3
     crowded: int = 24
     doubt: float = 0.1

@@ -57,6 +57,7 @@ class Listing:
         self,
         loads: Loads,
         cap_bytes: Sequence[float],
+        patience: float,
         *,
         eager: bool = False,
         in_flight: Sequence[int] = (),
@@ -66,11 +67,14 @@ class Listing:
         Args:
             loads: the plan's stages.
             cap_bytes: per device, what may be in flight.
+            patience: for how much of a second half a device lets the next thing wait, as a share of
+                its seconds.
             eager: whether a forward that is ready comes before a backward.
             in_flight: micro-batches that each stage may have in flight; none: as many as there is
                 room for.
         """
         self.loads = loads
+        self.patience = patience
         self.eager = eager
         stages = len(loads.places)
         self.most = in_flight or [loads.microbatches] * stages
@@ -108,10 +112,12 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
-        # Nothing is ready: a second half may fill the gap, if it ends in time.
+        # Nothing is ready: a second half may fill the gap, if it ends in time or the device has
+        # patience.
         if device.late:
             s, _ = device.late[0]
-            if following == NEVER or now + self.loads.seconds[Kind.W][s] <= following:
+            impatient_s = (1 - self.patience) * self.loads.seconds[Kind.W][s]
+            if following == NEVER or now + impatient_s <= following:
                 self._run(now, d, Kind.W, *device.late.popleft())
                 return
         if following < NEVER:

@@ -38,6 +38,7 @@ class RefineEffort:
         left: plans whose bounds are moved again.
         climbed_tasks: tasks that are clocked in each round.
         moves: moves from one order in a round.
+        attempts: climbs from an order, with less room each time, until the result fits.
     """
 
     near: float = 1.15
@@ -48,6 +49,7 @@ class RefineEffort:
     left: int = 6
     climbed_tasks: int = 300_000
     moves: int = 150
+    attempts: int = 3
 
 
 EFFORT = RefineEffort()
@@ -134,11 +136,21 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
-    """Climbs from a candidate; what that leads to has to fit too."""
+    """Climbs from a candidate within the room for what the answer has in flight."""
     rooms = one.loads.rooms_bytes(one.order)
-    order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
-    # The room depends on the order: another order may have more early values in flight.
-    if order == one.order or not one.loads.fits(order):
-        return one
-    family = one.family.removesuffix(CLIMBED) + CLIMBED
-    return replace(one, order=order, family=family, step_s=Course(one.loads, order).step_s)
+    # The room depends on the order: another order may have more early values in flight. A result
+    # that is over by some bytes is sought again with so much less room.
+    for _ in range(EFFORT.attempts):
+        order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
+        if order == one.order:
+            return one
+        over = one.loads.over_bytes(order)
+        if max(over) <= 0:
+            return replace(
+                one,
+                order=order,
+                family=one.family.removesuffix(CLIMBED) + CLIMBED,
+                step_s=Course(one.loads, order).step_s,
+            )
+        rooms = [room - max(0.0, more) for room, more in zip(rooms, over, strict=True)]
+    return one

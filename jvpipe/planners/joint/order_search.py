@@ -115,13 +115,16 @@ def find_order(problem: Problem) -> OrderedPlan:
     placements = [
         (rules, DeviceFates.of(_under(problem, rules[0]))) for rules in _placements(problem)
     ]
-    candidates = sorted(_candidates(problem, placements), key=lambda one: one.step_s)
+    begin = _candidates(problem, placements)
     rivals = list(_own_rivals(problem))
-    if _eager_may_win(problem, candidates):
+    if _eager_may_win(problem, begin):
         rivals += _planned(problem, EAGER)
     # Where nothing was found, the plans that hold the least decide whether there is anything.
-    floors = [] if candidates or rivals else list(_floors(problem))
+    floors = [] if begin or rivals else list(_floors(problem))
     rivals += [_in_own_order(problem, one.schedule, one.decision) for one in floors]
+    for rival in rivals:
+        begin += _from_rival(placements, rival)
+    candidates = sorted(begin, key=lambda one: one.step_s)
     simulated = map(_simulated, [*_worth_simulating(problem, candidates), *rivals])
     answers = [answer for answer in simulated if answer is not None]
     if not answers:
@@ -330,8 +333,8 @@ def _listed(
     if limited:
         rooms.append(loads.room_bytes)
     for room in rooms:
-        for eager in (False, True):
-            listing = Listing(loads, room, eager=eager, in_flight=in_flight)
+        for patience, eager in product(ORDER.patiences, (False, True)):
+            listing = Listing(loads, room, patience, eager=eager, in_flight=in_flight)
             if listing.order is not None:
                 yield from fitting(plain, listing.order, f"{name}, listed")
     if in_flight:
@@ -472,6 +475,25 @@ def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
         return True
     least_s = lower_bound(replace(problem, schedule=EAGER)) * (1 - problem.lent)
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
+
+
+def _from_rival(
+    placements: Sequence[Placement],
+    rival: RuledPlan,
+) -> Iterator[RuledPlan]:
+    """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
+    problem = rival.problem
+    decision = rival.decision
+    schedule = rival.problem.schedule
+    for rules, fates in placements:
+        rule = rules[0]
+        if (rule.chunks, rule.vee) != (schedule.chunks, schedule.vee):
+            continue
+        stages = evaluate_decision(problem, decision).stages
+        swaps = any(stage.held.swapped for stage in stages)
+        plain = fates.fastest(problem, decision.bounds) if swaps else decision
+        if plain is not None:
+            yield from _listed(_under(problem, rule), plain, fates)
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
