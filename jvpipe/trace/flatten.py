@@ -97,8 +97,7 @@ def _traced(
                 return result
             if eqn.primitive.name in calls:
                 return inline(eqn.params[calls[eqn.primitive.name]], values)
-            body = eqn.params["jaxpr"]
-            results = unrolled(eqn, values, lambda xs: inline(body, xs))
+            results = unrolled(eqn, values, lambda xs: inline(eqn.params["jaxpr"], xs))
             if results is not None:
                 return results
             values = [as_array(v) for v in values]
