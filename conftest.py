@@ -35,7 +35,6 @@ import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 from tests.checked import check, check_again  # noqa: E402
-from tests.compiled_once import share_compilations  # noqa: E402
 
 hypothesis.settings.register_profile("same every time", derandomize=True, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -149,7 +148,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
-    share_compilations()
 
 
 @pytest.fixture
