@@ -1,4 +1,7 @@
-"""The options of both command lines, beside those of a pipeline, and what those that are given say together."""
+"""The options of `jvpipe.train` and `jvpipe.plan` that no pipeline has, and checks between them.
+
+Options of a pipeline are defined in session/options.py.
+"""
 
 import os
 import threading
@@ -33,7 +36,7 @@ _COUNT = partial(whole_number, most=MOST)
 
 
 def file_option(flag: str, value: Any) -> Path:
-    """Checks a path, whether there is something or not."""
+    """Checks that a text can be a path; nothing need exist there."""
     return checked_path(value, flag)
 
 
@@ -421,7 +424,7 @@ class TrainOptions(ModelOptions):
         return sum(self.replica_counts) or self.stages_asked or 1
 
     def check(self) -> None:
-        """Raises ValueError for options that cannot be, each by itself or with the others."""
+        """Raises ValueError for an option with an impossible value, or at odds with another option."""
         check_each(self)
         if self.early_stop and not self.eval_every:
             raise ValueError(
@@ -463,7 +466,7 @@ OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
 """What a resumed run cannot change; all else is placement, or how long to go on."""
 DECIDES = resumed(TrainOptions, "plans")
-"""What a plan follows from: a run that is resumed with others gets a new plan."""
+"""The options that a plan follows from: a run resumed with other values of them is planned again."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
 
 

@@ -1,7 +1,8 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
-An all-reduce and a transfer between groups of devices are links, too: a rate and a latency for the
-bytes of one summand, or of the whole value. So whoever counts seconds knows links alone.
+An all-reduce is described as a link, too: a rate and a latency for the bytes of one summand. So is a
+transfer between groups of devices, for the bytes of the whole value. Whoever counts seconds needs
+to know links alone.
 """
 
 import math
@@ -125,13 +126,13 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines with devices, all of which are alike unless `unlike` lists them.
+    """Machines with devices; all devices are alike unless `unlike` has one entry for each.
 
     Attributes:
         name: of it.
         device: each device, or the first of `unlike`.
-        devices_per_machine: their number.
-        machines: their number.
+        devices_per_machine: how many devices a machine has.
+        machines: how many machines there are.
         host: the link of each device to its host.
         peer: the link between devices of a machine.
         network: the link between machines.
@@ -139,7 +140,7 @@ class Cluster:
             then share with swapped tensors.
         host_memory_bytes: of a machine; None if there is no limit.
         unlike: all devices, machine by machine; empty if they are alike.
-        networks: the networks of a machine, which its devices share.
+        networks: how many network links a machine has; its devices share them.
     """
 
     name: str
@@ -182,8 +183,8 @@ class Cluster:
             between machines      the parts are summed in other rings, as many at once as there are networks
             in each machine       all-gather in the ring: every device has all parts
 
-        The fullest machine sets the pace of the rings inside, the emptiest one how many rings run
-        between.
+        The machine with the most members sets the pace of the rings inside. The one with the fewest
+        sets how many rings run between machines, if it has fewer members than networks.
 
         Args:
             devices: their numbers, machine by machine.
@@ -234,10 +235,10 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Describes as one link the way of a value from devices that hold slices to devices that
-        read slices.
+        """Returns one link for a value that goes from devices that hold slices of it to readers.
 
-        Slices are equal and pass at once, between machines as many as there are networks.
+        Slices are of one size and pass at the same time, between machines as many at a time as the
+        smaller side has networks.
 
         Args:
             senders: their numbers, machine by machine.
@@ -255,7 +256,7 @@ class Cluster:
         to = self.machines_of(readers)
         ways = min(len(at), len(to))
         link = self.peer
-        # If slice by slice sender and reader share a machine, nothing crosses the network.
+        # Nothing crosses the network where each slice's sender and reader share a machine.
         if at != to and len({*at, *to}) > 1:
             crossing = self.networks * min(len({*at}), len({*to}))
             ways, link = min(ways, crossing), self.network

@@ -81,7 +81,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
     >>> from jvpipe.cost.presets import H100
     >>> square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     >>> temporary_bytes(jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w) @ w)(square, square), H100) / 2**20
-    0.5
+    0.25
     """
     jaxpr = merged_equations(closed).jaxpr
     if device.platform != "cpu":

@@ -1,9 +1,15 @@
 """Expanding: a task of a stage becomes the operations of its layers, over values.
 
-    1F2    F(layer 3) F(layer 4)                            what a layer reads and writes follows from the graph,
-    1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)   what it leaves and recomputes from the layout's fates,
-    1I2    R(layer 3) I(layer 4) B(layer 3)                 which weights it reads from the rule of the schedule
+A task is a stage, a kind and a micro-batch. Stage 1 has layers 3 and 4 here, and layer 3 has no
+halves:
+
+    1F2    F(layer 3) F(layer 4)
+    1B2    R(layer 3) ZERO(layer 4) B(layer 4) B(layer 3)
+    1I2    R(layer 3) I(layer 4) B(layer 3)
     1W2    ZERO(layer 4) W(layer 4)
+
+What a layer reads and writes follows from the graph, what it leaves and recomputes from the
+layout's fates, and which weights it reads from the schedule's rule.
 
 A layer whose outputs its stage drops is recomputed (R) before the first backward that reads them.
 In a split backward a layer that has no halves runs whole: with the first half of its stage if
@@ -29,7 +35,7 @@ from jvpipe.lowering.weight_rule import Weights
 
 
 class Expander:
-    """Expands tasks one after another; `existing` are the values that there are by then."""
+    """Expands tasks one after another; `existing` are the values made so far and not yet forgotten."""
 
     def __init__(self, graph: LayerGraph, weights: Weights, existing: set[Value]) -> None:
         self.graph = graph
@@ -86,7 +92,7 @@ class Expander:
     ) -> Value:
         """Names a value that a layer reads for a micro-batch.
 
-        The model state is as the one before left it.
+        It reads the model state as the micro-batch before left it.
 
         Args:
             layer: that reads.
@@ -114,7 +120,7 @@ class Expander:
     def written_by(self, ref: Ref, m: int) -> Value:
         """Names a value that a layer writes for a micro-batch.
 
-        The model state is for the one after.
+        The model state that it writes is for the next micro-batch.
         """
         if ref.kind is ValueKind.STATE:
             m += 1
@@ -155,7 +161,7 @@ class Expander:
         )
         reads = [self.read_by(layer, ref, m) for ref in layer.reads]
         writes = [self._write(ref, m) for ref in layer.writes]
-        # The residuals of a layer that will be recomputed come from there: nobody reads these.
+        # Nobody reads these residuals if the layer will be recomputed: R makes them again.
         copy = Copy.UNUSED if layer.id in layout.fates.recomputed else Copy.OWN
         writes += self._residuals(layer, m, layout, copy)
         delivers = self._deliveries(layer, m)
@@ -229,7 +235,7 @@ class Expander:
             yield from self.backward(layer, m, layout)
 
     def weight_half(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Yields what is left of a layer's backward after that: it adds its gradients.
+        """Yields the second half of a layer's backward, which adds its gradients.
 
         Args:
             layer: that runs.
@@ -292,7 +298,7 @@ class Expander:
             tensor = self.graph.tensors[ref.index]
             cotangent = self._cotangent(ref, m)
             writes.append(Write(cotangent, tensor.array.bytes))
-            # The sum so far goes to the next earlier reader, from the first one to the producer.
+            # The sum so far goes to the reader before this one; the first reader's, to the producer.
             earlier = [reader for reader in tensor.readers if reader < layer.id]
             delivers.append(Delivery(cotangent, (max(earlier, default=tensor.producer),)))
         writes += self._handed(layer, m, leaves)
@@ -314,8 +320,8 @@ class Expander:
         layout: MicrobatchLayout,
         signature: Signature,
     ) -> Iterator[Operation]:
-        """Yields what a backward needs first: what was dropped, accumulators, weights moved ahead
-        or back.
+        """Yields what a backward needs first: dropped values, accumulators, and the version of
+        the weights that it reads.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
@@ -485,7 +491,7 @@ class Expander:
 
 
 def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
-    """Names the metrics of a step that begins with a micro-batch: the loss, and each group of aux.
+    """Names a step's metrics, the loss and each group of aux, by the step's first micro-batch.
 
     >>> [str(value) for value in metrics_of(LayerGraph((), (), (), aux_groups=((0,),)), 8)]
     ['metric 0 micro-batch 8', 'metric 1 micro-batch 8']
@@ -495,5 +501,5 @@ def metrics_of(graph: LayerGraph, first: int = 0) -> list[Value]:
 
 
 def gradient_norm(graph: LayerGraph) -> Value:
-    """Names the metric that an update may add."""
+    """Names the norm of the gradient, a metric that an update may add."""
     return Value(ValueKind.METRIC, 1 + len(graph.aux_groups), microbatch=0)

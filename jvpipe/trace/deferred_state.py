@@ -1,11 +1,14 @@
-"""Running statistics that change once a batch: micro-batches add to sums, the last one ends them.
+"""Running statistics that change once per batch, by sums over its micro-batches.
 
-    micro-batch      0        1        2        3
-    sums        0 -> s0 -> s0+s1 -> ...  -> 0          leaves of the model state that the user does not see
-    r           r    r        r        r    h(r, all)  as a whole batch at once would have it
+Each micro-batch adds to the sums. The last one computes the new statistics from them, and sets them
+to 0 again.
 
-What single examples are normalised by stays that of their micro-batch, as in torchgpipe's
-`DeferredBatchNorm`.
+    after micro-batch   (before)   0    1          2    3, the last
+    sums                0          s0   s0 + s1    ...  0            leaves that the user does not see
+    statistics r        r          r    r          r    h(r, all)    as one whole batch would have it
+
+The examples themselves are normalised by the mean and variance of their micro-batch, as in
+torchgpipe's `DeferredBatchNorm`.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,11 @@
-"""Layers that change places while a stream flows: what follows them at once,
-and when what they left is freed.
+"""Layers that change places while a stream flows: what moves too, and when old buffers are freed.
 
-task        ... 7     8      9   10   11  ...
-rows            MOVE                  FREE old   DROP new
-of weights that       two rounds of all stages later: the copy has arrived long since;
-task 7 reads          the new one ends, too, should nobody read it any more
+Two stages; task 7 has moved weights to the place where it reads them. Two tasks of each stage later
+the copy has arrived long since: the old buffer is freed, and the new one is dropped if nobody reads
+it any more.
+
+    task    ...  7     8     9     10                ...
+    rows         MOVE              FREE old, DROP new
 """
 
 from collections import deque
@@ -20,13 +21,13 @@ from jvpipe.lowering.stream.timeline import StreamTimeline
 from jvpipe.lowering.stream.weights import StreamWeights
 
 _WINDOW = 2
-"""A layer's old place is freed that many tasks of each stage after it has left, so that the copy
-delays no task.
+"""After so many further tasks of each stage, the buffers at a layer's old place are freed: late
+enough that no task waits for the copy.
 """
 
 
 class _Moved(NamedTuple):
-    """The buffer that a task has moved, by the task's number, and its copy at the new place."""
+    """The number of a task, a buffer that it has moved, and the buffer's copy at the new place."""
 
     task: int
     old: int

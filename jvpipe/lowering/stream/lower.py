@@ -3,13 +3,13 @@ with every version of the weights a buffer.
 
     order -> expand -> place -> swap -> prefetch -> period
 
-The first steps of a stream fill the pipeline; from some step on, each is the one before with all
-numbers moved on. So a stream is lowered once, up to that step, and cut into its steps (period.py).
-It must repeat itself: once the pipeline is full, the order of tasks has the period of a step, and
-so has everything that follows from the order.
+The first steps of a stream fill the pipeline. From some step on each equals the one before, except
+for its numbers, which are shifted. So only the beginning of a stream is lowered, and cut into its
+steps (period.py). Why steps repeat: once the pipeline is full, the order of tasks has the period of
+a step, and so has everything that follows from the order.
 
     step        0     1     2     3     4 ...
-    what        fill  fill  full  full  full        0, 1, 2 are lowered; 3 equals 2, and so do all later ones
+    what        fill  fill  full  full  full        3 equals 2, and so do all later ones: 0, 1, 2 are kept
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ class StreamLowering:
     >>> optimizer = OptimizerCut((), (), (), jax.tree.structure(None), ())
     >>> stream = StreamLowering(graph, spans, find_schedule("pipedream"), 2, optimizer)
     >>> " ".join(f"{row.stage}{row.kind}" for row in stream.steps[-1].lowered.rows if row.kind in (Kind.F, Kind.B))
-    '0F 1F 0B 1B 0F 1F 0B 1B'
+    '0F 0B 1F 1B 0F 0B 1F 1B'
     >>> [str(spot) for spot in stream.steps[-1].after]
     ['cotangent 0 micro-batch -1 at 0']
     """
@@ -81,7 +81,8 @@ class StreamLowering:
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # After so many steps the pipeline is full, whatever the rule of versions; two more tell.
+        # After `fill` steps the pipeline is full, whatever the rule of versions. The two steps after
+        # them show that steps repeat.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -93,7 +94,7 @@ class StreamLowering:
         raise AssertionError("a stream comes to repeat itself")
 
     def step(self, steps: int) -> Step:
-        """Returns the step that follows a number of steps."""
+        """Returns step number `steps`, counted from 0."""
         return self.steps[min(steps, len(self.steps) - 1)]
 
     @property
@@ -123,8 +124,8 @@ class StreamLowering:
 
 @dataclass
 class _Marks:
-    """What is noted while tasks are placed: at each bound of steps the number of `blocks` and the
-    names of buffers.
+    """What is noted while tasks are placed: where each step begins among the blocks, and what
+    buffers are called there.
 
     `uses` are those of each step, `left` is what each forward leaves to be swapped.
     """
@@ -193,7 +194,7 @@ class _Unrolling:
         for start, end in pairwise([*marks.blocks, len(blocks)]):
             # What an update fetches comes in the step of the update.
             groups += prefetched(blocks[start:end], placer.buffers)
-        # Steps are bounded by blocks so far; prefetching has kept blocks and changed their rows.
+        # Up to here steps begin at blocks, from here on at rows: prefetching adds rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             graph=placer.graph,
@@ -215,12 +216,12 @@ class _Unrolling:
         placer = self.placer
         M = self.timeline.M
         departures = Departures(placer)
-        # A span begins with the first task of its first micro-batch, whatever its stage.
+        # A span begins with the first task of its first micro-batch, at whatever stage that is.
         starts = {span.start: span.layout.plan for span in timeline.spans[1:]}
         marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # What a migration between steps has not brought along is not there to be read.
+            # Only what a migration between steps has brought along can be read after it.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -292,12 +293,12 @@ class _Unrolling:
     def _update(self, layer: int, m: int, number: int) -> Use:
         """Updates a layer at one of its places, from which its parameters go to the others.
 
-        In place, if no task still to come reads the version that it takes, and its memory of the
-        update does not need it.
+        It is updated in place if no later task reads the version that the update takes, and the
+        schedule does not remember that version.
 
         Args:
             layer: to be updated.
-            m: the micro-batch after which that is.
+            m: the micro-batch after which the layer is updated.
             number: of the task.
         """
         placer = self.placer
@@ -334,8 +335,8 @@ class _Unrolling:
         return {b: spot for spot, b in self.placer.ids.items()}
 
     def _lasting(self) -> set[int]:
-        """Finds the buffers that outlive every step: the newest of each kind, and what is
-        remembered.
+        """Finds the buffers that outlive every step: the newest version of each persistent value,
+        and what the schedule remembers of updates.
         """
         lasting = {b for _, b in self.placer.lasting()}
         for (value, _), b in self.placer.current.items():

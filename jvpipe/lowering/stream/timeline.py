@@ -42,7 +42,7 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
     layouts = []
     for m in range(math.lcm(*plan.replicas)):
         turn = plan.turn(m)
-        # Where nobody takes turns it is the layout itself, with what that has cached.
+        # If no devices take turns, the layout itself is used, and what it has cached with it.
         layouts.append(layout if turn is plan else replace(layout, plan=turn))
     return layouts
 
@@ -50,7 +50,8 @@ def _layouts_by_turn(layout: MicrobatchLayout) -> list[MicrobatchLayout]:
 class StreamTimeline:
     """The plan and the weights of every micro-batch of a stream's first steps.
 
-    `parts` are the lists of each step, and last those of the end, or of what would come.
+    `parts` are the lists of each step. Behind them stand those that drain the stream or, if it goes
+    on, those that would follow.
 
     Args:
         graph: the layers.
@@ -101,7 +102,7 @@ class StreamTimeline:
                 for rule, plan in zip(schedules, plans, strict=True)
             ]
 
-        # The tables reach beyond the last step, as far as any of its micro-batches are in flight.
+        # Micro-batches of the last step are still in flight in steps after it: tables reach there.
         in_flight = max(RoundRobin(plan.replicas).in_flight[0] for plan in plans)
         longer = steps + 1 + -(-in_flight // M)
         self._tables = [versions(schedule, table, M) for table in lists(longer)]
@@ -144,7 +145,7 @@ class StreamTimeline:
             needed = {*self.waits(task), *self.versions(task)} & later - early
             early |= needed
             waiting += needed
-        # Backwards and updates keep their order: what precedes an early one is early, too.
+        # Backwards and updates keep their order: those that precede an early one are early, too.
         for tasks in rest:
             places = [i for i, task in enumerate(tasks) if task in early]
             end = max(places, default=-1) + 1
@@ -204,8 +205,8 @@ class StreamTimeline:
         """Returns the oldest version of a layer's weights that exists when the first step of a span
         begins.
 
-        It is what the span before would have read then. (One span asks the one before: at most one
-        question per span.)
+        It is what the span before would have read at the same micro-batch. Each span asks the one
+        before it, so this ends.
         """
         first = self.spans[n].start // self.M * self.M
         if n == 0 or first == 0:
@@ -216,8 +217,8 @@ class StreamTimeline:
         """Yields what a task waits for where layers have changed stages: their weights, and their
         sums of gradients.
 
-        Before the second span every layer is at its first stage, whose list has its updates in
-        order.
+        In the first span there is nothing to wait for: no layer has moved yet, and the list of its
+        stage has its updates in order.
         """
         s, kind, m = task
         if len(self.spans) == 1 or m < self.spans[1].start:

@@ -1,8 +1,9 @@
 """Cuts and fates for schedules with several chunks per device, or with split backwards.
 
-begin       cuts of equal work; those of the surrogate, which knows the links; those of the best
-            plan without a limit
-then        bounds of the best move while the simulator is faster; fates follow (`climb.py`)
+Fates say whether a residual is kept, swapped or computed again. A search begins at several cuts:
+of equal work, of the surrogate (closed forms in place of the simulator, which know the links), and
+of the best plan without a limit. From these it climbs while the simulated step gets faster
+(`climb.py`): a bound moves, and fates are chosen again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,9 @@ from jvpipe.planners.model.unfolded import on_devices
 
 @dataclass(frozen=True)
 class RuledPlan:
-    """A plan with an order of tasks, where both come from, and the clock's seconds.
+    """A plan with an order of tasks, where both come from, and its simulated seconds.
 
-    `fates` chooses those of other cuts under its placement, where these are looked at.
+    `fates` chooses fates for other cuts of the same placement, if other cuts are tried.
     """
 
     problem: Problem
@@ -48,10 +49,10 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
 
     Args:
         problem: what is to be planned.
-        begin: plans of this problem that keep the limits, of which a search may begin.
+        begin: plans of this problem that keep the limits; a search may begin at them.
 
     Raises:
-        Infeasible: nothing fits; with the smallest limit that would do.
+        Infeasible: nothing fits; it tells the smallest limit that would do.
     """
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
@@ -70,11 +71,11 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
             for plan in emptied(problem, ways[-1], bounds, places=PLAN.places):
                 begins += climb.refitted(plan.bounds)
         best = climb.top(begins)
-    return best or on_devices(jvpipe)(problem)  # which says what would do
+    return best or on_devices(jvpipe)(problem)  # else the planner raises, and tells what would do
 
 
 def _ways(problem: Problem) -> list[DeviceFates]:
-    """Prepares fates without swaps, and where something can be swapped with them."""
+    """Prepares choosers of fates: one without swaps and, if a residual can be swapped, one with."""
     plain = DeviceFates.of(problem)
     if problem.memory_limit_bytes is None:
         return [plain]
@@ -84,7 +85,7 @@ def _ways(problem: Problem) -> list[DeviceFates]:
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists cuts to begin with: of equal work, and where sending takes time those of the surrogate.
+    """Lists cuts to begin with: of equal work and, where sends take time, those of the surrogate.
 
     Args:
         problem: whose stages and links count.
@@ -98,7 +99,7 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def _asked(problem: Problem) -> list[Decision]:
-    """Lists the plan of a device for every stage, where everything may be kept."""
+    """Lists the plan that keeps everything with one stage per device, if there is no memory limit."""
     if problem.memory_limit_bytes is not None:
         return []
     refine = len(problem.costs.layers) <= RULE.refined_layers
@@ -129,7 +130,7 @@ def fitting(
     order: Order,
     family: str = "",
 ) -> Iterator[RuledPlan]:
-    """Yields a candidate in another order, if that fits; stages without halves stay whole.
+    """Yields a candidate in another order, if that fits; unsplit backwards stay whole.
 
     Args:
         one: whose plan counts.

@@ -1,8 +1,9 @@
 """The shape of a pytree as JSON, so that a checkpoint alone says what model it is of.
 
-A container that is neither dict, list nor tuple is written as the name of its class and what its
-flattening keeps beside the children (keys, static fields), if that is plain data. Reading imports
-nothing, so that no checkpoint can run code: the class must have been imported before.
+Dicts of strings, lists and tuples are written as such. Any other container is written as the name
+of its class and its node data: what JAX keeps of it beside the children, such as keys and static
+fields. Node data must be plain, or the tree is not written. Reading imports nothing, so that no
+checkpoint can run code: the class must have been imported before.
 """
 
 import sys
@@ -22,7 +23,7 @@ Tree = Any
 def dump(tree: Tree) -> Any:
     """Returns a tree as JSON, its leaves as shapes and types.
 
-    Returns None if a container of it cannot be written.
+    Returns None if a container or a leaf of it cannot be written.
 
     >>> import numpy as np
     >>> dump({"a": (np.zeros(2, "float32"),)})
@@ -35,7 +36,7 @@ def dump(tree: Tree) -> Any:
 
 
 def tree(where: str, dumped: Any) -> None:
-    """Raises ValueError unless data are what `dump` writes: a pattern, as in `jvpipe.util.pattern`."""
+    """Raises ValueError unless data are what `dump` writes; a pattern for `jvpipe.util.pattern`."""
     compare(where, dumped, {str: anything})
     if len(dumped) != 1 or (kind := next(iter(dumped))) not in _INSIDE:
         raise ValueError(f"{where} must be one of {', '.join(_INSIDE)}, not {brief(dumped)}")
