@@ -16,23 +16,11 @@ import numpy as np
 
 import jvpipe
 from experiments.schedules.clock import step_s
-from jvpipe.models import load
+from jvpipe.models import NAMES, load
 
-MODELS = (
-    "bert",
-    "gpt2",
-    "llama",
-    "t5",
-    "transformer",
-    "gnmt",
-    "xlnet",
-    "resnet",
-    "vgg",
-    "unet",
-    "amoebanet",
-    "evolved-transformer",
-)
-"""Whose layers are not those of another one."""
+LIKE_OTHERS = ("qwen3", "gemma", "evolved-amoebanet")
+"""Workloads whose layers are those of llama or of amoebanet."""
+MODELS = tuple(name for name in NAMES if name not in LIKE_OTHERS)
 SCHEDULES = ("1f1b", "zb-h1", "auto")
 STAGES, MICROBATCHES, EXAMPLES = 2, 8, 2
 WARM, STEPS = 2, 15

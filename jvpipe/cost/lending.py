@@ -43,7 +43,10 @@ def devices_per_core(devices: Sequence[Device]) -> float:
         devices: of the pipeline.
     """
     sharing = sum(device.platform == "cpu" and is_own(device) for device in devices)
-    return sharing / len(os.sched_getaffinity(0))
+    # Only Linux tells which cores a process may use.
+    if hasattr(os, "sched_getaffinity"):
+        return sharing / len(os.sched_getaffinity(0))
+    return sharing / (os.cpu_count() or 1)
 
 
 def measured_lending(

@@ -196,7 +196,7 @@ def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
     sums: dict[Var, set[Var]] = {}
     dear: set[Var] = set()
     for eqn in jaxpr.eqns:
-        read = [kernels.root.get(v, v) for v in jaxprs.variables(eqn.invars)]
+        read = _roots(kernels, eqn.invars)
         if eqn.primitive.name in REDUCTIONS:
             for v in read:
                 # Sums over the same axes are one kernel, which makes the value only once.

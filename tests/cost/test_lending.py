@@ -26,6 +26,14 @@ def test_devices_share_the_cores_that_the_process_may_use(monkeypatch: pytest.Mo
     assert devices_per_core([]) == 0.0
 
 
+def test_all_cores_count_where_no_system_tells_which_may_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert devices_per_core(jax.devices()[:2]) == 0.5
+
+
 def test_it_is_measured_once_and_one_device_lends_nothing(tmp_path: Path) -> None:
     closed = jax.make_jaxpr(lambda x: (x @ x,))(jax.numpy.ones((64, 64)))
     program, store, archive = Program.of(closed, key="square"), ProgramStore(), Archive(tmp_path)

@@ -1,8 +1,8 @@
 """The memory of CPU devices: what is freed is kept for the next buffer.
 
-Left alone, glibc gives large buffers back to the system as they are freed, and the pages of the next one come one by
-one as it is written: up to a quarter of a step (experiments/groups). Kept, they are there; a process holds what it held
-at its peak.
+Left alone, glibc gives large buffers back to the system as they are freed, and the pages of the
+next one come one by one as it is written: up to a quarter of a step (experiments/groups). Kept,
+they are there; a process holds what it held at its peak.
 """
 
 import ctypes
@@ -24,7 +24,8 @@ _VARIABLES = (
 def keep_freed_memory() -> bool:
     """Tells glibc to keep what is freed, once for the process; returns whether it does.
 
-    It is not told where there is another C library, or where the user's environment has told it already.
+    It is not told where there is another C library, or where the user's environment has told it
+    already.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return False
