@@ -2,6 +2,7 @@
 
 import operator
 import os
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -135,6 +136,7 @@ class ProgramStore:
         self._layers: dict[Hashable, LayerPrograms] = {}
         self._jitted: dict[Hashable, Any] = {}
         self._compiled: dict[tuple[Hashable, Device], Any] = {}
+        self._compile_s: dict[tuple[Hashable, Device], float] = {}
 
     def layer(
         self,
@@ -186,6 +188,12 @@ class ProgramStore:
                 self._compiled.update(zip(missing, done, strict=True))
         return [self._compiled[p.key, d] for p, d in programs]
 
+    def compile_s(self, programs: Iterable[tuple[Hashable, Device]]) -> float:
+        """Returns how long it took to compile programs, given by their keys and devices, one after
+        another.
+        """
+        return sum(self._compile_s.get(each, 0.0) for each in programs)
+
     def text(
         self,
         program: Program,
@@ -209,8 +217,10 @@ class ProgramStore:
         wide: bool,
     ) -> Any:
         options: Any = _jax.exact(device.platform)
+        start_s = time.perf_counter()
         with jax.enable_x64(wide):
             executable = self._lower(program, device).compile(compiler_options=options)
+        self._compile_s[program.key, device] = time.perf_counter() - start_s
         if all(_jax.is_plain(x.dtype) or is_key(x) for x in program.inputs):
             return executable
         fn, donated = program.fn, program.donated

@@ -476,8 +476,16 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# Layers that have moved run by programs of their own until those of their groups are compiled,
-# beside the run.
+# Layers begin apart, and those that have moved run by programs of their own until those of their
+# groups are compiled, beside the run. Nobody knows how long a run will be. Unless groups are asked
+# for, they are compiled once the steps of a plan have taken as long as its programs took to compile,
+# and on CPUs alone: there groups were measured, and their results compared bit by bit.
+#
+#     |-- compile layers --|-- steps of layers apart --|-- steps, groups are compiled --|-- groups --
+#     |<------- c -------->|<---------- c ------------>|
+#
+# So a run that ends early has compiled no group, and the groups of a longer one take about as long
+# as it has already spent.
 
 
 class Grouping:
@@ -486,7 +494,13 @@ class Grouping:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._apart: CompiledPlan | None = None
+        self._stepping_s = 0.0  # what steps of `_apart` have taken
         self._grouped: Future[CompiledPlan] | None = None
+        self._begun = False
+
+    def note_step(self, taken_s: float) -> None:
+        """Counts the seconds that the thread of the training was within a step."""
+        self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
         """Begins to compile the groups of a plan that has none, or takes over what has been compiled.
@@ -494,13 +508,19 @@ class Grouping:
         Args:
             compiled_plans: those of the model, between two steps, with no change of plan to come.
         """
-        current = compiled_plans.current
-        if current.grouped or not compiled_plans.settings.group:
+        current, asked = compiled_plans.current, compiled_plans.settings.group
+        if current.grouped or asked is False:
+            return
+        if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
             return
         if self._apart is not current:
-            self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
-            self._apart = current
-            self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+            self._apart, self._grouped, self._begun = current, None, False
+            self._stepping_s = 0.0
+        if not self._begun:
+            if asked or self._stepping_s > current.compile_s:
+                self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
+                self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+                self._begun = True
         elif self._grouped and self._grouped.done():
             grouped, self._grouped = self._grouped, None
             if error := grouped.exception():

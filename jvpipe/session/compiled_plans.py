@@ -243,7 +243,7 @@ class CompiledPlans:
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             compiled, self.planned, self.shape = self._planned(planner, traced)
         if not self._follows:  # else another model waits: groups are compiled beside it
-            compiled = self.in_groups(compiled)
+            compiled = self.in_groups(compiled) if settings.group else compiled
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
             self._warmup[shapes_of(batch)] = replace(
@@ -286,9 +286,7 @@ class CompiledPlans:
         return compile_plan(self.settings, self._store, traced, plan, optimizer)
 
     def in_groups(self, compiled: CompiledPlan) -> CompiledPlan:
-        """The same plan with layers in groups, if that was asked for and the limits leave room: groups hold more."""
-        if not self.settings.group:
-            return compiled
+        """The same plan with layers in groups, if the limits leave room: groups hold more."""
         grouped = replace(compiled, grouped=True)
         limits = Limits(self.settings.limits or None)
         try:

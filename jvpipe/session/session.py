@@ -1,6 +1,7 @@
 """The session of a pipeline: it runs one step after another, and changes the plan or the model between them."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -243,6 +244,7 @@ class Session(Engine):
         flight has the shapes of the first batch: it is finished before a batch of other shapes, and
         this one within its step.
         """
+        start_s = time.perf_counter()
         self.check_state(state)
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
@@ -283,7 +285,10 @@ class Session(Engine):
         after = replace(
             state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
         )
-        return after if compiled is self.compiled else self._finish(after, compiled), metrics
+        if compiled is not self.compiled:
+            after = self._finish(after, compiled)
+        self.grouping.note_step(time.perf_counter() - start_s)
+        return after, metrics
 
     def _record(self, uses: Sequence[Use], state: State) -> None:
         """Records the weights that the tasks of a step read, for whoever replays the run."""
