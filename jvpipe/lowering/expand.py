@@ -286,7 +286,7 @@ class Expander:
     ) -> Iterator[Operation]:
         """Yields a backward or one half of it, after the forwards that are recomputed for it.
 
-        The program's inputs and outputs have these orders, which programs/layer.py relies on:
+        The program takes and yields arrays in these orders, which are those of programs/layer.py:
 
             reads     sources, cotangents, partial sums of cotangents, handed values, gradient sums
             writes    gradient sums, cotangents of the inputs, handed values
@@ -340,10 +340,8 @@ class Expander:
         layout: MicrobatchLayout,
         signature: Signature,
     ) -> Iterator[Operation]:
-        """Yields the operations that a backward needs first.
-
-        They recompute dropped values, make accumulators, and move weights to the version that the
-        backward reads.
+        """Yields the operations that a backward needs first: to recompute dropped values, to make
+        accumulators, and to move weights to the version that the backward reads.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:
@@ -412,10 +410,7 @@ class Expander:
         return writes
 
     def _deliveries(self, layer: Layer, m: int) -> list[Delivery]:
-        """Lists the outputs of a forward that go to other layers.
-
-        Losses are not among them, because they are summed where they are made.
-        """
+        """Lists a forward's outputs for other layers; losses are summed where they are made."""
         graph = self.graph
         delivers = []
         for ref in layer.writes:
@@ -434,10 +429,7 @@ class Expander:
         return delivers
 
     def _state_layers(self, k: int) -> tuple[int, ...]:
-        """Returns the layers that hold a leaf of the model state.
-
-        They are the layers that read the leaf or, if no layer reads it, those that write it.
-        """
+        """Returns the layers that hold a leaf of the model state: its readers, else its writers."""
         layers = self.graph.layers
         reading = [layer.id for layer in layers if k in layer.reading(ValueKind.STATE)]
         writing = [layer.id for layer in layers if k in layer.writing(ValueKind.STATE)]
