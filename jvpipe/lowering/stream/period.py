@@ -159,7 +159,7 @@ class Unrolled:
         rows: Sequence[Row],
         staying: set[int],
     ) -> None:
-        """Asserts that a step reads only buffers that exist, and has a use for all it begins with."""
+        """Asserts that a step reads only what exists, and has a use for all that it begins with."""
         begun = {b for _, b in before}
         read = {b for row in rows for b in row.reads}
         written = {b for row in rows for b in row.writes}

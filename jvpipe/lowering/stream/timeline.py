@@ -114,7 +114,7 @@ class StreamTimeline:
         ended = lists(steps)
 
         def lists_at(n: int) -> TaskLists:
-            """Joins the lists of the spans that have begun by step n; the later ones are unknown."""
+            """Joins the lists of the spans that have begun by step n; the rest is unknown yet."""
             begun = sum(span.start // M <= n for span in self.spans)
             return self._spliced(open_ended[:begun])
 
