@@ -64,9 +64,10 @@ def lists_of(plan: Plan, schedule: Schedule, microbatches: int) -> TaskLists:
 
 
 def _check_complete(lists: TaskLists, stages: int, microbatches: int) -> None:
-    """Raises ValueError unless the lists have one forward and backward of each stage and micro-batch.
+    """Raises ValueError unless the lists have exactly the tasks of a step.
 
-    The backward may be whole or in two halves.
+    Each stage needs one forward and one backward of each micro-batch; the backward may be whole or
+    in two halves.
     """
     counts = Counter(task for tasks in lists for task in tasks)
     for s, m in product(range(stages), range(microbatches)):
