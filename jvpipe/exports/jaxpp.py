@@ -95,7 +95,7 @@ def _in_halves(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def _read(text: str, outline: Outline) -> Plan:
-    """Reads the tables; raises ValueError if they do not fit the model or their tasks cannot run."""
+    """Reads the tables; raises ValueError if they do not fit the model, or if tasks cannot run."""
     tables = _tables(text)
     marks, devices, order = (tables[name] for name in ("MARKS", "DEVICES", "ORDER"))
     names = [layer.name for layer in outline.layers]
@@ -121,10 +121,7 @@ def _read(text: str, outline: Outline) -> Plan:
 
 
 def _tables(text: str) -> dict[str, list[Any]]:
-    """Returns the lists of literals that a file assigns to names.
-
-    Raises ValueError if MARKS, DEVICES or ORDER is missing.
-    """
+    """Returns the lists that a file assigns to names; raises ValueError if a table is missing."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, MemoryError, RecursionError) as error:

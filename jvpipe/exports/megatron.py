@@ -1,13 +1,10 @@
 """The format of Megatron-LM: options of its command line, one of which draws the stages.
 
-In the drawing `|` separates stages. E is the embedding, t a block, and L the head with the loss.
-This one has four stages:
+    Et*3|t*4|t*4|t*3L    four stages: E is the embedding, t a block, L the head with the loss
 
-    Et*3|t*4|t*4|t*3L
-
-Stages lie on the ranks in a loop, so that a rank with several stages (chunks) has every n-th one.
-With `full` recomputation by `block`, the first `--recompute-num-layers` blocks of each stage keep
-only their inputs.
+Stages lie on the ranks in a loop, so a rank with several stages (chunks) has every n-th one. With
+`full` recomputation by `block`, the first `--recompute-num-layers` blocks of each stage keep only
+their inputs.
 """
 
 import re
@@ -126,8 +123,7 @@ def _number(options: dict[str, str], name: str, default: int) -> int:
 def _unrolled(layout: str) -> str:
     """Writes out the repetitions of a layout: (tt|)*2 becomes tt|tt|.
 
-    The length is checked before each repetition is written, so that a short text such as t*9999999
-    cannot fill the memory.
+    The length is checked first, because a short text such as t*9999999 could fill the memory.
     """
     layout = layout.replace(",", "").replace(" ", "")
     parts = list[str]()

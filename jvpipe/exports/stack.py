@@ -36,7 +36,7 @@ class BlockStack:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan of a stack: stage s has `counts[s]` blocks and recomputes the first `again` of them."""
+    """A plan of a stack: stage s has `counts[s]` blocks, of which it recomputes the first `again`."""
 
     counts: tuple[int, ...]
     again: int

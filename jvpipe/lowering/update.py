@@ -1,14 +1,10 @@
-"""The update: the pieces of the optimizer as operations on values.
-
-The optimizer's update is cut into pieces, one or two for each layer and one for all, which run in
-this order:
+"""The update: the pieces that an optimizer is cut into, as operations on values, in this order.
 
     U(layer 0) ...  partial results that the global program needs, such as a layer's sum of squares
     U(none)         the global program, at the place of the loss: a norm, a flag
     U(layer 0) ...  each layer's parameters and optimizer state, with the global program's results
 
-A piece reads and writes slots, such as "the gradient of parameter 3". `Slots` says which value a
-slot stands for at a given version.
+A piece reads and writes slots, such as "the gradient of parameter 3", which stand for values.
 """
 
 import math
@@ -124,8 +120,7 @@ class Slots:
 def update_step(expander: Expander, slots: Slots) -> Iterator[Operation]:
     """Yields the update of a synchronous step.
 
-    The new version of a parameter goes to the places of all layers that read it; a tied parameter
-    has several.
+    The new version of a parameter goes to all layers that read it (several if it is tied).
 
     Args:
         expander: the expander of the step.

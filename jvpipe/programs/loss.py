@@ -18,10 +18,7 @@ from jvpipe.programs.store import Program, added_up, types_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The slices on which replicas made a loss or a leaf, and how the whole is made of their parts.
-
-    Replicas are the places that run the same stage, each on a slice of every micro-batch.
-    """
+    """The slices on which replicas made a loss or a leaf of aux, and how to join what they made."""
 
     slices: tuple[Examples, ...]
     spread: Spread
@@ -45,8 +42,7 @@ class Parts:
                 raise AssertionError(f"{self.spread} cannot be joined")
 
     def _mean(self, values: Sequence[jax.Array]) -> jax.Array:
-        # Slices differ in size if the number of replicas does not divide the micro-batch. So each
-        # value counts by the number of its examples.
+        # Each value counts by its number of examples, because slices may differ in size.
         examples = sum(s.size for s in self.slices)
         shares = [np.asarray(s.size / examples, values[0].dtype) for s in self.slices]
         pairs = zip(values, shares, strict=True)

@@ -94,10 +94,7 @@ class InterleavedLists:
 
 
 def _rounds(devices: int, microbatches: int) -> Sequence[range]:
-    """Divides micro-batches into rounds, the larger rounds first.
-
-    There are as many rounds as possible such that each has at least one micro-batch per device.
-    """
+    """Divides micro-batches into the most rounds with one per device or more, larger ones first."""
     count = max(1, microbatches // devices)
     size, larger = divmod(microbatches, count)
     sizes = [size + (i < larger) for i in range(count)]
