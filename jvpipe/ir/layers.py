@@ -146,7 +146,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """Layers in the order of their forwards, and the values between them, for one micro-batch."""
+    """The layers in the order of their forwards, and the values between them, per micro-batch."""
 
     layers: tuple[Layer, ...]
     tensors: tuple[Tensor, ...]

@@ -340,8 +340,9 @@ class Expander:
         layout: MicrobatchLayout,
         signature: Signature,
     ) -> Iterator[Operation]:
-        """Yields the operations that a backward needs first: to recompute dropped values, to make
-        accumulators, and to move weights to the version that the backward reads.
+        """Yields the operations that a backward needs first.
+
+        They recompute dropped values, make accumulators, and compute the weights that it reads.
         """
         inputs = [layer.reads[i] for source, i in signature.sources if source == "input"]
         for ref in inputs:

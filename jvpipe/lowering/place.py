@@ -42,8 +42,8 @@ class Placer(BufferTable):
     """A writer of rows: it places operations one after another, under the plan entered last.
 
     `blocks` hold the rows. `moved` are pairs of a buffer that has moved and its copy at the new
-    place. With `by_host`, everything that moves goes to the host first, and only when all of it has
-    left its places does it go to the new ones.
+    place. With `by_host`, everything that moves goes to the host first, and goes on to its new
+    place only after all of it has left its old places.
 
     >>> import jax
     >>> from jvpipe.lowering.operation import Delivery
@@ -347,7 +347,7 @@ class Placer(BufferTable):
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> dict[int, int]:
-        """Returns, for each buffer that is away (on the host), the one on the device used instead.
+        """Returns, for each buffer that lies on the host, a buffer on the device in its place.
 
         The contents are fetched if the operation reads them. A buffer that the operation only
         writes is made without a fetch.
@@ -458,7 +458,7 @@ class Placer(BufferTable):
                 place = self.buffers[old].place
                 self.row(Kind.FREE, place, NONE, NONE, [old, new], [])
         leaving = [b for b in range(self.persistent) if b not in staying]
-        for place in self.places:  # of these values the new plan has other or newer buffers
+        for place in self.places:  # the new plan has these values elsewhere, or in newer buffers
             for on_host in (False, True):
                 ids = []
                 for b in leaving:

@@ -72,8 +72,8 @@ class Slicing(ReplicaParts):
     def __call__(self, op: Operation) -> Iterator[Operation]:
         """Yields one operation per replica.
 
-        Operations that join the replica's inputs stand before it, those that cut its results after
-        it.
+        Operations that join the replica's inputs come before it, and operations that cut its
+        results into parts come after it.
         """
         match op.kind:
             case Kind.F | Kind.B | Kind.I | Kind.W | Kind.R | Kind.E | Kind.ZERO:
@@ -138,10 +138,10 @@ class Slicing(ReplicaParts):
         return 2 * sum(self.graph.parameters[p].array.bytes for p in trained)
 
     def left_bytes(self, op: Operation) -> int:
-        """Counts the bytes that a backward (B or W) frees at the least at every replica.
+        """Counts the bytes that a backward (B or W) frees at the replica where it frees the least.
 
-        Counted are the values that were left for this backward alone: residuals for B, and the
-        values handed over by the first half for W.
+        It counts the values that were left for this backward alone: residuals for B, and the values
+        handed over by the first half for W.
 
         Args:
             op: the backward of all replicas.
@@ -153,7 +153,7 @@ class Slicing(ReplicaParts):
             left = [replica.halves[op.layer].handed for replica in of_replicas]
         else:
             left = [replica.signatures[op.layer].residuals for replica in of_replicas]
-        # Every replica frees at least as much as the one that frees the least.
+        # Every replica frees at least that much.
         sizes = [sum(array.bytes for array in arrays) for arrays in left]
         return min(sizes, default=0)
 

@@ -92,8 +92,9 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves the values that no task moves: constants, model state that no layer writes, and
-    optimizer state that belongs to no layer.
+    """Moves the values that no task moves when a plan begins.
+
+    They are constants, model state that no layer writes, and optimizer state of no layer.
     """
     placer.enter(plan)
     for buffer in placer.where.lasting(placer.optimizer):
