@@ -71,19 +71,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The stages of a pipeline in the order of the forward, and the schedule.
+    """The stages of a pipeline in the order of the forward, with the schedule that they are for.
 
-    Attributes:
-        stages: the stages.
-        schedule: the name of the schedule that the plan was made for; None if it fits any.
-        planner: the name of the planner that made it.
-        keep_last: whether the last micro-batch of a step keeps everything, whatever the fates.
-        splits: positions inside of traced layers at which these are cut in two; the stages count
-            both halves as layers.
-        tasks: the tasks of each device in order, as text; empty if the schedule's rule gives them.
-        unsplit: the layers whose backwards stay whole where `tasks` split backwards.
-        outline: what an export must know of the model. It is not part of the plan: it is neither
-            compared nor saved.
+    `schedule` is the name of the schedule that the plan was made for (None: it fits any), and
+    `planner` the name of the planner that made it. With `keep_last` the last micro-batch of a step
+    keeps everything, whatever the fates. `splits` are positions inside of traced layers, at which
+    these layers are cut in two; the stages count both halves as layers.
+
+    `tasks` are the tasks of each device in order, as text; empty if the schedule's rule gives them.
+    If they split backwards, the backwards of the layers in `unsplit` stay whole. `outline` is what
+    an export must know of the model. It is not part of the plan, so it is neither compared nor
+    saved.
 
     >>> Plan.from_cuts([5, 2, 2]).stages[1].layers
     (5, 6)

@@ -347,7 +347,7 @@ def _without_even(value: Any) -> Any:
 
 
 def _moved(value: Any, by: int) -> Any:
-    """Returns a value whose parts have `by` more axes in front of the one along which it is cut."""
+    """Returns a value that is cut along an axis `by` positions later (earlier if negative)."""
     return Rows(value.axis + by, value.parts) if isinstance(value, Rows) else value
 
 
