@@ -1,7 +1,7 @@
 """Classes of JAX's primitives: cheap ones, moves, ones that draw random bits, and heavy ones.
 
 A primitive in none of the lists below counts as heavy: layers may be cut around it, and its results
-are never recomputed unasked. So a new cheap primitive of JAX has to be added here.
+are recomputed only if a plan says so. A new cheap primitive of JAX therefore has to be added here.
 """
 
 import math
