@@ -55,7 +55,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GPT = (Block("attention4", "none"), Block("ffn4_relu", "none"))
 """An ordinary block of a transformer is two of ours."""
 LAST = Block("ffn1_relu", "none")
-"""A block that comes last in any architecture, so that the head's norm joins its layer and not one that may go."""
+"""The block that ends any architecture: the head's norm joins its layer, not that of a block that may be removed."""
 
 
 @dataclass(frozen=True)
