@@ -237,7 +237,7 @@ class _Asking:
         held = [best.evaluation.device_bytes[place] for place in problem.places]
         each = zip(problem.places, best.plan.stages, strict=True)
         limits_of = {d: problem.limit_of(p) or 0 for p, stage in each for d in stage.devices}
-        # Room is what the limit leaves while all state is away, so state that fits there may return.
+        # Room is what the limit leaves while all state is away, so state that fits may return.
         room = room_left(best.plan, held, limits_of)
         nearer = replace(best, plan=brought_back(best.plan, sizes, room))
         return _with_seconds(replace(away, answers=(nearer, *away.answers[1:])))
