@@ -237,7 +237,7 @@ class Measurement:
 
     @cached_property
     def links(self) -> Links | None:
-        """The first device's links to another one and to its host; None if the planner needs none."""
+        """The first device's links to another one and to its host; None if they are not needed."""
         others = [self.devices[d] for d in self.used[1:] if is_own(self.devices[d])]
         if not self.asks_seconds or not (others or self.settings.chooses_fates):
             return None

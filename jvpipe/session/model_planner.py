@@ -388,7 +388,7 @@ def _attempted(plan: Callable[[], Chosen]) -> Chosen | MemoryLimitExceeded:
 
 
 def pays_for_room(planned: Planned) -> bool:
-    """Tells whether a step takes noticeably longer than the same cuts would with everything kept."""
+    """Tells whether a step takes noticeably longer than with the same cuts and all values kept."""
     if not any(planned.decision.choices):
         return False
     # A plan with the same cuts that keeps every value shows how many seconds the limit costs.

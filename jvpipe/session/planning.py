@@ -43,7 +43,7 @@ Slowness = tuple[float, ...]
 """How many times longer than the first device another device takes for each layer; empty if they
 are equally fast."""
 HeldBytes = Callable[[Plan], Sequence[int]]
-"""A function of a plan that returns, for each stage, the peak bytes of its fullest device. It counts
+"""A function of a plan that returns the peak bytes of the fullest device of each stage. It counts
 in the lowered rows, so the bytes equal those of a run."""
 
 
