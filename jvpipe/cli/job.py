@@ -489,7 +489,7 @@ def _search(
 
 
 def _config(options: TrainOptions, workload: models.Workload) -> dict[str, Any]:
-    """Returns what a resumed run must share: fixed options, the model's fields, parameters' shapes."""
+    """Returns what a resumed run must share: fixed options, model fields, parameters' shapes."""
     shapes = outputs.parameter_names(jax.eval_shape(workload.init, jax.random.key(0)))
     parameters = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in shapes.items()}
     fixed = {name: getattr(options, name) for name in FIXED}

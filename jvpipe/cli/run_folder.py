@@ -430,8 +430,8 @@ def kept_plan(path: Path, options: Mapping[str, Any], before: Mapping[str, Any])
     return plan if same else None
 
 
-# A folder's config.json may name code, which --resume would run. Folders that this user made at this
-# place bear a mark, and only their code is run without asking.
+# A folder's config.json may name code, which --resume would run. Folders that this user made at
+# this place bear a mark, and only their code is run without asking.
 
 MARK = "made_here"
 """The name of the mark in config.json."""
