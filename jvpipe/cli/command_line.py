@@ -278,7 +278,7 @@ def _resumed(
 
 
 def _over(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> TrainOptions:
-    """Returns options in which `later` replaces `earlier`; options that may be repeated are added."""
+    """Returns options in which `later` replaces `earlier`, or adds to it if it may be repeated."""
     added = {
         name: (*earlier.get(name, ()), *value)
         for name, value in later.items()

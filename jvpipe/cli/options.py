@@ -464,10 +464,10 @@ def check_each(options: PipelineOptions, group: Group | None = None) -> None:
 _OWN = resumed(TrainOptions, "own")
 OF_PROCESSES = (*resumed(TrainOptions, "processes"), *_OWN)
 FIXED = resumed(TrainOptions, "fixed")
-"""The options that a resumed run cannot change, because they decide what is computed. The others
-are about placement, or about how long to go on."""
+"""The options that a resumed run cannot change, because they decide what is computed. Others decide
+about placement, or how long to go on."""
 DECIDES = resumed(TrainOptions, "plans")
-"""The options that a plan follows from: a run resumed with other values of them is planned again."""
+"""The options that decide a plan: a run that is resumed with other values is planned again."""
 NOT_KEPT = (*resumed(TrainOptions, "start"), *OF_PROCESSES)
 
 

@@ -142,7 +142,7 @@ class Batches:
         return {"place": place}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place; a stream that does not keep its own passes over the batches before it."""
+        """Goes to a place; a stream that does not keep its place passes over earlier batches."""
         saved = "without" if self._keeps_place else "with one"
         if ("place" in state) != self._keeps_place:
             keeps = "a place" if self._keeps_place else "no place"
