@@ -15,12 +15,12 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import reason_of
 from jvpipe.report.explain import explain, stage_lines
+from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
-from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
     check_arrays,
     check_key,
