@@ -383,7 +383,7 @@ class PipelineOptions:
     group: bool | None = option(
         None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, on CPUs with bitwise the same results; if left out, on CPUs "
+        "Consecutive layers of a stage run as one program, on CPUs with the same results bitwise; if left out, on CPUs "
         "alone, once the steps of a run have taken as long as its programs took to compile.",
         "run",
         "",
