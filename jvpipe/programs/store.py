@@ -190,7 +190,7 @@ class ProgramStore:
         """Returns how long it took to compile programs, given by their keys and devices, one after
         another.
         """
-        return sum(self._compile_s.get(each, 0.0) for each in programs)
+        return sum((self._compile_s.get(each, 0.0) for each in programs), 0.0)
 
     def text(
         self,
