@@ -15,12 +15,12 @@ from jvpipe.ir.plan import Plan
 from jvpipe.ir.values import ValueKind
 from jvpipe.papers.registry import reason_of
 from jvpipe.report.explain import explain, stage_lines
+from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.hosts import telling
 from jvpipe.runtime.engine.tensors import Ledger
 from jvpipe.runtime.engine.training_state import State, given_leaves, made_leaves
 from jvpipe.schedules import Schedule
 from jvpipe.session import checkpoints
-from jvpipe.session.adapt import beside_training
 from jvpipe.session.arguments import (
     check_arrays,
     check_key,
@@ -117,10 +117,12 @@ class Pipeline:
         grad_norm: also report the global norm of the gradient.
         group: consecutive layers of a stage run as one program in each direction, with the same
             results bitwise as layers apart. It takes fewer dispatches, which is what limits small
-            layers and fast devices, and longer to compile. Layers that call the host run by
-            programs of their own, and so do those that have moved, until their groups are compiled
-            beside the run. If groups would not keep the limit, and under `sharding`, layers stay
-            apart.
+            layers and fast devices, and longer to compile. True compiles groups before the first
+            step, False keeps layers apart. If left out, layers begin apart; on CPUs groups are
+            compiled beside the run once its steps have taken as long as its programs took to
+            compile. Layers that call the host run by programs of their own, and so do those that have moved,
+            until their groups are compiled beside the run. If groups would not keep the limit, and
+            under `sharding`, layers stay apart.
         remeasure: measure again what an earlier process has measured. Seconds are kept, and found
             again, if JAX has a compilation cache on disk (`jax_compilation_cache_dir`), and nowhere
             else.
@@ -171,7 +173,7 @@ class Pipeline:
         aux_reduce: Mapping[str, str] | None = None,
         model_state_reduce: Mapping[str, str] | None = None,
         grad_norm: bool = False,
-        group: bool = False,
+        group: bool | None = None,
         remeasure: bool = False,
     ) -> None:
         options = checked(PIPELINE, locals())

@@ -1,4 +1,4 @@
-"""A workload: what a command line needs to know of a model in order to plan and train it."""
+"""A workload: what a command line needs to know about a model in order to plan and train it."""
 
 import dataclasses
 import importlib
@@ -84,7 +84,7 @@ class Data:
 class Workload:
     """A model of some size with its loss, its data and its recipe: a `Model` with all that one may have.
 
-    `config` has the fields that tell it from others of its name. `init` maps a key to parameters, nested dicts of
+    `config` has the fields that distinguish models of one name. `init` maps a key to parameters, nested dicts of
     arrays; `loss_fn` maps (parameters, batch, key) to a `jvpipe.Weighted`, without dropout if the key is None;
     `abstract_batch` maps a batch size to the shapes of a batch, so that a model is planned without data. `open_data`
     takes a file or folder (None for the default text), the folder of the run, which keeps what belongs to it (a

@@ -12,8 +12,8 @@ import numpy as np
 from jvpipe.models.architecture import Architecture, Supernet
 from jvpipe.models.evolution import RegularizedEvolution
 from jvpipe.pipeline import Metrics, Pipeline
+from jvpipe.runtime.engine.beside_training import beside_training
 from jvpipe.runtime.engine.training_state import State
-from jvpipe.session.adapt import beside_training
 
 Tree = Any
 

@@ -94,7 +94,9 @@ def add_options(
     actions = []
     for name, option in options.items():
         kind: dict[str, Any] = {"action": "store_true"}
-        if bool not in option.kinds:
+        if bool in option.kinds and NoneType in option.kinds:
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif bool not in option.kinds:
             repeated = tuple in option.kinds
             kind = {
                 "action": "append" if repeated else "store",

@@ -18,17 +18,13 @@ next round. A process alone has no rounds: its thread decides and prepares as so
 step, and the migration is made before the next step that begins.
 """
 
-import gc
 import logging
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from jvpipe._jax import first_of
 from jvpipe.cost.hardware import INFINITE, Link
@@ -36,6 +32,7 @@ from jvpipe.cost.links import links_between
 from jvpipe.ir.plan import Plan
 from jvpipe.lowering.step import lower_move
 from jvpipe.planners.user_fates import recut
+from jvpipe.runtime.engine.beside_training import Thread, beside_training
 from jvpipe.runtime.engine.compiled_plan import CompiledPlan
 from jvpipe.runtime.engine.host_link import link_between
 from jvpipe.runtime.engine.hosts import Hosts
@@ -46,105 +43,21 @@ from jvpipe.session.compiled_plans import CompiledPlans, agree_on_rows
 from jvpipe.session.planning import Planned, planned_again
 from jvpipe.session.trigger import Proposal, Replan, Rule, Seen, Told, Trigger, all_of
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class AdaptEffort:
     """How much of a run's time may go into watching it.
 
     Attributes:
-        turn_s: seconds after which a thread beside the training gives up the interpreter. With
-            Python's own 5 ms, each dispatch could wait that long.
         waiting_steps: how many steps may wait for the second thread; further steps are not read.
         round_steps: steps between two exchanges of news among processes; all need the same number.
     """
 
-    turn_s: float = 1e-4
     waiting_steps: int = 4
     round_steps: int = 4
 
 
 ADAPTING = AdaptEffort()
-_lock = Lock()
-_outside: list[tuple[float, bool]] = []
-"""(switch interval, garbage collection on), as each `beside_training` now active found them.
-
-The first entry is the setting of the program outside, which the last one to leave puts back.
-"""
-
-
-@contextmanager
-def beside_training() -> Iterator[None]:
-    """Keeps work beside the training from holding up the thread that dispatches.
-
-    The dispatching thread gives up the interpreter at each dispatch and then needs it back. Inside,
-    threads therefore take turns of at most `ADAPTING.turn_s`, and garbage collection is off:
-    tracing would set off collections that look at every object and take half a second.
-
-    >>> with beside_training():
-    ...     round(sys.getswitchinterval(), 4), gc.isenabled()
-    (0.0001, False)
-    """
-    with _lock:
-        _outside.append((sys.getswitchinterval(), gc.isenabled()))
-        sys.setswitchinterval(min(ADAPTING.turn_s, _outside[0][0]))
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            interval_s, collecting = _outside.pop()
-            if not _outside:
-                sys.setswitchinterval(interval_s)
-                if collecting:
-                    gc.enable()
-
-
-class Thread:
-    """A thread beside the training that runs the calls asked of it, in order, once switched on.
-
-    >>> thread = Thread("jvpipe-example")
-    >>> thread.switch(on=True)
-    >>> asked = thread.ask(sum, [1, 2])
-    >>> thread.wait()
-    >>> asked.result(), thread.waiting
-    (3, 0)
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._pool: ThreadPoolExecutor | None = None
-        self._asked: list[Future[Any]] = []
-
-    def __bool__(self) -> bool:
-        return self._pool is not None
-
-    def switch(self, *, on: bool) -> None:
-        """Starts the thread again, or ends it; calls that have not begun are cancelled."""
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        self._pool, self._asked = ThreadPoolExecutor(1, self._name) if on else None, []
-
-    @property
-    def waiting(self) -> int:
-        """How many calls have not ended yet."""
-        # Finished calls are forgotten, so the list stays short.
-        self._asked = [future for future in self._asked if not future.done()]
-        return len(self._asked)
-
-    def ask(self, act: Callable[..., T], *args: Any) -> Future[T]:
-        """Hands a call to the thread; returns at once."""
-        assert self._pool is not None, "switched on"
-        self._asked.append(future := self._pool.submit(act, *args))
-        return future
-
-    def wait(self) -> None:
-        """Waits until all calls have ended."""
-        for future in self._asked:
-            future.result()
-
-
 _log = logging.getLogger("jvpipe")
 
 
@@ -481,8 +394,16 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# After a move, each layer at first runs as a program of its own. Groups of layers that run as one
-# program take longer to compile, which happens beside the training.
+# Layers begin apart, and those that have moved run by programs of their own until those of their
+# groups are compiled, beside the run. Nobody knows how long a run will be. Unless groups are asked
+# for, they are compiled once the steps of a plan have taken as long as its programs took to compile,
+# and on CPUs alone: there groups were measured, and their results compared bit by bit.
+#
+#     |-- compile layers --|-- steps of layers apart --|-- steps, groups are compiled --|-- groups --
+#     |<------- c -------->|<---------- c ------------>|
+#
+# So a run that ends early has compiled no group, and the groups of a longer one take about as long
+# as it has already spent.
 
 
 class Grouping:
@@ -491,7 +412,13 @@ class Grouping:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._apart: CompiledPlan | None = None
+        self._stepping_s = 0.0  # what steps of `_apart` have taken
         self._grouped: Future[CompiledPlan] | None = None
+        self._begun = False
+
+    def note_step(self, taken_s: float) -> None:
+        """Counts the seconds that the thread of the training was within a step."""
+        self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
         """Begins to compile the groups of a plan without groups, or takes over compiled ones.
@@ -499,13 +426,19 @@ class Grouping:
         Args:
             compiled_plans: of the model, between two steps and with no migration in the queue.
         """
-        current = compiled_plans.current
-        if current.grouped or not compiled_plans.settings.group:
+        current, asked = compiled_plans.current, compiled_plans.settings.group
+        if current.grouped or asked is False:
+            return
+        if asked is None and first_of(compiled_plans.settings.devices[0]).platform != "cpu":
             return
         if self._apart is not current:
-            self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
-            self._apart = current
-            self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+            self._apart, self._grouped, self._begun = current, None, False
+            self._stepping_s = 0.0
+        if not self._begun:
+            if asked or self._stepping_s > current.compile_s:
+                self._pool = self._pool or ThreadPoolExecutor(1, "jvpipe-groups")
+                self._grouped = self._pool.submit(_compiled, compiled_plans, current)
+                self._begun = True
         elif self._grouped and self._grouped.done():
             grouped, self._grouped = self._grouped, None
             if error := grouped.exception():

@@ -246,7 +246,7 @@ class CompiledPlans:
             planner = ModelPlanner(settings, bench, cutter, self._leaves)
             compiled, self.planned, self.shape = self._planned(planner, traced)
         # If another model is in training, groups are compiled later, beside this one's training.
-        if not self._follows:
+        if settings.group and not self._follows:
             compiled = self.in_groups(compiled)
         if settings.schedule.warmup_updates:
             plain = find_schedule("1f1b")
@@ -294,8 +294,6 @@ class CompiledPlans:
 
         Groups hold more memory: the layers stay apart if groups would go over a limit.
         """
-        if not self.settings.group:
-            return compiled
         grouped = replace(compiled, grouped=True)
         limits = Limits(self.settings.limits or None)
         try:

@@ -380,10 +380,11 @@ class PipelineOptions:
         EVERY,
         "plans",
     )
-    group: bool = option(
-        False,
+    group: bool | None = option(
+        None,
         checked_flag,
-        "Consecutive layers of a stage run as one program, bitwise identical to layers apart.",
+        "Consecutive layers of a stage run as one program, on CPUs with the same results bitwise; if left out, on CPUs "
+        "alone, once the steps of a run have taken as long as its programs took to compile.",
         "run",
         "",
         RUNS,

@@ -1,6 +1,7 @@
 """The session of a pipeline: it runs steps, and changes the plan or the model between two steps."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -253,6 +254,7 @@ class Session(Engine):
         Only micro-batches with the shapes of the first batch can be in flight. They are finished
         before a batch of other shapes runs, which is then finished within its own step.
         """
+        start_s = time.perf_counter()
         self.check_state(state)
         self.controller.check()
         self.check_losses(state, wait=bool(state.stream_steps), last=not state.stream_steps)
@@ -293,7 +295,10 @@ class Session(Engine):
         after = replace(
             state, arrays=arrays, step=state.step + 1, stream_steps=stream_steps, updates=updates
         )
-        return after if compiled is self.compiled else self._finish(after, compiled), metrics
+        if compiled is not self.compiled:
+            after = self._finish(after, compiled)
+        self.grouping.note_step(time.perf_counter() - start_s)
+        return after, metrics
 
     def _record(self, uses: Sequence[Use], state: State) -> None:
         """Records which weights the tasks of a step read, so that the run can be replayed."""

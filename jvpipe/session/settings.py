@@ -90,7 +90,7 @@ class Settings(Training):
         deferred_batch_norm: what batch norms remember changes once a batch.
         grad_norm: also report the global norm of the gradient.
         remeasure: measure again what an earlier process has measured.
-        group: consecutive layers of a stage run as one program.
+        group: consecutive layers of a stage run as one program; None: once that pays.
         hosts: the processes of the run, if there are several.
         speeds: how fast each device is beside the others; none: what is measured tells.
     """
@@ -111,7 +111,7 @@ class Settings(Training):
     deferred_batch_norm: bool
     grad_norm: bool
     remeasure: bool
-    group: bool
+    group: bool | None
     hosts: Hosts | None
     speeds: tuple[float, ...]
 

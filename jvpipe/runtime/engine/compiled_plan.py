@@ -343,6 +343,11 @@ class CompiledPlan:
         )
         return self.bound(lowered)
 
+    @property
+    def compile_s(self) -> float:
+        """Returns how long the programs that it has asked for took to compile, one after another."""
+        return self.store.compile_s(self.executables)
+
     def bound(self, lowered: Lowered, layouts: LayerLayouts = ()) -> Bound:
         """Compiles the programs of rows, and binds each row to its program.
 
