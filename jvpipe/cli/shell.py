@@ -49,8 +49,8 @@ def end_at_once(signum: int, frame: FrameType | None = None) -> NoReturn:
 def hear_interrupts() -> None:
     """Makes the first Ctrl-C raise KeyboardInterrupt, and a second signal end the process at once.
 
-    Python runs its handlers in the main thread, which may be waiting for a device and runs them only
-    afterwards. So a second thread counts the signals.
+    Python runs its handlers in the main thread, which may be waiting for a device and then runs
+    them only afterwards. So a second thread counts the signals.
     """
     # Python writes the number of each signal to this pipe at once, before it runs a handler.
     heard, rings = os.pipe()

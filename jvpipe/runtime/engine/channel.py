@@ -6,7 +6,7 @@ contains the name of its call, so that a different call is noticed and not misre
 jvpipe/NUMBER/PROCESS; each column below is one call:
 
     process 0   jvpipe/1/0 = "plan ..."    jvpipe/2/0 = "limits ..."
-    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both then raise this failure
+    process 1   jvpipe/1/1 = "plan ..."    jvpipe/2/1 = "failure ..."      both then raise this
 
 A process deletes its n-th word when it writes word n + 2. All others have read it by then: the
 process has read their words n + 1, which they write only after they have read all n-th words.

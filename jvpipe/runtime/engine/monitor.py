@@ -7,8 +7,8 @@ note when each marker comes. The start of a task is computed, because JAX does n
 task began when its device was free, its inputs had come and it had been dispatched, whichever was
 last. In the picture, time runs to the right, and each line is a queue of tasks that run in order:
 
-    device 0   [  F0  ][  F1  ]      [ B0 ]         programs: forwards of micro-batches 0 and 1, a backward
-    link 0             [ OUT 0 ]  [IN 0]            copies: a residual of F0 goes to the host and comes back
+    device 0   [  F0  ][  F1  ]      [ B0 ]         programs: two forwards, one backward
+    link 0             [ OUT 0 ]  [IN 0]            copies: a value of F0 to the host and back
 
 Between F1 and B0 the device is idle. If B0 waited only for the copy IN 0, this time counts as
 exposed: seconds of a copy that no work hides.

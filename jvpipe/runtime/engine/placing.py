@@ -251,8 +251,8 @@ class Placing:
     def _initialising(self, table: Collection[Key]) -> tuple[list[Piece], set[Key]]:
         """Returns the pieces that make the state missing from the table, and the keys to be made.
 
-        Goes from the last piece to the first: a value that a needed piece reads has to be made by an
-        earlier piece, which is then needed as well.
+        Goes from the last piece to the first: a value that a needed piece reads has to be made by
+        an earlier piece, which is then needed as well.
         """
         owned = (b for b in self.buffers if b.owner is Owner.OPTIMIZER and self._is_own(b))
         lacking: set[Key] = {key_of(b) for b in owned if key_of(b) not in table}

@@ -4,7 +4,7 @@ Replicas are devices that run the same layers, each on a slice of every micro-ba
 micro-batch of four examples, in order from left to right; a:b are the examples of a slice:
 
     stage 0, two replicas    F(0:2)  F(2:4)                   one forward on each replica
-    stage 1, one device              CONCAT  F  B  SLICE      joins the slices, and cuts cotangents again
+    stage 1, one device              CONCAT  F  B  SLICE      joins slices, cuts cotangents
     stage 0                                         B(0:2)  B(2:4)  REDUCE  U
 
 The programs on a slice must take and leave the same values as those on the whole micro-batch, in
