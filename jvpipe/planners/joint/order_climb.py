@@ -1,21 +1,25 @@
-"""Improves an order by tabu search on its longest path, as job shops are solved.
+"""Improves an order of tasks by tabu search on its longest path, as job shops are solved.
 
 The method is that of Nowicki and Smutnicki.
 
-A step becomes shorter only by a change of what its longest path goes through. That path consists of
-blocks of tasks that a device runs without a pause, and only a task at either end of a block is
-worth another place:
+The longest path is a chain of tasks and transfers that takes as long as the whole step. The step
+becomes shorter only if something on its longest path changes. The path consists of blocks: tasks
+that a device runs one after the other without a pause. A change inside a block does not help; a
+task has to leave the block at its front or at its end. Letters are tasks in the list of a device:
 
-    block          a b c d e      a waits for another device, and another one waits for e
-    ahead          c a b d e      c no longer waits for a and b
-    behind         a b d e c      d and e no longer wait for c
-    split, behind  a b I d e W    c is a backward: its second half moves behind the block
+    block          a b c d e      a waits for another device, and another device waits for e
+    ahead          c a b d e      c moves to the front, and no longer waits for a and b
+    behind         a b d e c      c moves to the end; d and e no longer wait for c
+    split, behind  a b I d e W    c is a backward: its second half W moves to the end
 
-Two halves beside each other may become one again. A task never passes one of its own stage and
-kind, so that values stay the same, and what its device holds must fit. Among the moves that are
-drawn, the one with the shortest longest path through what moved is made, be it longer than before;
-what has moved rests for some moves, so that the search does not go back to where it came from. It
-ends after so many moves, or so many without a gain.
+Two halves that are near each other may also become a whole backward again. A task never passes
+another task of its own stage and kind, so that the results stay bitwise identical, and what the
+device holds must always fit.
+
+Each turn draws some moves. The move is made whose longest path through the moved tasks is shortest,
+even if that is longer than before. A step that has moved rests for some turns, so that the search
+does not undo the move at once. The search ends after a number of moves, after a number of moves
+without a gain, or when the order meets the lower bound.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,17 +35,20 @@ from jvpipe.util.sizes import ROUNDING
 
 
 class Move(NamedTuple):
-    """A change of a device's list from one place to another, and the longest path through it.
+    """A change of a run of a device's list, and the longest path through what changed.
+
+    A step is a task, written as a number (see `order_course.py`).
 
     Attributes:
-        path_s: seconds of that path.
-        draw: what decides between equal ones.
-        device: whose list.
-        first: the first place that changes.
-        steps: what stands there from then on.
+        path_s: seconds of the longest path through the steps that change.
+        draw: a random number that decides between moves with equal `path_s`. The order of these two
+            attributes matters, because moves are sorted as tuples.
+        device: whose list changes.
+        first: the first index of the list that changes.
+        steps: the new entries of the list from `first` on.
         moved: the step that moves.
-        cell: of the backward that is split or becomes whole; -1 where none does.
-        more: steps by which the list becomes longer.
+        cell: of the backward that is split or becomes whole; -1 if no backward does.
+        more: by how many entries the list becomes longer: 1, 0 or -1.
     """
 
     path_s: float
@@ -60,39 +67,40 @@ def climbed(
     tries: int,
     seed: int = 0,
 ) -> Order:
-    """Finds the best order that so many moves lead to.
+    """Returns the best order that is found in a number of moves.
 
     Args:
         loads: the plan's stages.
-        order: to begin with; it fits.
-        tries: moves that are made at most.
-        seed: of what is drawn.
+        order: to begin with, which must fit the devices.
+        tries: how many moves are made at most.
+        seed: of the random numbers.
     """
     draw = Random(seed)
     course = Course(loads, order)
-    bound_s = loads.bound_s() * (1 + ROUNDING)  # an order that meets it is the best there is
+    bound_s = loads.bound_s() * (1 + ROUNDING)  # no order can be faster
     best, best_s = course.copy(), course.step_s
     gainless = 0  # moves since the last gain
-    rest_until = dict[int, int]()  # the turn up to which a step that has moved rests
+    rest_until = dict[int, int]()  # the turn until which a step that has moved rests
     course.follow()
     for turn in range(tries):
         if best_s <= bound_s or gainless > ORDER.gainless:
             break
         short_s = best_s * (1 - ROUNDING)
-        # A step that rests may move all the same if that leads below the best known (aspiration).
+        # A resting step may move if the move leads below the best known order (aspiration).
         free = (
             move
             for move in _Neighbours(course, draw).moves()
             if rest_until.get(move.moved, 0) <= turn or move.path_s < short_s
         )
         moves = _together(sorted(islice(free, ORDER.moves)), course.step_s)
-        # Without a move the next turn draws another longest path, or steps have rested for long
-        # enough.
+        # If no move is possible, the next turn may draw another longest path, or find that steps
+        # have rested for long enough.
         if not moves:
             gainless += ORDER.blocked
             continue
         gainless += 1
-        # The best move is made though it makes the order longer: so a climb leaves a valley.
+        # The best move is made even if it makes the order longer, so that a climb can leave a local
+        # optimum.
         for move in moves:
             rest_until[move.moved] = turn + draw.randrange(ORDER.rest, 2 * ORDER.rest)
         _make(course, moves)
@@ -105,7 +113,7 @@ def climbed(
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best move, and on other devices the best one each that shortens its path."""
+    """Picks the best move of all, and for each other device its best move that shortens the step."""
     by_device: dict[int, Move] = {}
     for move in moves:
         if not by_device or move.path_s < step_s * (1 - ROUNDING):
@@ -114,8 +122,8 @@ def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
 
 
 def _make(course: Course, moves: Sequence[Move]) -> None:
-    """Makes moves; if steps would then wait for each other, the first alone, or none."""
-    # Each move fits and makes sense by itself. Two at once can make steps wait in a circle.
+    """Makes all moves; if steps then wait for each other in a circle, the first alone, or none."""
+    # Each move was judged by itself; two moves at once can make steps wait in a circle.
     before = [list(course.lists[move.device]) for move in moves]
     for move in moves:
         if move.more:
@@ -139,27 +147,27 @@ def _make(course: Course, moves: Sequence[Move]) -> None:
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """The moves that lead from an order to its neighbours; `draw` orders them, and chooses."""
+    """The moves that lead from an order to its neighbours, drawn at random."""
 
     course: Course
     draw: Random
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves of a longest path's blocks that have room, in a random order."""
+        """Yields the moves that fit, block by block of a longest path, the blocks in random order."""
         course = self.course
         blocks = course.path(self.draw)
         self.draw.shuffle(blocks)
         for block in blocks:
             steps = course.lists[block.device]
-            # A block that starts at once has nothing to win at its front, one that ends the order
-            # nothing at its end.
+            # A block that starts at time 0 gains nothing by another front, and a block that ends
+            # the whole step gains nothing by another end.
             if course.starts[steps[block.first]] > 0.0:
                 yield from self._ahead(block)
             if course.tails[steps[block.last]] > course.updates_s[block.device]:
                 yield from self._behind(block)
 
     def _ahead(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields moves of tasks before the first one of a block."""
+        """Yields the moves of a task to the front of its block."""
         d, first, last = block
         steps = self.course.lists[d]
         for at in range(first + 1, min(last, first + ORDER.farthest) + 1):
@@ -169,7 +177,7 @@ class _Neighbours:
                 yield from self._move(d, first, [step, *passed], step)
 
     def _behind(self, block: CourseBlock) -> Iterator[Move]:
-        """Yields moves of tasks, or of second halves, behind the last one of a block."""
+        """Yields the moves of a task, or of a second half, to the end of its block."""
         d, first, last = block
         course = self.course
         steps = course.lists[d]
@@ -181,7 +189,8 @@ class _Neighbours:
                 yield from self._move(d, at, [*passed, step], step)
             cell = step - cells
             is_backward = 0 <= cell < cells
-            # Nobody waits for what a backward of the first stage gives back: it has no halves.
+            # A backward of the first stage has no halves, because no stage waits for its
+            # cotangents.
             if not is_backward or cell < course.M or not course.loads.splits[cell // course.M]:
                 continue
             if course.half[cell]:
@@ -200,26 +209,27 @@ class _Neighbours:
 
         Args:
             d: the device.
-            at: the place of the backward.
+            at: the index of the backward in the device's list.
             cell: of the backward.
-            passed: the steps behind it that its second half passes.
+            passed: the steps after the backward, which the second half passes.
         """
         course = self.course
         step = course.cells + cell
         weight = 2 * course.cells + cell
         if not any(self._bound(weight, other) for other in passed):
-            # The move is judged with the seconds and bytes of halves, then the course is as it was.
+            # The course is cut while the move is judged, which needs the seconds and bytes of
+            # halves, and made whole again afterwards.
             course.cut(cell, half=True)
             every = list(self._move(d, at, [step, *passed, weight], step, cell, 1))
             course.cut(cell, half=False)
             yield from every
 
     def _whole(self, d: int, at: int, cell: int) -> Iterator[Move]:
-        """Yields the move that makes two halves one, unless they are far apart.
+        """Yields the move that joins two halves to a whole backward, unless they are far apart.
 
         Args:
             d: the device.
-            at: the place of the first half.
+            at: the index of the first half in the device's list.
             cell: of the backward.
         """
         course = self.course
@@ -234,13 +244,17 @@ class _Neighbours:
             yield from every
 
     def _may_pass(self, step: int, other: int) -> bool:
-        """Returns whether a step may run before another one, and has its input before that ends."""
+        """Tells whether a step may run before `other`, and has its input before `other` ends."""
         there_s = self.course.there[step]
         end_s = self.course.ends[other]
         return there_s < end_s and not self._bound(step, other)
 
     def _bound(self, step: int, other: int) -> bool:
-        """Tells whether two steps must stay in order: of one stage and kind, or of one sum."""
+        """Tells whether two steps must stay in order.
+
+        They must if they belong to one stage and are of one kind, are of one micro-batch, or add to
+        the same gradients: floating-point sums depend on the order.
+        """
         course = self.course
         kind, cell = divmod(step, course.cells)
         other_kind, other_cell = divmod(other, course.cells)
@@ -248,7 +262,7 @@ class _Neighbours:
             return False
         if kind == other_kind or cell == other_cell:
             return True
-        # A whole backward adds to the gradients, and so does a second half.
+        # Kinds 1 and 2: a whole backward adds to the gradients, and so does a second half.
         return kind + other_kind == 3 and not course.half[cell if kind == 1 else other_cell]
 
     def _move(
@@ -262,23 +276,24 @@ class _Neighbours:
     ) -> Iterator[Move]:
         """Yields the move with the longest path through its steps, if its device has room.
 
-        Heads are counted on from what starts before the steps, tails back from what follows them;
-        of steps on other devices both are those of the order as it is. So the path is a bound where
-        the move changes these too, and exact where it does not.
+        The path through a step is the step's end plus its tail. Ends are counted forwards from the
+        step before the change, tails backwards from the step after the change. Steps on other
+        devices count with their present ends and tails: `path_s` is exact if the move leaves these
+        as they are, and an estimate if it changes them.
 
         Args:
             d: the device.
-            first: the first place that changes.
-            steps: what is to stand there.
+            first: the first index of the list that changes.
+            steps: the new entries from `first` on.
             moved: the step that moves.
-            cell: of the backward that is split or becomes whole.
-            more: steps by which the list becomes longer.
+            cell: of the backward that is split or becomes whole; -1 if no backward does.
+            more: by how many entries the list becomes longer.
         """
         course = self.course
         held_bytes = course.held[d][first - 1] if first else 0.0
         room = course.loads.room_bytes[d]
-        # Behind the steps that move the device holds what it held before, so only these are looked
-        # at.
+        # After the changed steps the device holds the same bytes as before the move, so that it is
+        # enough to look at the changed steps.
         for step in steps:
             held_bytes += course.bytes[step]
             if held_bytes > room:
@@ -292,7 +307,7 @@ class _Neighbours:
         now = course.ends[here[first - 1]] if first else 0.0
         ends = dict[int, float]()
         for step in steps:
-            # What comes from a step that moves too is there as soon as that ends.
+            # An input that one of these steps makes is there as soon as that step ends.
             begin = course.there[step]
             if source[step] in ends:
                 begin = ends[source[step]] - course.early_s[step]

@@ -1,21 +1,25 @@
 """The course of an order: when its steps start and end, and the longest path through them.
 
-An order is a list of steps per device. Each step starts when the one before it on its device has
-ended and what it reads has arrived, so that one pass over the lists, device by device as far as
-each can go, finds all times. The same pass backwards finds how long the order goes on after each
-step at least, and a walk from the last end to a step that starts at once finds a longest path.
+An order is a list of steps (tasks) for each device. A step starts when the step before it on its
+device has ended and its input has arrived. One pass over the lists, device by device as far as each
+can go, finds all times. The same pass backwards finds the tail of each step: the time from the
+step's end to the end of the order that the order needs at least. A walk back from the step that
+ends last, to a step that starts at time 0, finds a longest path.
 
-    device 0   F0 F1 F2 .. B0 B1 B2        a step's number is (kind V + stage) M + micro-batch,
-    device 1      F0 B0 F1 B1 F2 B2        for V stages and M micro-batches of kind 0, 1 and 2:
-               +- block --+                a forward, a backward or its first half, a second half
+    device 0   F0 F1 F2 .. B0 B1 B2        columns are equal times; .. is a pause
+    device 1      F0 B0 F1 B1 F2 B2
+               +- block --+                a run of steps of device 1 on the longest path
 
-Legend: a cell is a stage and a micro-batch, hence the number of its forward. A step's tail is how
-long the order goes on after its end, at least. A block is a run of steps of one device on a longest
-path: each starts when the one before it ends. A backward may begin early: by what it computes again
-before it reads its cotangents.
+A step's number is (kind * V + stage) * M + micro-batch, for V stages and M micro-batches. Kind 0 is
+a forward, kind 1 a backward or its first half, kind 2 a second half. A cell is a pair of a stage
+and a micro-batch, and has the number of its forward, stage * M + micro-batch.
 
-The clock is the simulator's without swaps, where no two transfers share a link, and a test holds it
-to that. What counts in the end is simulated (`simulated_step_s`).
+A block is a run of steps of one device on a longest path, each of which starts when the one before
+it ends. A backward may begin early: it may recompute for `early_s` seconds before it reads its
+cotangents.
+
+The times are those that the simulator finds if nothing is swapped and no two transfers share a
+link; a test compares both. Plans are finally chosen by simulated times (`simulated_step_s`).
 """
 
 from collections.abc import Sequence
@@ -30,11 +34,11 @@ from jvpipe.planners.joint.order_loads import Loads, Order, Step
 from jvpipe.util.sizes import ROUNDING
 
 NOT_YET = -1.0
-"""When something arrives that was not sent yet."""
+"""The time at which an input arrives that was not sent yet; any negative number would do."""
 
 
 class CourseBlock(NamedTuple):
-    """Steps of a device on a longest path, by their places in its list, the last one included."""
+    """A block: a device, and the indices in its list of the block's first step and its last one."""
 
     device: int
     first: int
@@ -42,21 +46,21 @@ class CourseBlock(NamedTuple):
 
 
 class Course:
-    """An order as lists of numbers that may be changed, and its times at the last `run`.
+    """An order as lists of step numbers, which may be changed, and its times at the last `run`.
 
-    Whoever changes `lists[d]` calls `placed(d)`; `half` says of each cell whether its backward runs
-    in halves, and is changed by `cut` alone.
+    A caller that changes `lists[d]` must call `placed(d)` afterwards, and `run` to update the
+    times. `half` must be changed by `cut` alone, which also updates seconds and bytes.
 
     Attributes:
         M: micro-batches.
-        cells: stages times micro-batches.
+        cells: the number of cells, which is stages times micro-batches.
         lists: the steps of each device.
-        half: of each cell, whether its backward runs in halves.
-        to: for each step the one that waits for it; -1 where there is none.
-        source: for each step the one that it waits for; -1 where there is none.
-        device: where each step runs.
-        place: where in the list of its device each step stands.
-        held: what each device holds after each of its steps.
+        half: for each cell, whether its backward runs in halves.
+        to: for each step the step that waits for its result; -1 if none does.
+        source: for each step the step that makes its input; -1 if none does.
+        device: for each step the device that it runs on.
+        place: for each step its index in the list of its device.
+        held: for each device the bytes that it holds after each of its steps.
         step_s: the seconds of the whole order.
     """
 
@@ -67,8 +71,8 @@ class Course:
         self.M = M
         self.cells = cells
         self.to, self.source = _ways(M, cells)
-        # A backward has one number whether it is whole or not, so that splitting it renumbers
-        # nothing.
+        # A whole backward and a first half have the same number, so that splitting a backward
+        # changes no other number.
         base = {Kind.F: 0, Kind.B: cells, Kind.I: cells, Kind.W: 2 * cells}
         self.lists = [[base[kind] + s * M + m for kind, s, m in steps] for steps in order]
         self.seconds, self.bytes, self.send_s, self.early_s = _of_steps(loads)
@@ -91,18 +95,18 @@ class Course:
         return [[self._step(step) for step in steps] for steps in self.lists]
 
     def copy(self) -> tuple[list[list[int]], list[bool]]:
-        """Copies the lists, and which backwards are in halves."""
+        """Copies the lists and `half`, by which the order can be restored."""
         return [list(steps) for steps in self.lists], list(self.half)
 
     def _step(self, step: int) -> Step:
-        """Returns the step of a number."""
+        """Returns the task of a step's number."""
         kind, cell = divmod(step, self.cells)
         s, m = divmod(cell, self.M)
         backward = Kind.I if self.half[cell] else Kind.B
         return (Kind.F, backward, Kind.W)[kind], s, m
 
     def cut(self, cell: int, *, half: bool) -> None:
-        """Runs a backward in halves, or whole."""
+        """Makes a cell's backward run in halves, or whole."""
         s = cell // self.M
         step = self.cells + cell
         handed = self.loads.handed_bytes[s] if half else 0.0
@@ -111,7 +115,7 @@ class Course:
         self.bytes[step] = handed - self.loads.kept_bytes[s]
 
     def placed(self, d: int) -> None:
-        """Notes where the steps of a device stand, and what it holds after each."""
+        """Records where a device's steps stand in its list, and what it holds after each step."""
         steps = self.lists[d]
         for at, step in enumerate(steps):
             self.device[step] = d
@@ -119,10 +123,11 @@ class Course:
         self.held[d] = list(accumulate(map(self.bytes.__getitem__, steps)))
 
     def run(self) -> None:
-        """Clocks the order: `step_s` is infinite if steps wait for each other.
+        """Finds the times of all steps; `step_s` is infinite if steps wait for each other.
 
-        Each device goes on until it reaches a step whose input was not sent yet; whoever sends that
-        has the device go on. So every step is looked at once, and once more for each such stop.
+        A device runs its steps until it reaches one whose input was not sent yet. The step that
+        sends the input later lets the device go on. So every step is looked at once, and once more
+        for each stop.
         """
         cells = self.cells
         lists = self.lists
@@ -131,8 +136,8 @@ class Course:
         to = self.to
         send_s = self.send_s
         early_s = self.early_s
-        # When each step may begin for its input; the last part stands for what would follow second
-        # halves.
+        # The time at which each step's input lets it begin. The last `cells` entries are never
+        # read: they let the line that is marked below write for second halves too.
         there = [NOT_YET] * (4 * cells)
         there[: self.M] = [0.0] * self.M  # nothing is sent to the first stage
         starts = [0.0] * (3 * cells)
@@ -151,8 +156,8 @@ class Course:
                 step = steps[at]
                 begin = there[step]
                 if begin < 0.0:
-                    # Whoever sends this step's input wakes the device. If nobody does, steps wait
-                    # for each other, and not all of them have run at the end.
+                    # The step that sends this input wakes the device. If no step does, steps wait
+                    # for each other, and not all steps have run at the end.
                     waits[step], done[d] = d, at
                     break
                 if begin > now:
@@ -162,7 +167,7 @@ class Course:
                 ends[step] = now
                 ran.append(step)
                 if step >= cells:
-                    there[step + cells] = now  # a second half may follow its first one
+                    there[step + cells] = now  # marked: a second half may follow its first half
                 target = to[step]
                 if target < 0:
                     continue
@@ -173,7 +178,7 @@ class Course:
                     link = d, device[target]
                     arrives = max(now, links.get(link, 0.0)) + takes_s
                     links[link] = arrives
-                # The target computes again for so long before it reads what arrives.
+                # The target may begin `early_s` before the arrival: it recomputes until then.
                 there[target] = max(0.0, arrives - early_s[target])
                 if target in waits:
                     ready.append(waits.pop(target))
@@ -187,7 +192,11 @@ class Course:
         self.step_s = max(ends_s) if all_ran else float("inf")
 
     def follow(self) -> None:
-        """Counts tails after a run: `tails` of steps, and `answers`, due to what a step sends."""
+        """Counts after a run each step's tail (`tails`), and its tail by way of its result alone.
+
+        The latter (`answers`) is the time that the order needs from the step's end on for what the
+        step sends, and for all that waits for it, whatever follows on the step's own device.
+        """
         tails = [0.0] * (3 * self.cells)
         answers = [0.0] * (3 * self.cells)
         seconds = self.seconds
@@ -196,14 +205,14 @@ class Course:
         device = self.device
         later_s = list(self.updates_s)  # from the start of the last step seen on a device
         links = dict[tuple[int, int], float]()  # from the start of the last transfer seen
-        # Whatever follows a step has run after it, so in reverse all that its tail is made of is
-        # known.
+        # All that follows a step ran after it. In reverse order, the tails that a step's tail is
+        # computed from are therefore known.
         for step in reversed(self.ran):
             d = device[step]
             target = to[step]
             if target >= 0:
                 answer = seconds[target] - self.early_s[target] + tails[target]
-                # The transfer goes on to its target, and holds up the next one on its link.
+                # The transfer is followed by its target, and by the next transfer on its link.
                 if takes_s := send_s[step]:
                     link = d, device[target]
                     answer = takes_s + max(answer, links.get(link, 0.0))
@@ -217,7 +226,7 @@ class Course:
         self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
-        """Finds the blocks of a longest path, the last one first; of several paths, a drawn one."""
+        """Finds the blocks of a longest path, the last block first; draws one if there are several."""
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s
@@ -226,8 +235,9 @@ class Course:
         _, step = max((ends[step] + update_s, step) for step, update_s in lasts)
         blocks = list[CourseBlock]()
         last = self.place[step]
-        # From step to step backwards: to the one before on the device, or to the one that sent the
-        # input, whichever ends as this one starts. A step that waited for neither began at time 0.
+        # Go back from step to step: to the step before on the device if it ends when this step
+        # starts, or to the step that sent the input if that arrives when this step starts. A step
+        # that waited for neither started at time 0.
         while True:
             d = self.device[step]
             at = self.place[step]
@@ -244,10 +254,10 @@ class Course:
             last = self.place[step]
 
     def _sender(self, step: int, near_s: float) -> int:
-        """Finds the step whose end a step waits for.
+        """Finds the step at whose end the wait for a step's input began.
 
-        It is the source of its input, or a step whose transfer is before that one on the same link
-        and ends as it begins.
+        It is the step that makes the input, if the transfer of the input starts at once. If the
+        link was busy, it is the step whose transfer began the busy period of the link.
         """
         source = self.source[step]
         arrives = self.there[step] + self.early_s[step]
@@ -257,7 +267,8 @@ class Course:
             other = self.lists[d][at]
             if not self.send_s[other] or self.device[self.to[other]] != e:
                 continue
-            # Back by one transfer: the link was busy from here on, or this step's end began it.
+            # Go back by one transfer. If `other` ended before the transfer could start, the link
+            # was busy with an earlier transfer.
             arrives -= self.send_s[other]
             if self.ends[other] >= arrives - near_s:
                 return other
@@ -265,11 +276,11 @@ class Course:
 
 
 def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Lists of each step what it takes, if backwards are whole.
+    """Lists the seconds and bytes of each step if backwards are whole.
 
     Returns:
-        Its seconds, the bytes that it adds, the seconds of its send, and of what it computes before
-        it reads its input.
+        For each step its seconds, the bytes that it adds (or frees, if negative), the seconds of
+        sending its result, and the seconds that it may compute before it reads its input.
     """
     M = loads.microbatches
     stages = len(loads.places)
@@ -288,10 +299,11 @@ def _of_steps(loads: Loads) -> tuple[list[float], list[float], list[float], list
 
 @lru_cache(maxsize=32)
 def _ways(M: int, cells: int) -> tuple[list[int], list[int]]:
-    """Lists for each step the one that waits for it, and the one it waits for; -1 if none does.
+    """Lists for each step the step that waits for its result, and the step that makes its input.
 
-    A forward is waited for by that of the next stage, the last one by its own backward, a backward
-    by that of the stage before. A second half waits for its first one, which sends nothing to it.
+    An entry is -1 if there is no such step. The result of a forward goes to the forward of the next
+    stage; on the last stage, to the backward of the same stage. The result of a backward goes to
+    the backward of the stage before. A second half waits for its first half, which sends nothing.
     """
     nowhere = [-1] * M
     last_stage = range(cells - M, cells)

@@ -1,7 +1,9 @@
-"""The seconds of all segments between given cuts: bounded first, counted where a search asks.
+"""A table of the seconds of all segments between given cuts, which a search refines cell by cell.
 
-Legend: a cell (s, i, j) is layers [i, j) on stage s. A cell is settled when its choices are known
-that take its seconds; else its seconds are a lower bound. A path is the cuts from 0 to n.
+Legend: a cell (s, i, j) is the segment of layers [i, j) on stage s. A cell is open at first: its
+seconds are a lower bound. A cell is settled once choices of fates are known that take its seconds,
+or it is known that no choices fit, in which case its seconds are infinite. A path is the bounds of
+all stages, from 0 to the number of layers.
 """
 
 from collections.abc import Sequence
@@ -21,17 +23,19 @@ from jvpipe.planners.model.segments import CutBlock, Cuts
 from jvpipe.simulate.stages import PARTS
 
 Prices = tuple[float, float]
-"""The prices of seconds and of bytes."""
+"""The prices of seconds and of bytes in the Lagrangian bound of a cell (`dual_bounds.py`)."""
 Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to look.
+    """How hard to search; more effort changes plans for the better, and takes longer.
 
-    So many states stay beside each other at first (`quick`), and where that was not enough
-    (`thorough`); `tolerance` is how near is near enough, relatively. A search ends when `layers`
-    layers have been chosen for.
+    Attributes:
+        quick: states that a first search for a cell's fates keeps after each layer.
+        thorough: the same for a second search, which runs if the first may have missed the best.
+        tolerance: the relative difference up to which seconds count as equal.
+        layers: the search ends once fates were chosen for this many layers, over all cells.
     """
 
     quick: int = 16
@@ -57,17 +61,18 @@ class StageTable:
             fits = fits & can_reduce
         self.bounds_s = np.where(fits, least_s, np.inf)
         self.settled = keeps | ~fits
-        self.known_s = np.where(keeps, least_s, np.inf)  # of settled cells
+        self.known_s = np.where(keeps, least_s, np.inf)  # read for settled cells alone
 
     @property
     def seconds(self) -> Matrix:
-        """What cells take: known, or their bounds."""
+        """The seconds of settled cells, and the lower bounds of open cells."""
         return np.where(self.settled, self.known_s, self.bounds_s)
 
     def _keeping_bytes(self) -> Matrix:
-        """Counts bytes of segments that keep everything.
+        """Counts the bytes of segments that keep everything.
 
-        They are infinite where that may not take the fewest seconds.
+        They are infinite if some other choice of a layer may take fewer seconds, or if keeping
+        swaps something: then a cell is not settled by keeping everything.
         """
         block = self.block
         choices = self.pricing.choices
@@ -95,14 +100,15 @@ class StageTable:
         rows: np.ndarray,
         columns: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds of cells as `least_steps_s` takes them; bounds if not settled.
+        """Returns the seconds of cells as `least_steps_s` takes them; bounds if cells are open.
 
-        All seconds beyond those of keeping everything count as recomputation while cotangents are
-        awaited.
+        All seconds beyond those of keeping everything count as recomputation that may run while a
+        backward waits for its cotangents. That never makes a step longer than it is, so that the
+        result stays a bound.
 
         Args:
-            rows: of the cells.
-            columns: of the same.
+            rows: the row of each cell.
+            columns: the column of each cell.
         """
         block = self.block
         at = (rows, columns)
@@ -113,7 +119,7 @@ class StageTable:
         traffic_s = block.traffic_s[at]
         kept_s = np.maximum(compute_s, traffic_s)
         work_s = np.where(seconds > kept_s, seconds, compute_s)
-        # Backwards are whole where cuts are sought by a table.
+        # Parts for halves of backwards stay 0: cuts are searched by a table for whole backwards.
         by_part = {
             Kind.F: forward_s,
             Kind.B: compute_s - forward_s,
@@ -125,12 +131,12 @@ class StageTable:
         return np.array([by_part.get(part, nothing) for part in PARTS]), traffic_s
 
     def price(self, prices: Prices) -> None:
-        """Raises the bounds to what these prices prove."""
+        """Raises the lower bounds of all cells to those that these prices prove."""
         proven_s = self.pricing.bound_s(self.block, *prices)
         self.bounds_s = np.maximum(self.bounds_s, proven_s)
 
     def narrow(self, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Keeps some starts and ends."""
+        """Keeps the cells of some starts and ends, given by their indices."""
         at = np.ix_(rows, columns)
         self.block = self.block.at(rows, columns)
         self.bounds_s = self.bounds_s[at]
@@ -139,7 +145,7 @@ class StageTable:
 
 
 class Table:
-    """All stages' cells, refined along the paths that are handed in."""
+    """The cells of all stages, refined along the paths that a search hands in."""
 
     def __init__(
         self,
@@ -156,65 +162,66 @@ class Table:
         self.most_swapped_bytes = tuple(most_swapped_bytes) or (np.inf,) * len(blocks)
         self.fates: dict[Cell, StageChoices] = {}
         self.prices: dict[Cell, Prices] = {}
-        self.unproven: dict[Cell, float] = {}  # bounds of cells that may take less than is known
-        self.layers = 0  # that have been looked at
+        # Lower bounds of the settled cells for which better choices may exist than are known.
+        self.unproven: dict[Cell, float] = {}
+        self.layers = 0  # layers for which fates were chosen so far, over all cells
 
     def stage(self, cell: Cell) -> StageTable:
         """Finds the stage of a cell."""
         return self.stages[cell[0]]
 
     def _found(self, cell: Cell) -> tuple[StageTable, tuple[int, int]]:
-        """Finds the stage of a cell, and its row and column there."""
+        """Finds the stage of a cell, and the cell's row and column in that stage."""
         stage = self.stages[cell[0]]
         return stage, stage.place(*cell[1:])
 
     @property
     def seconds(self) -> list[Matrix]:
-        """What all stages' cells take, as far as is known."""
+        """The seconds of all stages' cells, which are lower bounds for open cells."""
         return [stage.seconds for stage in self.stages]
 
     @property
     def proven(self) -> bool:
-        """Whether no cell's seconds are above what they might be."""
+        """Whether the seconds of every settled cell are the least possible."""
         return not self.unproven
 
     def lower_s(self, stage: StageTable) -> Matrix:
-        """Gives what the cells of a stage take at least, proven."""
+        """Returns proven lower bounds of the seconds of a stage's cells."""
         lower = stage.seconds
         for (s, i, j), bound_s in self.unproven.items():
             block = stage.block
-            # Cells of cuts that were left out have no place any more.
+            # `narrow` may have removed the cell's cuts from the table.
             if s == block.s and i in block.starts and j in block.ends:
                 lower[stage.place(i, j)] = bound_s
         return lower
 
     @property
     def exhausted(self) -> bool:
-        """Whether the search should come to an end."""
+        """Whether the search has used its effort and should end."""
         return self.layers > self.effort.layers
 
     def narrow(self, places: Sequence[np.ndarray]) -> None:
-        """Keeps some of each bound's cuts."""
+        """Keeps some of each bound's cuts, given by their indices."""
         self.cuts = [cuts[kept] for cuts, kept in zip(self.cuts, places, strict=True)]
         for s, stage in enumerate(self.stages):
             stage.narrow(places[s], places[s + 1])
 
     def shortest(self, matrices: Sequence[Matrix]) -> tuple[float, Path | None]:
-        """Finds the path of the least sum of these matrices of cells, and its sum."""
+        """Returns the least sum of these matrices along a path, and the path; None if infinite."""
         total, places = least_sum(matrices)
         return total, self.path(places) if places else None
 
     def path(self, places: Sequence[int] | np.ndarray) -> Path:
-        """Gives the cuts at these places."""
+        """Returns the cuts at these indices, one for each bound."""
         return tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
 
     def open_cells(self, path: Path) -> list[Cell]:
-        """Lists the cells of a path that are not settled."""
+        """Lists the open cells of a path."""
         every = ((cell, *self._found(cell)) for cell in cells(path))
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
-        """Refines these cells: by prices first, and the next time by choices of their layers."""
+        """Refines open cells: by prices at their first refinement, then by choices, which settle."""
         new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)
@@ -223,7 +230,7 @@ class Table:
             self._choose(cell)
 
     def _price(self, open_cells: Sequence[Cell]) -> None:
-        """Puts the best prices of some cells on all cells of their stages."""
+        """Finds the best prices of some cells, and raises the bounds of their stages by them."""
         bounds = DualBounds([self._relaxed(cell) for cell in open_cells])
         every = zip(open_cells, bounds.solve(), bounds.best.tolist(), strict=True)
         for cell, prices, bound_s in every:
@@ -243,7 +250,7 @@ class Table:
         )
 
     def _choose(self, cell: Cell) -> None:
-        """Looks for a cell's best choices, and settles it with those that were found."""
+        """Searches a cell's best choices, and settles the cell with the choices found."""
         stage, at = self._found(cell)
         bound_s = float(stage.bounds_s[at])
         self.layers += cell[2] - cell[1]
@@ -268,7 +275,7 @@ class Table:
         stage.known_s[at] = fates.seconds
 
     def query(self, cell: Cell) -> FateQuery:
-        """Describes a cell as the choice of fates is asked for it."""
+        """Makes the query by which fates are chosen for a cell."""
         stage, at = self._found(cell)
         block = stage.block
         room = self.pricing.limit_bytes - float(block.fixed_bytes[at])
@@ -281,7 +288,7 @@ class Table:
         )
 
     def _min_bytes_choices(self, cell: Cell) -> StageChoices:
-        """Finds the choices of the fewest bytes, if the search for fast ones has lost all."""
+        """Finds the choices that hold the fewest bytes, for a search that dropped all that fit."""
         query = self.query(cell)
         pricing = self.stage(cell).pricing
         choices = pricing.choices
@@ -297,7 +304,7 @@ class Table:
         return StageChoices(choices_of, max(compute_s, link_s), held_bytes, 0.0)
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Gives a cell's seconds, those of its forward, and those of the link before it."""
+        """Returns a cell's seconds, those of its forward, and those of the link before the cell."""
         stage, at = self._found(cell)
         return (
             float(stage.seconds[at]),
@@ -310,11 +317,11 @@ class Table:
         return bool(np.isfinite(self.parts_s(cell)[0]))
 
     def choices(self, path: Path) -> tuple[int, ...]:
-        """Gives the choices of a settled path that fits."""
+        """Returns the choices of a path whose cells are all settled and fit."""
         return tuple(choice for cell in cells(path) for choice in self.cell_choices(cell))
 
     def cell_choices(self, cell: Cell) -> tuple[int, ...]:
-        """Returns the choices of a settled cell that fits: all kept, if no others were sought."""
+        """Returns the choices of a settled cell that fits; a cell without a search keeps all."""
         if cell in self.fates:
             return self.fates[cell].choices
         _, i, j = cell

@@ -1,11 +1,16 @@
 """Searches shapes worth planning: devices at each place of the pipeline, and micro-batch sizes.
 
-A shape is first judged by a rough plan: 1F1B where the order of tasks is open or places have
-several stages, and each stage keeps everything or computes all again. The micro-batch sizes of most
-promise are looked at well: along each order of devices there is a path for each number of stages
-(`shape_paths.py`). The best of them are simulated, and the best simulated ones climb: other cuts of
-their shape, and a layer, a replica or the size of micro-batches at a time. Whoever asks has the
-best shapes planned exactly, as if they were given.
+A shape, together with the bounds of its stages, is called a path. A path is judged by a rough plan,
+in which each stage keeps everything or recomputes everything. A rough plan uses 1F1B if the order
+of tasks is still to be decided or if places have several stages. The search has four steps:
+
+1. Glance at all sizes of micro-batches, and go on with the most promising ones.
+2. For each such size, each order of devices and each number of stages, find a path
+   (`shape_paths.py`), and simulate the best.
+3. Simulate the fastest shapes with better cuts as well.
+4. Climb from the fastest: move a bound, move a replica, or change the size of micro-batches.
+
+The caller has the best shapes planned exactly, as if the user had fixed them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,12 +42,12 @@ Bounds = tuple[int, ...]
 
 
 def rough_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds the shapes that are worth a plan, the fastest simulated first.
+    """Finds the shapes that are worth an exact plan, the fastest simulated first.
 
-    There are none if no rough plan keeps the limits.
+    The list is empty if no rough plan keeps the limits.
 
     Args:
-        shapes: those that there are.
+        shapes: the possible shapes.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.cost.cluster_file import find_cluster
@@ -61,7 +66,7 @@ def rough_plans(shapes: Shapes) -> list[RoughPlan]:
     search.simulate(of_each_kind(counted).values())
     for plan in search.starts():
         search.simulate(search.ranked(search.recut(plan.shape)))
-    # A climb passes by shapes that no path led to, and that are worth a climb of their own.
+    # A climb simulates shapes that no path led to, some of which are worth a climb of their own.
     for _ in range(SHAPE.rounds):
         starts = search.starts()
         fastest_s = min(map(_step_s, starts), default=inf)
@@ -75,18 +80,18 @@ def simulated_plans(shapes: Shapes, paths: Iterable[Path]) -> list[RoughPlan]:
     """Simulates the rough plans of paths that keep the limits, the fastest first.
 
     Args:
-        shapes: those that there are.
-        paths: of them.
+        shapes: the possible shapes.
+        paths: that are simulated.
     """
     plans = (plan.simulated() for plan in _Search(shapes).ranked(paths))
     return sorted(plans, key=_step_s)
 
 
 def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
-    """Finds shapes that hold little: smallest micro-batches, everything computed again.
+    """Finds shapes that hold few bytes, with the smallest micro-batches and all recomputed.
 
     Args:
-        shapes: those that there are; their limit is not looked at.
+        shapes: the possible shapes; their limit is ignored.
     """
     costs = tuple(map(computing_again, shapes.local.costs))
     again = LocalCosts(shapes.local.batches, costs)
@@ -98,7 +103,7 @@ def least_bytes_plans(shapes: Shapes) -> list[RoughPlan]:
 
 
 class _Search:
-    """The shapes of a model that are known so far: rough plans of paths, and the simulated ones."""
+    """A search in progress: the rough plans of the paths seen so far, and the simulated plans."""
 
     def __init__(self, shapes: Shapes) -> None:
         model = shapes.model
@@ -115,7 +120,7 @@ class _Search:
         self._stages = RoughStages()
 
     def sizes(self) -> list[int]:
-        """Lists the most promising sizes of micro-batches first; of many some are left out."""
+        """Lists sizes of micro-batches, the most promising first; leaves some out if many exist."""
         every = self.shapes.sizes
         count = min(len(every), SHAPE.glances)
         spread = np.linspace(0, len(every) - 1, count).astype(int)
@@ -127,11 +132,12 @@ class _Search:
         return sorted((every[at] for at in spread), key=promise)
 
     def look(self, size: int) -> None:
-        """Simulates the best paths of a size, each of which may be the fastest of its kind."""
+        """Simulates the best paths of a size, and the best path of each kind of shape."""
         floor_s = 0.0
         best = list[RoughPlan]()
-        # The floor is what the slowest stage of the best plan takes: paths are not preferred for
-        # being below it. It rises from round to round until it is that of the best.
+        # The floor is the seconds of the best plan's slowest stage. A path gains nothing by stages
+        # that are faster than the floor. Rounds end when the best plan's slowest stage takes
+        # exactly the floor by which the plan was found.
         for _ in range(SHAPE.rounds):
             earlier = [plan.path for plan in best]
             best = self.ranked([*earlier, *self.paths(size, floor_s)])
@@ -142,7 +148,7 @@ class _Search:
         self.simulate([*best[: SHAPE.paths], *kinds])
 
     def starts(self) -> list[RoughPlan]:
-        """Lists the fastest simulated plan of each kind of shape, and of the fastest shapes."""
+        """Lists the fastest simulated plan of each kind of shape and of each of the best shapes."""
         ranked = sorted(self.simulated.values(), key=_step_s)
         shapes = dict[Replicas, RoughPlan]()
         for plan in ranked:
@@ -159,12 +165,12 @@ class _Search:
         *,
         hasty: bool = False,
     ) -> Iterator[Path]:
-        """Yields paths along the orders of devices; of many devices also those of one each.
+        """Yields paths along the orders of devices.
 
         Args:
             size: examples of a micro-batch.
-            floor_s: seconds that the slowest stage may take anyway.
-            hasty: few cuts, few stages, and devices many at a time.
+            floor_s: seconds of a stage below which a faster stage is worth nothing.
+            hasty: whether to try few cuts and few stages, and to place many devices at a time.
         """
         cuts = self.segments.coarse
         units = SHAPE.units
@@ -187,9 +193,10 @@ class _Search:
         cuts: Cuts,
         units: int,
     ) -> Iterator[Ground]:
-        """Yields what is searched for paths: each order, divided into so many units of devices.
+        """Yields the grounds that paths are searched on: orders of devices, divided into units.
 
-        If there are many devices, stages of one device each are searched too.
+        A unit is a number of devices that are placed together. If a unit has several devices,
+        stages of one device each are searched too.
         """
         orders = self.shapes.orders
         pins = self.shapes.pins
@@ -207,11 +214,11 @@ class _Search:
             yield Ground(self.segments, size, few, (1,), cuts)
 
     def counted(self, path: Path) -> RoughPlan | None:
-        """Makes the rough plan of a path; None if it is not asked for, or does not fit."""
+        """Makes the rough plan of a path; None if the path breaks a pin or does not fit."""
         if path in self.seen:
             return self.seen[path]
         shape, bounds = path
-        # Recorded as none first, so that a path that is not allowed is not asked about again.
+        # None is recorded first, so that a path that is not allowed is looked at once.
         self.seen[path] = None
         if self.shapes.pins.allow(bounds, shape.replicas, shape.size):
             problem = self.problem(shape)
@@ -222,7 +229,7 @@ class _Search:
         return self.seen[path]
 
     def ranked(self, every: Iterable[Path]) -> list[RoughPlan]:
-        """Lists the rough plans that fit, those of the least estimates first."""
+        """Lists the rough plans that fit, those with the least estimates first."""
         plans = dict[Path, RoughPlan]()
         for path in every:
             plan = self.counted(path)
@@ -231,15 +238,15 @@ class _Search:
         return sorted(plans.values(), key=lambda plan: plan.estimate_s)
 
     def simulate(self, plans: Iterable[RoughPlan]) -> None:
-        """Simulates plans."""
+        """Simulates the plans that were not simulated before."""
         for plan in plans:
             if plan.path not in self.simulated:
                 self.simulated[plan.path] = plan.simulated()
 
     def climb(self, plan: RoughPlan) -> None:
-        """Goes on to better neighbours while there are any: each step takes less, so it ends.
+        """Goes from a plan to its fastest neighbour as long as that one is faster.
 
-        Nothing is climbed from twice.
+        No plan is climbed from twice.
         """
         for _ in range(SHAPE.climbs):
             if plan.path in self.climbed:
@@ -256,7 +263,7 @@ class _Search:
             plan = best
 
     def _recut(self, shape: Shape) -> list[Path]:
-        """Finds a shape's cuts of the best surrogate; none if cuts are given."""
+        """Finds the cuts of a shape that the surrogate judges best; empty if the cuts are fixed."""
         if len(shape.places) == 1 or self.shapes.pins.bounds:
             return []
         with suppress(Infeasible):
@@ -284,7 +291,7 @@ class _Search:
         shape: Shape,
         bounds: Bounds,
     ) -> Iterator[tuple[Replicas, Bounds]]:
-        """Yields replicas and bounds with a device moved, or places exchanged, joined or split."""
+        """Yields replicas and bounds with a device moved, or with places swapped, joined or split."""
         counts = shape.replicas
         for moved in _moved(counts, self.shapes.devices):
             yield moved, bounds
@@ -314,14 +321,14 @@ class _Search:
         replicas: Replicas,
         bounds: Bounds,
     ) -> Iterator[Path]:
-        """Yields the paths of some replicas, along all orders."""
+        """Yields the paths with these numbers of replicas and these bounds, along all orders."""
         starts = [0, *accumulate(replicas)][:-1]
         if bounds and max(replicas) <= size:
             for order in self.shapes.orders:
                 yield Shape.along(order, starts, replicas, size), bounds
 
     def _balanced(self, size: int, replicas: Replicas) -> Bounds:
-        """Finds the bounds whose slowest stage is fastest; none if nothing fits."""
+        """Finds the bounds whose slowest stage is fastest; empty if no bounds fit."""
         stages = len(replicas)
         if max(replicas) > size:
             return ()
@@ -339,11 +346,11 @@ def _step_s(plan: RoughPlan) -> float:
 
 
 def _moved(replicas: Replicas, devices: int) -> Iterator[Replicas]:
-    """Yields counts with a device moved from one place to another, or taken from the idle ones.
+    """Yields counts with a device moved from one place to another, or an idle device added.
 
     Args:
-        replicas: the counts.
-        devices: that there are.
+        replicas: the number of devices of each place.
+        devices: the number of all devices.
     """
     for a, more in enumerate(replicas):
         if sum(replicas) < devices:

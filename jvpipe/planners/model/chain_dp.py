@@ -1,10 +1,11 @@
 """The dynamic program over cuts of a chain: one matrix per stage, one best path through them.
 
-Legend: the matrix of stage s has a row per place where it may begin and a column per place where it
-may end; the ends of a stage are the starts of the next. Where both are all places of a model, the
-matrix is square and infinite at and below its diagonal, where no layer is between. A path begins at
-the first place of the first stage and ends at the last one of the last stage. An infinite number is
-a stage that cannot be.
+Legend: the matrix of stage s has a row for each cut at which the stage may begin, and a column for
+each cut at which it may end; in this file "place" is the index of such a row or column. The columns
+of a stage are the rows of the next stage. If all cuts of a model are allowed as starts and ends,
+the matrix is square. An infinite entry is a stage that is impossible, such as one without layers,
+on and below the diagonal of a square matrix. A path begins at the first row of the first stage, and
+ends at the last column of the last stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +21,13 @@ def least_path(
     matrices: Iterable[Matrix],
     how: np.ufunc,
 ) -> tuple[float, Places | None]:
-    """Finds the least that a path takes, and its places; infinity and None if no path is finite.
+    """Finds the best path's total and its places; infinity and None if no path is finite.
 
     Args:
-        matrices: what each stage takes, in seconds or bytes; they are looked at one after the
-            other.
-        how: `np.add` where a path takes the sum of its stages, `np.maximum` where it takes the
-            largest.
+        matrices: the seconds or bytes of each stage. Each matrix is read once, in order, so that an
+            iterator may make them one at a time.
+        how: how a path's total follows from its stages: `np.add` (the sum) or `np.maximum` (the
+            largest).
 
     >>> inf = np.inf
     >>> rows = [inf, 3.0, 4.0, 9.0], [inf, inf, 2.0, 6.0], [inf, inf, inf, 5.0], [inf] * 4
@@ -49,7 +50,7 @@ def least_path(
     assert best is not None, "there is at least one stage"
     if not np.isfinite(best[-1]):
         return float("inf"), None
-    # From the last place back, along the best start of each stage.
+    # Follow the best start of each stage, from the last place back to the first.
     path = [len(best) - 1]
     for origin in reversed(came):
         path.append(int(origin[path[-1]]))
@@ -66,7 +67,7 @@ def least_sum(matrices: Iterable[Matrix]) -> tuple[float, Places | None]:
 
 
 def least_max(matrices: Iterable[Matrix]) -> float:
-    """Returns the largest number on the path whose largest number is least.
+    """Returns the smallest number that is the largest on some path.
 
     >>> least_max([np.array([[1.0, 4.0]]), np.array([[9.0], [2.0]])])
     4.0
@@ -78,8 +79,8 @@ def least_max(matrices: Iterable[Matrix]) -> float:
 
 
 def sums_through(matrices: Sequence[Matrix]) -> list[Float[np.ndarray, "_"]]:
-    """Returns for every place of every bound the least sum of a path through it."""
-    # The least sum up to each place, and from it on: a path through it takes both.
+    """Returns for every place of every bound the least sum of a path through that place."""
+    # The least sum of a path up to each place, and of a path from that place on.
     ahead = [np.zeros(1)]
     behind = [np.zeros(1)]
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""Even cuts: as many layers for each stage, give or take one, or as many seconds."""
+"""Even cuts: the same number of layers for each stage, give or take one, or the same seconds."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,13 +10,13 @@ from jvpipe.planners.model.problem import Decision, Problem
 from jvpipe.planners.model.segments import Cuts, Segments
 
 _EQUAL_S = 1e-12
-"""By which part seconds may differ that are as long."""
+"""Seconds that differ by less than this fraction are equal."""
 
 
 def even(problem: Problem) -> Decision:
     """Puts equally many layers on each stage and keeps everything, whatever the limit.
 
-    Where layers must stay together, each cut goes to the nearest place that is free.
+    If an even cut would separate layers that must share a stage, the nearest allowed cut is taken.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -31,7 +31,7 @@ def even(problem: Problem) -> Decision:
     places = [0]
     for s, cut in enumerate(targets):
         first = places[-1] + 1
-        last = len(cuts) - stages + s  # a place must be left for each cut to come
+        last = len(cuts) - stages + s  # one allowed cut must be left for each later bound
         away = np.abs(cuts[first : last + 1] - cut)
         places.append(first + int(away.argmin()))
     bounds = [int(cuts[place]) for place in places]
@@ -39,7 +39,7 @@ def even(problem: Problem) -> Decision:
 
 
 def even_counts(layers: int, stages: int) -> list[int]:
-    """Divides layers among stages; the first stages take one more where they do not divide.
+    """Divides layers among stages; the first stages take one more each if there is a remainder.
 
     >>> even_counts(7, 3)
     [3, 2, 2]
@@ -51,12 +51,14 @@ def even_counts(layers: int, stages: int) -> list[int]:
 def balanced(
     problem: Problem, cuts: Cuts, layer_s: Float[np.ndarray, " layers"]
 ) -> tuple[int, ...]:
-    """Finds bounds of equal work: they move until no device's work falls any more.
+    """Finds bounds that give devices equal work: moves one bound by one cut while that is better.
+
+    It is better if the busiest device has less to do, or as much with the work spread more evenly.
 
     Args:
-        problem: whose stages and devices count.
+        problem: gives the stages and the devices.
         cuts: where a stage may begin or end; at least one more than there are stages.
-        layer_s: seconds of each layer's forward and backward, on a device as the costs say.
+        layer_s: seconds of each layer's forward plus backward on a device without slowness.
     """
     totals = np.empty((problem.devices, len(cuts)))
     for s in range(problem.devices):
@@ -72,7 +74,7 @@ def balanced(
         unevenness = (devices_s**2).sum() + (stages_s**2).sum()
         return float(devices_s.max().round(12)), float(unevenness)
 
-    # Each move lowers the rank, of which there are as many as bounds: it ends.
+    # The loop ends because each move lowers the rank, and there are finitely many bounds.
     better = True
     while better:
         better = False
@@ -87,16 +89,18 @@ def balanced(
 
 
 def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
-    """Finds the bounds whose longest stage takes the least, later stages as full as they may be.
+    """Finds the bounds whose longest stage takes the least; later stages are as full as possible.
 
-    Returns the positions of these bounds.
-
-    Halves the interval of that least time: whether stages of at most so long suffice is seen by
-    filling them one after the other from the last on. What is not found then is not there, as
-    whoever leaves a layer for an earlier stage makes none of these shorter.
+    The least time is found by halving an interval. A time suffices if all layers are placed when
+    the stages are filled up to that time, one after the other, from the last stage to the first.
+    Filling finds an answer whenever there is one: a stage that leaves a layer which it could take
+    only makes an earlier stage longer.
 
     Args:
-        totals: of each stage's device, the seconds of the layers before each cut.
+        totals: for each stage, the seconds of all layers before each cut on the stage's device.
+
+    Returns:
+        The indices of the bounds among the cuts.
     """
     stages = len(totals)
     last = totals.shape[1] - 1
@@ -106,12 +110,12 @@ def _least_longest(totals: Float[np.ndarray, "stages cuts"]) -> list[int]:
         for s in reversed(range(stages)):
             end = bounds[-1]
             begin = int(np.searchsorted(totals[s], totals[s, end] - longest_s))
-            # Each stage has a layer at least, this one and those before it.
+            # This stage has at least one layer, and at least one is left for each stage before it.
             bounds.append(min(max(begin, s), end - 1))
         return bounds[::-1]
 
     low = 0.0
-    # More time never makes bounds impossible: the interval of times is halved.
+    # Halving is correct because bounds that are possible in some time are possible in more time.
     high = float(totals[:, -1].max())
     while high - low > _EQUAL_S * high:
         middle = (low + high) / 2

@@ -1,7 +1,8 @@
-"""Simulates a problem's stages: seconds per step, as often as a planner likes to ask.
+"""Simulates a problem's stages to find seconds per step, cheaply enough for a planner's search.
 
-The order of tasks depends on the schedule, the stages and the micro-batches alone: it is made once,
-then only run.
+The order of tasks depends only on the schedule, the number of stages, the micro-batches, and which
+kinds of work take time at all (`Features`). It is made once (`_stream`, which caches) and then run
+with different seconds.
 """
 
 import math
@@ -23,7 +24,7 @@ from jvpipe.simulate.timeline import Timeline
 
 
 def simulated_step_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Simulates a synchronous step, or a stream, and counts the seconds per step.
+    """Simulates a synchronous step, or an asynchronous stream, and counts the seconds per step.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.planners.model.stage_cost import evaluate_decision
@@ -48,23 +49,25 @@ def least_steps_s(
     parts_s: Float[np.ndarray, "stages parts runs"],
     link_s: Float[np.ndarray, "stages runs"],
 ) -> Float[np.ndarray, " runs"]:
-    """Bounds `simulated_step_s` of many plans at once: transfers wait for no others.
+    """Bounds `simulated_step_s` of many plans (runs) at once from below.
+
+    It is a lower bound because here no transfer waits for another one on a shared link.
 
     Args:
-        problem: whose schedule and micro-batches count.
-        parts_s: of each plan's stages the seconds of `StageCost.load`; infinite where a stage
-            cannot be.
-        link_s: how long the stages' own links are busy per micro-batch.
+        problem: gives the schedule and the micro-batches.
+        parts_s: the seconds of each plan's stages, as in `StageCost.load`; infinite for a stage
+            that is impossible.
+        link_s: for how long each stage's own link to the host is busy per micro-batch.
     """
     stages, _, runs = parts_s.shape
     loads_s = parts_s.copy()
-    # A stage sends in as many seconds as the one after it returns in.
+    # A stage sends values for as long as the stage after it returns their cotangents.
     sends = PARTS.index(Kind.SEND)
     returns = PARTS.index(Kind.RETURN)
     loads_s[:-1, sends] = parts_s[1:, returns]
     impossible = np.isinf(loads_s).any(axis=(0, 1))
     possible_s = np.where(impossible, 0.0, loads_s).reshape(-1, runs)
-    # Copies to the host and reductions have no tasks here, so that their seconds are not read.
+    # Copies to the host and reductions get no tasks here: their seconds are not read.
     features = Features(
         recompute=bool(parts_s[:, PARTS.index(Kind.R)].any()),
         swaps=False,
@@ -81,13 +84,12 @@ def least_steps_s(
 def simulated_bubble_fraction(
     problem: Problem, stages: Sequence[StageCost], devices: int | None = None
 ) -> float:
-    """Counts the idle share of the devices in a simulated step.
+    """Returns the share of the devices' time that is idle in a simulated step.
 
     Args:
-        problem: whose schedule and micro-batches count.
-        stages: what they take.
-        devices: that there are, those that have no stage among them; those that have one unless
-            given.
+        problem: gives the schedule, the micro-batches and the devices of each place.
+        stages: with their seconds.
+        devices: how many devices count, including those without a stage; None: those with a stage.
     """
     step_s = simulated_step_s(problem, stages)
     lists = problem.schedule.tasks(problem.devices, problem.microbatches)
@@ -103,10 +105,10 @@ def simulated_bubble_fraction(
 
 
 def forecast(problem: Problem, decision: Decision) -> Timeline:
-    """Simulates the decision's timeline with bytes: of a synchronous step, or a stream of two.
+    """Simulates a decision's timeline, with bytes, over one synchronous step or two of a stream.
 
-    Beside what micro-batches in flight hold, a stage's bytes (parameters, what layers need while
-    they run, what is in transit) are counted all the time.
+    What micro-batches hold is counted while they are in flight. All other bytes of a stage are
+    counted all the time: parameters, what layers need while they run, what is in transit.
     """
     loads = _loads(evaluate_decision(problem, decision).stages)
     count = problem.microbatches * (1 if problem.schedule.synchronous else 2)
@@ -120,7 +122,7 @@ def forecast(problem: Problem, decision: Decision) -> Timeline:
 
 
 def _machines(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Lists the machines of the devices at each place, if they are known."""
+    """Lists the machines of the devices at each place; empty if they are not all known."""
     machines = tuple(group.machines for group in problem.groups)
     return machines if all(machines) else ()
 
@@ -144,7 +146,8 @@ def _stream(
     """Makes the work of a step, or of as much of a stream as `_steps_s` looks at."""
     count = microbatches
     if not schedule.synchronous:
-        # Those behind the window keep all stages busy until its last backward.
+        # Micro-batches after the timed window keep all stages busy until the window's last
+        # backward.
         count = sum(stream_window(stages, microbatches)) + stages + 1
     lists = _lists(schedule, stages // schedule.chunks, microbatches, count)
     return stage_work(lists, features)
@@ -156,13 +159,13 @@ def _lists(
     microbatches: int,
     count: int,
 ) -> TaskLists:
-    """Lists the tasks of so many micro-batches; the updates of a step come behind all else.
+    """Lists the tasks of `count` micro-batches; a synchronous step ends with its updates.
 
     Args:
-        schedule: whose tasks they are.
-        devices: that the pipeline passes.
+        schedule: that makes the tasks.
+        devices: places of the pipeline.
         microbatches: of a step.
-        count: micro-batches of the lists.
+        count: how many micro-batches the lists have.
     """
     lists = schedule.tasks(devices, count)
     if not schedule.synchronous:
@@ -177,16 +180,21 @@ def _lists(
 
 
 def trips_counted(stages: int, microbatches: int) -> float:
-    """Bounds the share of round trips, of any stages, that ends while a stream is timed."""
+    """Bounds from below the share of the timed micro-batches that is whole cycles, of any length.
+
+    Groups of stages take turns in waiting, in cycles of 1 to `stages` micro-batches. Only cycles
+    that end while the stream is timed are counted in full.
+    """
     _, timed = stream_window(stages, microbatches)
     return min(timed // length * length for length in range(1, stages + 1)) / timed
 
 
 def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
-    """Counts the micro-batches of a stream before its steady state is timed, and those timed.
+    """Counts the micro-batches of a stream before its steady state is timed, and the timed ones.
 
-    Stages take turns in waiting for each other, over as many micro-batches as there are stages or a
-    part of them.
+    Stages take turns in waiting for each other, in cycles of at most as many micro-batches as there
+    are stages. The timed number is a multiple of the number of stages, so that cycles over all
+    stages are timed to their end.
     """
     return 2 * stages, stages * math.ceil(max(2 * stages, microbatches) / stages)
 
@@ -194,16 +202,15 @@ def stream_window(stages: int, microbatches: int) -> tuple[int, int]:
 def _steps_s(
     problem: Problem, stream: StageWork, ends_s: Float[np.ndarray, "tasks runs"]
 ) -> Float[np.ndarray, " runs"]:
-    """Counts seconds per step from when tasks end.
+    """Counts seconds per step from the ends of tasks.
 
-    In a stream they are how far apart the slowest stage's backwards end.
+    A synchronous step ends with its last task. In a stream the seconds between the ends of the
+    slowest stage's backwards count, once the stream is steady.
     """
     if problem.schedule.synchronous:
         return ends_s.max(axis=0)
-    # Stages take turns in being late; over a multiple of their number that evens out.
     before, timed = stream_window(stream.stages, problem.microbatches)
     stages = range(stream.stages)
-    # The slowest stage's backwards tell how far apart steps are, once the stream is steady.
     first = [stream.ids[Task(s, Kind.B, before)] for s in stages]
     last = [stream.ids[Task(s, Kind.B, before + timed)] for s in stages]
     passed_s = (ends_s[last] - ends_s[first]).max(axis=0)
@@ -211,6 +218,6 @@ def _steps_s(
 
 
 def _loads(stages: Sequence[StageCost]) -> list[StageLoad]:
-    """Returns the stages' seconds and bytes; a stage sends as long as the one after it returns."""
+    """Returns the stages' loads; a stage sends for as long as the stage after it returns."""
     send_s = [*(after.comm_s / 2 for after in stages[1:]), 0.0]
     return [stage.load(sent_s) for stage, sent_s in zip(stages, send_s, strict=True)]

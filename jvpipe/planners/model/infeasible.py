@@ -1,13 +1,13 @@
-"""The answer when nothing fits."""
+"""The error that answers a problem for which no plan keeps the memory limit."""
 
 from jvpipe.planners.model.problem import Decision
 
 
 class Infeasible(ValueError):  # noqa: N818 - it is an answer, too
-    """No plan keeps the memory limit.
+    """The error that no plan keeps the memory limit.
 
-    The plan that comes nearest is over it by `excess_bytes` at `stage`; it would do under
-    `smallest_limit_bytes`. Where that plan is known it is the `decision`.
+    The plan that comes nearest is over the limit by `excess_bytes` at `stage`, and would fit under
+    a limit of `smallest_limit_bytes`. `decision` is that plan, if it is known.
 
     >>> raise Infeasible("no plan fits", stage=1, excess_bytes=24, smallest_limit_bytes=1024)
     Traceback (most recent call last):

@@ -1,10 +1,11 @@
-"""What every stage holds if each residual is kept.
+"""The bytes of every possible stage if each residual is kept, for many segments at once.
 
-It is `stage_bytes` of many segments at once, held to it by property tests
+The numbers are those of `stage_bytes`; property tests compare them
 (tests/papers/test_kept_stages.py, tests/planners/model/test_groups.py).
 
-Legend: a grid's entry (a, b) is for the layers from the a-th to the b-th place where the model may
-be cut (`cuts`); where there is no layer between them it is infinite.
+Legend: `cuts` are the layers before which the model may be cut. A grid's entry (a, b) is for the
+segment from the a-th to the b-th cut. The entry is infinite if b <= a, that is, if the segment has
+no layer.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,12 @@ from jvpipe.planners.model.stage_bytes import StageBytes, on_device_bytes, optio
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """What segments hold of one micro-batch if all is kept, whatever the stage.
+    """The bytes that segments hold of one micro-batch if all is kept; they depend on no stage.
 
     Attributes:
         shared: of values that several layers read.
-        kept: in the end, shared values included.
-        beyond: what the layer at work needs beyond what its micro-batch keeps in the end, at most.
+        kept: once all forwards of the segment ran, shared values included.
+        beyond: the most that any layer needs while it runs, less `kept`.
     """
 
     shared: Grid
@@ -52,7 +53,7 @@ class KeptBytes:
 
         Args:
             segments: of the model.
-            block: those that are looked at.
+            block: the segments that are counted.
             kept: bytes that each layer keeps of a micro-batch.
             working: bytes that each layer works with.
         """
@@ -63,12 +64,12 @@ class KeptBytes:
         return KeptBytes(block.shared_bytes, in_the_end, beyond)
 
     def peak(self, in_flight: int, fixed_bytes: Grid) -> Grid:
-        """Counts what a stage of each segment holds at most.
+        """Counts the most bytes that a stage of each segment holds.
 
         Args:
             in_flight: micro-batches on the stage.
-            fixed_bytes: what `Segments.fixed_bytes` counts, shared values of all micro-batches
-                included.
+            fixed_bytes: as `Segments.fixed_bytes` counts them, with the shared values of all
+                micro-batches in flight.
         """
         static = fixed_bytes - on_device_bytes(in_flight, self.shared)
         return StageBytes(in_flight, static, self.kept, np.zeros(()), self.beyond).peak
@@ -88,8 +89,8 @@ class KeepAll:
         self.cuts = self.segments.cuts if cuts is None else cuts
 
     def peak_bytes(self, s: int) -> Grid:
-        """Counts the bytes on the device of stage s, and those that it has less than others."""
-        # Devices of this stage work on other shares, for which layers have other bytes.
+        """Counts the peak on a device of stage s, and the bytes that it has less than others."""
+        # The devices of this stage work on other shares, so that layers have other bytes.
         if self.segments.of(s) is not self.segments:
             return KeepAll(self.problem, self.cuts, s).peak_bytes(s)
         fixed_bytes = self.segments.fixed_bytes(s, self.cuts, self.cuts)
@@ -101,7 +102,7 @@ class KeepAll:
 
     @cached_property
     def _block(self) -> CutBlock:
-        """All segments: what crosses their bounds depends on no stage, if all links are alike."""
+        """All segments, as stage 0 has them; the numbers that are read depend on no stage."""
         return self.segments.block(0, self.cuts, self.cuts)
 
     @cached_property
@@ -113,7 +114,7 @@ class KeepAll:
 
     @property
     def kept_bytes(self) -> Grid:
-        """What is kept of one micro-batch, shared values included."""
+        """The bytes that are kept of one micro-batch, shared values included."""
         return self._kept.kept
 
     def _inside(self, grid: Grid) -> Grid:
@@ -121,7 +122,7 @@ class KeepAll:
 
 
 def least_kept_bytes(problem: Problem) -> float:
-    """Counts the fewest bytes of the fullest device, over all cuts, if everything is kept.
+    """Counts the bytes of the fullest device if all is kept, for the cuts where it holds the least.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule

@@ -1,10 +1,13 @@
-"""Rough costs of segments at each local batch: what shapes are compared by before planning.
+"""Rough costs of segments at each local batch, by which shapes are compared before planning.
 
-Legend: a micro-batch of mu examples on r replicas, each of which works on b = ceil(mu / r). Stages
-keep everything where that keeps the limit, else compute all again; a stage is as full as its
-distance from the end says. Whoever finds a shape so asks for its plan, which counts exactly
-(`stage_cost.py`). A grid's entry (i, j) is for the layers from the i-th to the j-th of the coarse
-cuts.
+Legend: a shape says how many devices (replicas) each stage has. A micro-batch of mu examples on r
+replicas gives each replica a local batch of at most b = ceil(mu / r) examples. A grid's entry
+(i, j) is for the segment from the i-th to the j-th coarse cut.
+
+The costs are rough in two ways. A stage either keeps everything, if that keeps the limit, or
+recomputes everything. The micro-batches in flight on a stage follow from its distance from the last
+stage alone. A search that finds a good shape by these costs then plans it with exact ones
+(`stage_cost.py`).
 """
 
 from dataclasses import replace
@@ -26,7 +29,7 @@ PerLayer = Float[np.ndarray, " layers"]
 
 
 class LocalSegments:
-    """The segments between cuts of a model: `cuts` are all, `coarse` the `most` looked at."""
+    """The segments of a model: `cuts` are all allowed cuts, `coarse` at most `most` of them."""
 
     def __init__(self, shapes: Shapes, most: int = 32) -> None:
         self.shapes = shapes
@@ -55,17 +58,20 @@ class LocalSegments:
 
     @cached_property
     def coarse(self) -> Cuts:
-        """The cuts that are looked at."""
+        """The cuts between which segments are counted."""
         if self.pins.bounds:
             return np.array(self.pins.bounds)
         return self.few(self.cuts, self.most)
 
     def few(self, cuts: Cuts, count: int) -> Cuts:
-        """Picks few cuts: of each share of seconds and gradients the one where least crosses.
+        """Picks few cuts that are spread evenly over the work, and that few bytes cross.
+
+        The model is divided into equal shares of seconds and gradient bytes (the mean of both); of
+        each share, the cut that the fewest bytes cross is picked.
 
         Args:
-            cuts: all that there are, the ends of the model included.
-            count: how many are wanted at most; twice as many as given stages need, all the same.
+            cuts: all allowed cuts, with the ends of the model.
+            count: about how many to pick; at least twice the number of stages, if that is fixed.
         """
         count = max(count, 2 * (self.pins.count or 0))
         if len(cuts) <= count:
@@ -79,7 +85,7 @@ class LocalSegments:
         work = sum(total[inner] / max(total[-1], 1e-30) for total in works) / 2
         shares = np.ceil(work * (count - 2))
         fewest_last = np.argsort(-segments.crossing_bytes[inner], kind="stable")
-        # The fewest bytes come last, and a dictionary keeps what comes last for each share.
+        # The cut with the fewest bytes comes last, and a dictionary keeps the last entry of a key.
         chosen = {shares[at]: int(inner[at]) for at in fewest_last}
         return np.array([cuts[0], *sorted(chosen.values()), cuts[-1]])
 
@@ -97,7 +103,7 @@ class LocalSegments:
         return self.layer_s(b).sum(0)
 
     def between(self, layers: PerLayer) -> Grid:
-        """Sums what each layer takes over each segment; infinite where there is none."""
+        """Sums a number per layer over each segment; infinite for segments without layers."""
         inside = self.coarse > self.coarse[:, None]
         taken = between(sums(layers), self.coarse, self.coarse)
         return np.where(inside, taken, np.inf)
@@ -108,12 +114,12 @@ class LocalSegments:
         return segments.block(0, self.coarse, self.coarse).comm_s
 
     def _fitting_s(self, size: int, replicas: int, behind: int) -> Grid:
-        """Counts the seconds of each segment: kept if that fits, else recomputed, else infinite.
+        """Counts each segment's seconds: all is kept if that fits, else recomputed, else infinite.
 
         Args:
             size: examples of a micro-batch.
             replicas: of the stage.
-            behind: stages from it on.
+            behind: the number of stages from this one to the last, this one included.
         """
         b = self.share(size, replicas)
         limit = self.shapes.model.memory_limit_bytes
@@ -128,7 +134,7 @@ class LocalSegments:
         return np.where(fits, kept_s, otherwise_s)
 
     def again_s(self, b: int) -> Grid:
-        """Counts the seconds of each segment that is computed again, on `b` examples."""
+        """Counts the seconds of each segment on `b` examples if all its forwards run again."""
         return self.between(self.compute_s(b) + self.layer_s(b)[0])
 
     def peak_bytes(
@@ -144,8 +150,8 @@ class LocalSegments:
         Args:
             size: examples of a micro-batch.
             replicas: of the stage.
-            behind: stages from it on.
-            again: whether everything is computed again; if not, everything is kept.
+            behind: the number of stages from this one to the last, this one included.
+            again: whether everything is recomputed; if not, everything is kept.
         """
         microbatches = self.shapes.batch // size
         kept = self._everything(
@@ -154,8 +160,9 @@ class LocalSegments:
             min(microbatches, 3),
             again,
         )
-        # Nothing changes further from the end but what is in flight, and that values come early
-        # to stages with fewer in flight than those before them: never to the first one.
+        # Three stages suffice to count any stage. One further from the end differs only in the
+        # micro-batches in flight, and in whether values arrive early, which they do if the stage
+        # has fewer in flight than the stages before it, and never at the first stage.
         near = min(behind, 2 if behind < microbatches else 3)
         more = min(behind, microbatches) - min(near, microbatches)
         return kept.peak_bytes(kept.problem.stages - near) + more * kept.kept_bytes
@@ -167,7 +174,7 @@ class LocalSegments:
         microbatches: int,
         again: bool,
     ) -> KeepAll:
-        """Makes the segments of three alike stages, or of as many as there are layers."""
+        """Makes the segments of three equal stages, or of as many as there are layers, if fewer."""
         costs = self.shapes.local.at(b)
         if again:
             costs = computing_again(costs)
@@ -176,11 +183,11 @@ class LocalSegments:
         return KeepAll(problem, cuts=self.coarse)
 
     def _reduce_s(self, b: int, link: Link) -> Grid:
-        """Counts each segment's sum of gradients, as far as its backward cannot hide it.
+        """Counts the seconds of each segment's all-reduce of gradients that no backward hides.
 
         Args:
-            b: examples of a share.
-            link: of the all-reduce.
+            b: examples of the local batch.
+            link: that carries the all-reduce.
         """
         layers = self.shapes.local.costs[-1].layers
         reduced = sums(layer.reduced_bytes for layer in layers)
@@ -189,17 +196,18 @@ class LocalSegments:
             return whole_s
         _, backward_s = self.layer_s(b)
         hidden_s = between(sums(backward_s), self.coarse, self.coarse)
-        # What is left of it shows, and its latency always does.
+        # Seconds beyond those of the backward count; the latency always counts.
         shown_s = np.maximum(whole_s - hidden_s, link.latency_s)
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def counts(self, size: int) -> tuple[int, ...]:
-        """Lists the replica counts that differ: of those with the same largest share the least.
+        """Lists the numbers of replicas worth comparing: the least one for each largest share.
 
-        For 16 examples, 4 or 5 replicas have shares of 4 at most, 8 to 15 of 2.
+        For 16 examples the largest share of 4 or 5 replicas is 4, and that of 8 to 15 replicas is
+        2: of these, 4 and 8 are listed.
         """
         devices = min(self.shapes.devices, size)
-        # Later entries replace earlier ones: of each share, the fewest replicas stay.
+        # Later entries replace earlier ones, so that the fewest replicas of each share stay.
         least = dict[int, int]()
         for replicas in range(devices, 0, -1):
             if self.pins.feeds(replicas, size):
@@ -213,7 +221,7 @@ def _of_stages(
     microbatches: int,
     replicas: int = 1,
 ) -> Problem:
-    """Makes a problem of alike stages whose links carry a byte a second: seconds are bytes."""
+    """Makes a problem of equal stages; links carry a byte per second, so that seconds are bytes."""
     group = Group(tuple(range(replicas)))
     return Problem(
         costs,
@@ -226,7 +234,7 @@ def _of_stages(
 
 
 def computing_again(costs: Costs) -> Costs:
-    """Returns the costs of layers that keep their inputs alone and recompute all else."""
+    """Returns the costs of layers that keep only their inputs and recompute everything else."""
     layers = []
     for layer in costs.layers:
         extra_bytes = recompute_peak_bytes(layer)

@@ -1,4 +1,4 @@
-"""Parts of a plan that are given: the planner decides the rest."""
+"""Pins: the parts of a plan that a user fixes, while the planner decides the rest."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -6,10 +6,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Pins:
-    """The number of stages, the devices and the layers of each, the examples of a micro-batch;
-    None: to be decided.
+    """The parts of a plan that are fixed; None means that the planner decides.
 
-    Replicas have `least_slice` examples of a micro-batch at least.
+    `stages` is the number of stages, `replicas` and `cuts` are the devices and the layers of each
+    stage, `size` is the number of examples of a micro-batch. If a stage has several replicas, each
+    works on at least `least_slice` examples of a micro-batch.
 
     >>> Pins(replicas=(2, 1)).count, Pins(replicas=(2, 1)).allow((0, 3), (3,), 6)
     (2, False)
@@ -23,7 +24,7 @@ class Pins:
 
     @property
     def count(self) -> int | None:
-        """How many stages there are, if anything says so."""
+        """The number of stages that `stages`, `replicas` or `cuts` gives; None: not fixed."""
         return next(
             (n for n in (self.stages, *map(_length, (self.replicas, self.cuts))) if n is not None),
             None,
@@ -31,7 +32,7 @@ class Pins:
 
     @property
     def bounds(self) -> tuple[int, ...] | None:
-        """Where stages begin and end, if that is given."""
+        """The bounds of the stages that follow from `cuts`; None: not fixed."""
         return None if self.cuts is None else (0, *accumulate(self.cuts))
 
     def allow(
@@ -40,11 +41,11 @@ class Pins:
         replicas: tuple[int, ...],
         size: int,
     ) -> bool:
-        """Tells whether a plan has what is given.
+        """Tells whether a plan agrees with these pins.
 
         Args:
-            bounds: where its stages begin and end.
-            replicas: the devices of each place.
+            bounds: where the plan's stages begin and end.
+            replicas: the number of devices of each place.
             size: examples of a micro-batch.
         """
         return (
@@ -65,10 +66,10 @@ class Pins:
         return replicas == 1 or size // replicas >= self.least_slice
 
     def check(self, devices: int, batch: int, layers: int) -> None:
-        """Raises ValueError for what no plan has.
+        """Raises ValueError if no plan can agree with these pins.
 
         Args:
-            devices: there are.
+            devices: that are available.
             batch: examples of a step.
             layers: of the model.
 

@@ -1,4 +1,4 @@
-"""What is known of a planner before it is asked: its name, what it needs, and what it decides."""
+"""A registered planner: its name, the function that decides, what it needs and what it decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ShapeRule = Callable[[LocalSegments, int], Path | None]
 
 
 class FateRule(Enum):
-    """How a planner treats what layers leave for their backwards."""
+    """How a planner treats the residuals that layers leave for their backwards."""
 
     KEEPS = "keeps everything"
     RECOMPUTES = "recomputes everything from the stage's input"
@@ -22,17 +22,19 @@ class FateRule(Enum):
 
 @dataclass(frozen=True)
 class Planner:
-    """A strategy, as it is registered.
+    """A planner, as it is registered.
 
     Attributes:
         name: what users call it.
-        decide: answers a problem; raises `Infeasible` where it finds nothing that fits.
+        decide: answers a problem; raises `Infeasible` if it finds nothing that fits.
         why: one sentence that says why its cuts are where they are.
-        fate_rule: how it treats what layers leave for their backwards.
-        asks_seconds: whether it looks at layers' seconds, which then have to be measured.
-        as_paper: whether it is to do as its paper says and no more: it cuts between whole layers,
-            takes devices in the order given, and leaves the order of tasks to the schedule's rule.
-        shape_rule: how a paper's planner gives stages several devices, for a size of micro-batches.
+        fate_rule: how the planner treats the residuals that layers leave for their backwards.
+        asks_seconds: whether the planner reads layers' seconds, which then have to be measured.
+        as_paper: whether the planner does what its paper says and nothing more: it cuts between
+            whole layers, takes devices in the order given, and leaves the order of tasks to the
+            schedule's rule.
+        shape_rule: how a paper's planner gives stages several devices, for one size of
+            micro-batches; None: it does not.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a planner is asked, and what it answers."""
+"""A problem that a planner is asked to solve, and the decision that it answers with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +12,30 @@ from jvpipe.ir.plan import Fate, Plan, Stage
 from jvpipe.schedules.schedule import Schedule
 
 RECOMPUTE = -1
-"""The layer's forward runs again before its backward, from its input, which is kept."""
+"""A choice: the layer's forward runs again before its backward, from its input, which is kept."""
 RECOMPUTE_CHAIN = -2
-"""The same, but its input is dropped too: the layer before it, run again too, makes it again."""
+"""The same choice without the layer's input: the layer before, which also runs again, makes it."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The devices at one place of the pipeline: its replicas, each of which works on its share of a
-    micro-batch.
+    """The devices at one place of the pipeline: replicas that share the work of a micro-batch.
+
+    A place is a position along the pipeline, counted from 0. A problem counts its places in the
+    order in which a micro-batch passes them, whatever numbers the devices have elsewhere.
 
     Attributes:
-        devices: their numbers outside of the problem.
-        slowness: how many times as long as the costs say the slowest of them takes for each layer;
-            none: as long.
-        less_bytes: by how much less than the limit the one with the least memory may hold.
-        name: what people call them.
-        costs: of the largest share of a micro-batch; None: each works on whole ones.
-        receives: the link from the place before, for what all replicas receive together; None: the
-            problem's.
-        reduces: the link on which the replicas add up gradients, for the bytes of one of them.
-        machines: where they are, if places share the networks of machines.
+        devices: the numbers that these devices have outside of the problem.
+        slowness: for each layer, how many times as long as `costs` the slowest of these devices
+            takes; empty: exactly as long.
+        less_bytes: by how many bytes the device with the least memory is below the problem's limit.
+        name: for people.
+        costs: of the largest share of a micro-batch that a device works on; None: each device works
+            on whole micro-batches, and the problem's costs hold.
+        receives: the link from the place before, for the bytes that all replicas receive together;
+            None: the problem's.
+        reduces: the link on which replicas add up gradients, for the bytes of one replica.
+        machines: the machines of these devices, if several places share the network of a machine.
 
     """
 
@@ -52,34 +55,39 @@ class Group:
 
     @property
     def mean_slowness(self) -> float:
-        """How many times longer layers take on it, on average."""
+        """How many times as long layers take on these devices, on average over the layers."""
         return sum(self.slowness) / len(self.slowness) if self.slowness else 1.0
 
     @property
     def kind(self) -> tuple[tuple[float, ...], int]:
-        """What makes a device one like others."""
+        """What two groups of one device have in common if these devices are alike."""
         return self.slowness, self.less_bytes
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be spread over devices, cut into `stages`: so many per device as the schedule has
-    chunks.
+    """A model that is to be cut into stages, and the devices that the stages are to be placed on.
 
-    `costs` are those of whole micro-batches. `host`, `peer` are the links of a device to its host
-    and to the next stage's device; `peer_uses_host` says that they are one. The memory limit is
-    that of the roomiest device, the host's that of all devices together; None means that there is
-    no limit.
-
-    `groups` are the devices of each place of the pipeline, in the order in which a micro-batch
-    passes them; none: each place has one, and all are alike. A limit of a device holds for each
-    device of a group. With `overlaps` replicas add up the gradients of a layer while the last
-    backwards of the layers before it run; without, after all backwards of the stage. `lent` is the
-    share of an idle device's time that the others use: with it an order of tasks is judged by less
-    than its idle time.
-
-    A plan that needs more than its devices may hold is over the limit by the same number on each: a
-    limit that is raised, is raised for all.
+    Attributes:
+        costs: of the model's layers, for whole micro-batches.
+        stages: how many stages there are: the schedule's chunks times the number of places.
+        schedule: the order of tasks.
+        microbatches: of a step.
+        memory_limit_bytes: what the roomiest device may hold; None: no limit. The limit of any
+            other device is this number less its group's `less_bytes`, so that a limit that is
+            raised is raised by the same number of bytes for all devices.
+        host_limit_bytes: what the host may hold for all devices together; None: no limit.
+        host: the link between a device and its host.
+        peer: the link between a device and the device of the next stage.
+        peer_uses_host: whether `host` and `peer` are the same physical link.
+        cluster: the machines, if they are known.
+        groups: the devices of each place, in the order in which a micro-batch passes the places;
+            empty: each place has one device, and all devices are alike. The limit of a place holds
+            for each of its devices.
+        overlaps: whether replicas add up the gradients of a layer while the last backwards of the
+            layers before it still run; if not, they do so after all backwards of the stage.
+        lent: the share of an idle device's time that other devices can use (devices that share the
+            cores of one machine). An order of tasks is charged for the rest of its idle time alone.
     """
 
     costs: Costs
@@ -118,12 +126,12 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many places the pipeline has, each with a device, or several that are replicas."""
+        """The number of places of the pipeline; a place has one device or several replicas."""
         return self.stages // self.schedule.chunks
 
     @property
     def replicated(self) -> bool:
-        """Whether a stage runs on several devices."""
+        """Whether any stage runs on several devices."""
         return any(group.replicas > 1 for group in self.groups)
 
     @property
@@ -134,18 +142,19 @@ class Problem:
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
         """The groups of layers that must share a stage."""
-        # Model state that goes to the next micro-batch stays in one of a device's stages.
+        # With several chunks, layers that pass model state on to the next micro-batch (`carried`)
+        # must stay in one stage.
         carried = self.costs.carried if self.schedule.chunks > 1 else ()
         return (*self.costs.together, *carried)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The most micro-batches between their forward and their backward, on each stage."""
+        """For each stage, the most micro-batches between their forward and their backward."""
         return self.schedule.in_flight(self.devices, self.microbatches)
 
     @property
     def updates(self) -> float:
-        """How often a step's micro-batches update each stage, on average."""
+        """The number of updates of a stage per step, on average."""
         return self.schedule.updates(self.microbatches)
 
     @property
@@ -155,12 +164,12 @@ class Problem:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The device of each stage."""
+        """The place of each stage."""
         return tuple(self.schedule.device_of(s, self.devices) for s in range(self.stages))
 
     @property
     def where(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of each stage, by their numbers outside."""
+        """The devices of each stage, by their numbers outside of the problem."""
         if not self.groups:
             return tuple((place,) for place in self.places)
         return tuple(self.groups[place].devices for place in self.places)
@@ -179,35 +188,35 @@ class Problem:
         return f"{what} {numbers}{kind}"
 
     def costs_of(self, s: int) -> Costs:
-        """Returns the costs of the largest share of a micro-batch on a device of a stage."""
+        """Returns the costs of the largest share of a micro-batch that a device of a stage has."""
         costs = self.group(s).costs if self.groups else None
         return costs or self.costs
 
     def slowness(self, s: int) -> tuple[float, ...]:
-        """Returns how many times longer a stage's devices take for each layer, if longer at all."""
+        """Returns how many times as long a stage's devices take for each layer; empty: as long."""
         return self.group(s).slowness if self.groups else ()
 
     def less_bytes(self, s: int) -> int:
-        """Returns by how much less than the limit the devices of a stage may hold."""
+        """Returns by how many bytes the limit of a stage's devices is below the problem's limit."""
         return self.group(s).less_bytes if self.groups else 0
 
     def link_into(self, s: int) -> Link:
         """Returns the link between a stage and the one before it, of values and cotangents.
 
-        A place knows the link from the place before it; where a schedule goes back along the
-        pipeline, that link is the receiver's neighbour's.
+        A group knows the link from the place before it. In a vee the second half of the stages goes
+        back along the places: the receiver then comes before the sender, and the link that joins
+        them is the sender's.
         """
         if not self.groups or s == 0:
             return self.peer
         sender = self.schedule.device_of(s - 1, self.devices)
         receiver = self.schedule.device_of(s, self.devices)
-        # In a vee the second half of the stages goes back along the devices.
         goes_back = sender == receiver + 1
         link = self.groups[sender if goes_back else receiver].receives
         return self.peer if link is None else link
 
     def limit_of(self, device: int) -> int | None:
-        """Returns what the device at a place of the pipeline may hold."""
+        """Returns the bytes that each device at a place may hold; None: no limit."""
         limit = self.memory_limit_bytes
         if limit is None or not self.groups:
             return limit
@@ -215,7 +224,7 @@ class Problem:
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """What each device may hold, in the order of their numbers outside, if there is a limit."""
+        """The bytes that each device may hold, by their numbers outside; empty: no limit."""
         limit = self.memory_limit_bytes
         if limit is None:
             return ()
@@ -225,17 +234,18 @@ class Problem:
         return tuple(by_number[number] for number in sorted(by_number))
 
     def layers_on(self, s: int) -> tuple[LayerCost, ...]:
-        """Returns the layers of the model, as the devices of a stage take them."""
+        """Returns the costs of all layers of the model on the devices of a stage."""
         return self._layers_on[self.schedule.device_of(s, self.devices)]
 
     @cached_property
     def _layers_on(self) -> list[tuple[LayerCost, ...]]:
-        """The layers, as the devices of each place take them."""
+        """The costs of all layers, for the devices of each place."""
         if not self.groups:
             return [self.costs.layers] * self.devices
         cache: dict[tuple[int, tuple[float, ...]], tuple[LayerCost, ...]] = {}
         every = []
-        # Devices that are alike share one tuple of layers: models are large, and kinds are few.
+        # Devices that are alike share one tuple of layers, because a model may have many layers
+        # while a cluster has few kinds of devices.
         for group in self.groups:
             costs = group.costs or self.costs
             key = id(costs), group.slowness
@@ -248,7 +258,7 @@ class Problem:
 
     @property
     def unlimited(self) -> "Problem":
-        """The problem as it is where everything may be kept."""
+        """The same problem without limits, so that everything may be kept."""
         return replace(self, memory_limit_bytes=None, host_limit_bytes=None)
 
     def in_order(self, order: Sequence[int]) -> "Problem":
@@ -262,13 +272,13 @@ class Problem:
         names: Sequence[str] = (),
         numbers: Sequence[int] = (),
     ) -> "Problem":
-        """Returns the problem of devices that may be unlike, one for each place.
+        """Returns the problem with one device for each place, where devices may differ.
 
         Args:
-            slowness: of each device, as `Group` has it.
-            limits: what each may hold; none: there is no limit.
-            names: of each, for people.
-            numbers: of each outside, if not 0, 1, 2, ...
+            slowness: of each device, as in `Group.slowness`.
+            limits: the bytes that each device may hold; empty: no limit.
+            names: of each device, for people.
+            numbers: of each device outside of the problem; empty: 0, 1, 2, ...
 
         >>> from jvpipe.cost.costs import Option
         >>> from jvpipe.schedules import find_schedule
@@ -288,13 +298,13 @@ def single_groups(
     names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> tuple[int | None, tuple[Group, ...]]:
-    """Returns the limit of the roomiest device, and a group of each; none if all are alike.
+    """Returns the limit of the roomiest device, and one group per device; none if all are alike.
 
     Args:
-        slowness: of each device.
-        limits: what each may hold; none: there is no limit.
-        names: of each.
-        numbers: of each outside.
+        slowness: of each device, as in `Group.slowness`.
+        limits: the bytes that each device may hold; empty: no limit.
+        names: of each device, for people.
+        numbers: of each device outside of the problem; empty: 0, 1, 2, ...
     """
     limit = max(limits, default=None)
     groups = list[Group]()
@@ -306,7 +316,7 @@ def single_groups(
             name=names[at] if names else "",
         )
         groups.append(group)
-    # Devices that are all alike need no groups, and what looks at groups is slower.
+    # Devices that are all alike need no groups, and planning is faster without groups.
     are_alike = len({group.kind for group in groups}) == 1 and not groups[0].slowness
     return limit, () if are_alike else tuple(groups)
 
@@ -319,7 +329,7 @@ def with_entry(
     at: int,
     entry: Entry,
 ) -> tuple[Entry, ...]:
-    """Makes a row with one entry replaced: a bound, a choice, the devices of a place.
+    """Makes a tuple with one entry replaced: a bound, a choice, the devices of a place.
 
     >>> with_entry((0, 2, 4), 1, 3)
     (0, 3, 4)
@@ -329,10 +339,11 @@ def with_entry(
 
 @dataclass(frozen=True)
 class Decision:
-    """Where layers go and how what they leave is treated.
+    """The layers of each stage, and the fates of what the layers leave for their backwards.
 
-    Stage s holds layers `bounds[s]` to `bounds[s + 1]`; `choices[layer]` is an index into the
-    layer's options on the devices of its stage, or `RECOMPUTE` or `RECOMPUTE_CHAIN`.
+    Stage s holds layers `bounds[s]` to `bounds[s + 1] - 1`. `choices[layer]` is an index into the
+    layer's options on the devices of its stage, or `RECOMPUTE`, or `RECOMPUTE_CHAIN`. Choice 0
+    keeps everything.
     """
 
     bounds: tuple[int, ...]
@@ -340,7 +351,7 @@ class Decision:
 
     @staticmethod
     def keeping_all(bounds: Sequence[int]) -> "Decision":
-        """Makes the decision that keeps everything between these cuts."""
+        """Makes the decision with these bounds that keeps everything."""
         return Decision(tuple(bounds), (0,) * bounds[-1])
 
     def plan(
@@ -349,9 +360,9 @@ class Decision:
         """Converts the decision to a plan.
 
         Args:
-            problem: that was decided.
-            planner: the name of whoever decided.
-            where: the devices of each stage; None: those that the problem says.
+            problem: that the decision answers.
+            planner: the name of the planner that made the decision.
+            where: the devices of each stage; None: those of the problem.
         """
         ids = problem.costs.ids or tuple(range(len(problem.costs.layers)))
         where = problem.where if where is None else where
@@ -377,7 +388,7 @@ class Decision:
             return options[choice].fates
         fates = dict.fromkeys(options[-1].fates, Fate.RECOMPUTE)
         if choice == RECOMPUTE_CHAIN:
-            # The input is dropped too: what the layer before makes for this one.
+            # The input, which the layer before makes for this one, is dropped too.
             for edge in costs.edges:
                 if edge.producer == layer - 1 and layer in edge.readers:
                     fates[edge.name] = Fate.RECOMPUTE

@@ -1,10 +1,12 @@
-"""What segments take before fates are chosen: all segments between two sets of cuts at once.
+"""The seconds and bytes of segments before fates are chosen, for many pairs of cuts at once.
 
-Legend: a segment [i, j) on stage s; k micro-batches in flight, v versions. Layers take what a
-device of the stage takes for its share of a micro-batch; what crosses cuts is that of whole
-micro-batches. A `CutBlock` holds one number for each i of `starts` (rows) and each j of `ends`
-(columns); where j <= i the numbers mean nothing. `stage_cost.py` defines what is counted, for one
-segment at a time; a property test holds these sums to it (tests/planners/model/test_segments.py).
+A segment [i, j) is the layers i to j - 1, looked at as a possible stage s. `stage_cost.py` defines
+what is counted, for one segment at a time. This file computes the same numbers as arrays, by prefix
+sums over layers; a property test compares both (tests/planners/model/test_segments.py).
+
+A `CutBlock` holds one number for each i of `starts` (rows) and each j of `ends` (columns). Entries
+with j <= i mean nothing. Layers count with what a device of the stage takes for its share of a
+micro-batch. Traffic across cuts counts for whole micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +25,15 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 OverJ = Float[np.ndarray, "J"]
 ROWS_AT_ONCE = 256
-"""Up to this many layers, a row is counted together with all others of its stage."""
+"""Up to this many layers, the rows of a stage (segments with the same start) are made all at once.
+
+It trades memory for time, and changes no result.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class CutBlock:
-    """Segments of stage s: seconds without fates, and bytes that no fate changes."""
+    """The segments of a stage: their seconds without extra ones, and bytes that no fate changes."""
 
     s: int
     starts: Cuts
@@ -39,12 +44,12 @@ class CutBlock:
     comm_s: Grid
     traffic_s: Grid  # on the stage's own link to the host
     fixed_bytes: Grid
-    shared_bytes: Grid  # of these, what each micro-batch in flight holds
-    once_s: Grid  # per step: in which replicas add up gradients, and updates
-    reducing_bytes: Grid  # the most that is there while they do, if nothing is in flight
+    shared_bytes: Grid  # the part of fixed_bytes that each micro-batch in flight holds
+    once_s: Grid  # per step: of adding up the replicas' gradients, and of updates
+    reducing_bytes: Grid  # held while gradients are added up, when nothing is in flight
 
     def at(self, rows: Cuts, columns: Cuts) -> "CutBlock":
-        """Picks the segments of some starts and ends, given by their places."""
+        """Picks the segments of some starts and ends, given by their indices."""
         grids = {
             name: x[np.ix_(rows, columns)]
             for name, x in vars(self).items()
@@ -59,10 +64,10 @@ class CutBlock:
 
 
 class Segments:
-    """A problem's segments, from sums over its layers.
+    """A problem's segments, computed from prefix sums over its layers.
 
-    Stages whose devices work on other shares of micro-batches have `Segments` of their own: `of`
-    finds them.
+    One object holds the sums for one set of costs. The devices of a stage may work on smaller
+    shares of a micro-batch, for which layers cost less: `of` finds the segments of such a stage.
     """
 
     def __init__(self, problem: Problem, costs: Costs | None = None) -> None:
@@ -83,11 +88,11 @@ class Segments:
         shared = self.costs.shared
         self._values = _hops(edges)
         self._cotangents = _hops(e for e in edges if e.differentiable)
-        # What crosses cuts is of whole micro-batches, whatever the shares of replicas are.
+        # Whole micro-batches cross cuts, whatever the shares of replicas are.
         whole = problem.costs.edges
         self._received = _hops(whole).spans()
         self._returned = _hops(e for e in whole if e.differentiable).spans()
-        # A value passes all cuts up to its last reader, and its cotangent passes them back.
+        # A value crosses all cuts up to its last reader, and its cotangent crosses them back.
         sent = Hops.of(
             (e.producer, [max(e.readers)], (1 + e.differentiable) * e.bytes) for e in whole
         )
@@ -96,7 +101,8 @@ class Segments:
             self._mirrored(sent.a),
             sent.bytes,
         )
-        # A shared value comes from before the model: its first layer in a segment holds it.
+        # A shared value counts like an edge whose producer is before the model (-1): a segment
+        # holds the value once, from its first reader in the segment on.
         tensors = [x for x in shared if not x.per_version]
         copies = [x for x in shared if x.per_version]
         self._tensors = Hops.of((-1, x.layers, x.bytes) for x in tensors).spans()
@@ -109,7 +115,7 @@ class Segments:
         self._late_known: dict[int, Spans] = {}
 
     def of(self, s: int) -> "Segments":
-        """Returns the segments as a stage's devices take them, on their shares of micro-batches."""
+        """Returns the segments with the costs of a stage's devices for their share of the work."""
         costs = self.problem.costs_of(s)
         if costs is self.costs:
             return self
@@ -118,11 +124,11 @@ class Segments:
         return self._others[id(costs)]
 
     def forward_of(self, s: int) -> OverJ:
-        """Gives the sums of the layers' forwards on a device of a stage."""
+        """Returns the prefix sums of the layers' forward seconds on a device of a stage."""
         return self.of(s)._seconds(s)[0]
 
     def compute_of(self, s: int) -> OverJ:
-        """Gives the sums of the layers' forwards and backwards on a device of a stage."""
+        """Returns the prefix sums of forward plus backward seconds on a device of a stage."""
         return self.of(s)._seconds(s)[1]
 
     def _seconds(self, s: int) -> tuple[OverJ, OverJ]:
@@ -134,7 +140,7 @@ class Segments:
 
     @cached_property
     def least_compute_s(self) -> OverJ:
-        """Sums of what layers take on the fastest device for each."""
+        """Prefix sums of each layer's seconds on the device that is fastest for that layer."""
         if not self.problem.groups:
             return self.compute_s
         every = [np.diff(self.compute_of(s)) for s in range(self.problem.stages)]
@@ -142,15 +148,16 @@ class Segments:
 
     @cached_property
     def share_s(self) -> float:
-        """What the slowest stage takes at least, however the work is divided.
+        """A lower bound on the seconds of the slowest stage, however the layers are divided.
 
-        A stage takes for any layers at least the share of their seconds that it takes for the layer
-        it is best at.
+        Take for each stage the smallest ratio r between its seconds for a layer and the costs'
+        seconds. For any layers the stage takes at least r times the costs' seconds, and so does at
+        most 1 / r of the work per second.
         """
         if not self.problem.groups:
             return float(self.compute_s[-1]) / self.problem.stages
-        # A stage that takes r times as long does 1 / r of the work in the same time. If all end
-        # together, each takes the whole work over the sum of these rates.
+        # The slowest stage is fastest if all stages end together: then the whole work is done at
+        # the sum of the stages' rates 1 / r.
         each_s = np.diff(self.compute_s)
         there = each_s > 0
         rates = 0.0
@@ -161,7 +168,7 @@ class Segments:
         return float(self.compute_s[-1]) / rates
 
     def _mirrored(self, layers: Cuts) -> Cuts:
-        """Mirrors the layers: what a segment sends is what it would receive the other way."""
+        """Mirrors layer numbers, so that sent values become received ones of the mirrored model."""
         return self.n - 1 - layers
 
     def early_bytes(
@@ -170,19 +177,21 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Counts values that arrive early, once per micro-batch more in flight where they are made.
+        """Counts the values that arrive early.
 
-        That stage is at least d stages before this one if the value is made at least d layers
-        before the segment.
+        A value counts once for each micro-batch that is in flight on the stage that makes the value
+        but not on this stage. A value that is made d layers before the segment is made at most d
+        stages before this one, because a stage has at least one layer.
 
         Args:
-            more: micro-batches in flight d stages before this one, beyond those on the stage after
-                that, from d = 1 on.
+            more: for d = 1, 2, ...: the micro-batches in flight d stages before this one, less
+                those in flight d - 1 stages before.
             starts: where segments begin.
             ends: where they end.
         """
         hops = self._values
-        if more not in self._early_known:  # the same for most stages of a model without long edges
+        # Most stages of a model without long edges have the same `more`.
+        if more not in self._early_known:
             parts = []
             for d, times in enumerate(more, 1):
                 far = hops.at(hops.b - hops.producer >= d)
@@ -192,10 +201,10 @@ class Segments:
         return self._early_known[more].over(starts, ends)
 
     def late_bytes(self, count: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts cotangents that wait (mirrored), once per stage up to the next reader's.
+        """Counts the cotangents that wait, once per stage between this one and the next reader's.
 
         Args:
-            count: how many stages there are behind this one, or as far as a cotangent goes.
+            count: the stages after this one, or the layers that the longest hop passes, if fewer.
             starts: where segments begin.
             ends: where they end.
         """
@@ -211,10 +220,10 @@ class Segments:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Where a stage may begin or end.
+        """The layers before which a stage may begin, and the number of layers.
 
         Raises:
-            ValueError: `together` leaves too few places for the stages.
+            ValueError: layers that must share a stage (`together`) leave too few cuts.
         """
         stages = self.problem.stages
         forbidden = bounds_inside(self.problem.together)
@@ -229,19 +238,19 @@ class Segments:
 
     @property
     def windows(self) -> list[Cuts]:
-        """Each bound's cuts, whatever stages take."""
+        """For each bound of the stages, the cuts that leave a layer for every stage."""
         cuts = self.cuts
         stages = self.problem.stages
-        # Each stage has a layer at least: s cuts lie before bound s, and stages - s behind it.
+        # Bound s needs at least s cuts before it and stages - s cuts after it.
         inner = (cuts[s : len(cuts) - (stages - s)] for s in range(1, stages))
         return [cuts[:1], *inner, cuts[-1:]]
 
     def static_bytes(self, s: int) -> OverJ:
-        """Sums over layers what stage s holds for parameters, gradients and optimizer."""
+        """Returns prefix sums of the bytes of parameters, gradients and optimizer on stage s."""
         return self.versions[s] * self.parameter_bytes + self.state_bytes
 
     def waiting_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts values that arrive early and cotangents that wait, at most.
+        """Counts the most bytes of values that arrive early and of cotangents that wait.
 
         Args:
             s: the stage.
@@ -256,7 +265,10 @@ class Segments:
         return early + self.late_bytes(count, starts, ends)
 
     def fixed_bytes(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts parameters, gradients, optimizer, shared values, what waits, and what is not free.
+        """Counts the bytes that no fate changes, and those that a device has less than others.
+
+        These are parameters, gradients, the optimizer's state, shared values, values that arrive
+        early and cotangents that wait.
 
         Args:
             s: the stage.
@@ -273,11 +285,12 @@ class Segments:
         replicas = self.problem.group(s).replicas
         if replicas > 1:
             fixed = fixed - surely_spared_bytes(self.costs.layers, starts, ends, replicas)
-        # What the device has less than others is taken from all limits at once, as if it were held.
+        # All stages are compared with one limit, the roomiest device's. Bytes that this device has
+        # less than the roomiest one count as if they were held.
         return fixed + self.problem.less_bytes(s)
 
     def given(self, i: int) -> Float[np.ndarray, "N"]:
-        """Counts the shared bytes of a segment from i, from each layer on, per micro-batch."""
+        """Counts for each layer the shared bytes that a segment from i holds from that layer on."""
         return self._tensors.at(i, self.n)
 
     def at_work(
@@ -287,12 +300,14 @@ class Segments:
         left: np.ndarray,
         working: np.ndarray,
     ) -> Grid:
-        """Counts what the layers up to each one leave of one micro-batch, and what it needs.
+        """Counts the bytes of one micro-batch while each layer of a segment runs.
+
+        Rows are the starts. Columns are all layers from the first start up to the last end. An
+        entry is what the segment's layers up to that layer leave, and what that layer works with.
 
         Args:
             starts: where segments begin.
-            ends: where they end; columns are all layers up to the last end, from the first start
-                on.
+            ends: where they end.
             left: bytes that each layer leaves.
             working: bytes that each layer works with.
         """
@@ -347,16 +362,16 @@ class Segments:
 
     @cached_property
     def _reduced_bytes(self) -> OverJ:
-        """Sums of gradients over layers."""
+        """Prefix sums of the layers' gradients that replicas add up."""
         return sums(layer.reduced_bytes for layer in self.costs.layers)
 
     def _most_reduced_bytes(self, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the gradients of the layer of each segment that has most."""
+        """Counts for each segment the gradients of the layer that has most of them."""
         return most_of(np.diff(self._reduced_bytes), starts, ends)
 
     @cached_property
     def _update_s(self) -> OverJ:
-        """What the optimizer takes for each layer, each time."""
+        """The seconds of the optimizer for each layer, per update."""
         return np.array([layer.update_s for layer in self.costs.layers])
 
     def _reduce_s(
@@ -366,7 +381,7 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Bounds each segment's all-reduce of gradients that its last backward cannot hide."""
+        """Bounds from below the seconds of each segment's all-reduce that no backward hides."""
         whole_s = link_seconds(link, between(self._reduced_bytes, starts, ends))
         if not self.problem.overlaps:
             return whole_s
@@ -375,7 +390,7 @@ class Segments:
         return np.where(whole_s > 0, shown_s, 0.0)
 
     def _updates_s(self, s: int, starts: Cuts, ends: Cuts) -> Grid:
-        """Counts the updates of a step, of which each replica takes its share."""
+        """Counts the seconds of a step's updates, of which each replica does its share."""
         slowness = self.problem.slowness(s)
         each_s = self.problem.updates * self._update_s
         if slowness:
@@ -387,7 +402,7 @@ class Segments:
         return np.maximum(whole_s / replicas, most_of(each_s, starts, ends))
 
     def row(self, s: int, i: int) -> CutBlock:
-        """Describes the segments of stage s that begin at i, for any end: columns are j."""
+        """Describes the segments of stage s that begin at i, with a column for every end j."""
         if (s, i) not in self._rows:
             is_small = self.n <= ROWS_AT_ONCE
             starts = np.arange(self.n) if is_small else np.array([i])
@@ -399,7 +414,7 @@ class Segments:
 
     @cached_property
     def crossing_bytes(self) -> OverJ:
-        """Bytes of values and cotangents that cross a cut at j."""
+        """For each j, the bytes of values and cotangents that cross a cut before layer j."""
         start = np.array([0])
         ends = np.arange(self.n + 1)
         return self._backwards(self._sent, start, ends)[0]
@@ -410,7 +425,7 @@ class Segments:
         starts: Cuts,
         ends: Cuts,
     ) -> Grid:
-        """Sums spans of mirrored layers: what is sent behind a segment, as if it were received."""
+        """Sums spans of the mirrored model, in which sent values are received, over segments."""
         mirrored = spans.over(self.n - ends[::-1], self.n - starts[::-1])
         return mirrored[::-1, ::-1].T
 
@@ -426,14 +441,16 @@ def surely_spared_bytes(
     ends: Cuts,
     replicas: int,
 ) -> Grid:
-    """Bounds what is spared in all segments of layers from below, and rarely by much.
+    """Bounds from below the optimizer state that sharing spares each replica, for all segments.
 
-    The largest is packed first, each to where least is: one of size s that ends up where most is
-    found there no more than all larger ones and its equals, without itself, divided by the
-    replicas.
+    The state of the layers is packed largest first, each layer's to the replica that holds least
+    (`shared_state.py`). Let s be the size that was packed last to the replica that ends up fullest.
+    That replica held least at the time, so at most an even share of what had been packed: of all
+    larger sizes and those equal to s, without this one. So the fullest replica holds at most that
+    share plus s; the largest such sum over all s bounds it. The bound is rarely far off.
 
     Args:
-        layers: all.
+        layers: of the whole model.
         starts: where segments begin.
         ends: where they end.
         replicas: of a stage.
@@ -452,7 +469,7 @@ def surely_spared_bytes(
 
 
 def sums(values: Iterable[float]) -> OverJ:
-    """Sums over the first j layers, j from 0."""
+    """Makes prefix sums: entry j is the sum over the first j layers, from j = 0 on."""
     if not isinstance(values, np.ndarray):
         values = np.array(list(values), dtype=np.float64)
     total = np.cumsum(values, dtype=np.float64)
@@ -464,10 +481,10 @@ def between(
     starts: Cuts,
     ends: Int[np.ndarray, "J"],
 ) -> Grid:
-    """Gives sums over each segment, from sums over the first layers.
+    """Returns sums over each segment, from prefix sums.
 
     Args:
-        total: sums over the first layers.
+        total: prefix sums, as `sums` makes them.
         starts: where segments begin.
         ends: where they end.
     """
@@ -475,16 +492,16 @@ def between(
 
 
 def _ends_up_to(starts: Cuts, ends: Cuts) -> Cuts:
-    """Lists the cuts behind each layer from the first start up to the last end, one at least."""
+    """Lists the cuts behind each layer from the first start up to the last end; at least one."""
     first = int(starts[0]) + 1
     return np.arange(first, max(int(ends[-1]), first) + 1)
 
 
 def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
-    """Finds the most that a layer of each segment has.
+    """Finds the largest number of any layer of each segment.
 
     Args:
-        layers: numbers of each, none below 0.
+        layers: a number for each layer, none below 0.
         starts: where segments begin.
         ends: where they end.
     """
@@ -494,10 +511,10 @@ def most_of(layers: np.ndarray, starts: Cuts, ends: Cuts) -> Grid:
 
 
 def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
-    """Gives the most of any layer of each segment, from what is there at each one.
+    """Returns the largest entry over the layers of each segment.
 
     Args:
-        at_work: as `Segments.at_work` counts it.
+        at_work: a row for each start and a column for each layer, as `Segments.at_work` has them.
         starts: where segments begin.
         ends: where they end.
     """
@@ -507,6 +524,6 @@ def most_up_to(at_work: Grid, starts: Cuts, ends: Cuts) -> Grid:
 
 
 def link_seconds(link: Link, sizes: np.ndarray) -> np.ndarray:
-    """Says how long so many bytes take, each on its own."""
+    """Counts the seconds that each of these sizes takes on a link, each as one transfer."""
     seconds = link.latency_s + sizes / link.bytes_per_s
     return np.where(sizes > 0, seconds, 0.0)

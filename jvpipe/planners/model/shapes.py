@@ -1,7 +1,8 @@
 """The shapes of pipelines: the devices at each place, and the examples of a micro-batch.
 
-Legend: G devices of a cluster; place p has r_p devices (its replicas), which share each micro-batch
-of mu examples; M = batch / mu micro-batches a step.
+Legend: G devices of a cluster are divided among places, the positions along the pipeline. Place p
+has r_p devices (its replicas), which share the work of each micro-batch. A micro-batch has mu
+examples, and a step has M = batch / mu micro-batches.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jvpipe.planners.model.problem import Group, Problem, single_groups
 
 @dataclass(frozen=True)
 class Shape:
-    """Which devices hold each place of a pipeline, and the examples of a micro-batch.
+    """The devices of each place of a pipeline, and the examples of a micro-batch.
 
     >>> Shape(((0, 1, 2), (3,)), 6)
     3:1 devices, micro-batches of 6
@@ -35,12 +36,12 @@ class Shape:
         replicas: Sequence[int],
         size: int,
     ) -> "Shape":
-        """Makes the shape of places that begin somewhere in an order of devices.
+        """Makes the shape whose places are runs of devices in an order.
 
         Args:
             order: of the devices.
-            starts: where each place begins.
-            replicas: how many devices each has.
+            starts: for each place, the position in the order at which the place's run begins.
+            replicas: how many devices each place has.
             size: examples of a micro-batch.
         """
         places = []
@@ -51,12 +52,12 @@ class Shape:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many devices each place has."""
+        """The number of devices of each place."""
         return tuple(map(len, self.places))
 
     @property
     def kind(self) -> str:
-        """What kind of shape it is."""
+        """The kind of the shape: "data parallel", "straight", "two stages" or "hybrid"."""
         if len(self.places) == 1:
             return "data parallel"
         if max(self.replicas) == 1:
@@ -76,14 +77,14 @@ class Shapes:
     """The shapes of a model on the first `devices` of a cluster, and the problem of each.
 
     Attributes:
-        model: what is the same in every shape: costs of a whole batch, the schedule, limits, the
-            links to the host.
-        local: what the model takes at each local batch.
-        cluster: whose devices there are.
-        devices: how many of them.
+        model: the part of the problem that is the same in every shape: costs of a whole batch, the
+            schedule, limits, the links to the host.
+        local: the model's costs at each local batch, the examples that one device works on.
+        cluster: that has the devices.
+        devices: how many devices of the cluster are used.
         batch: examples of a step.
-        pins: what is given of a shape.
-        apart: how each device differs from the others; none: they are alike.
+        pins: the parts of a shape that the user has fixed.
+        apart: a group for each device that says how it differs; empty: all devices are alike.
 
     """
 
@@ -111,19 +112,19 @@ class Shapes:
         return len(self.model.costs.layers)
 
     def under(self, limit_bytes: int) -> "Shapes":
-        """Returns the same shapes under another limit, of the roomiest device."""
+        """Returns the same shapes under another limit of the roomiest device."""
         return replace(self, model=replace(self.model, memory_limit_bytes=limit_bytes))
 
     def told_apart(
         self, slowness: Sequence[tuple[float, ...]], limits: Sequence[int], names: Sequence[str]
     ) -> "Shapes":
-        """The same on devices that may be unlike, as `Problem.told_apart`."""
+        """Returns the same shapes on devices that may differ; arguments as `Problem.told_apart`."""
         limit, groups = single_groups(slowness, limits, names)
         return replace(self, model=replace(self.model, memory_limit_bytes=limit), apart=groups)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that there can be: the divisors of the batch, falling."""
+        """The possible sizes of a micro-batch, largest first: divisors of the batch."""
         if self.pins.size is not None:
             return (self.pins.size,)
         largest = max(self.pins.replicas or (1,))
@@ -132,20 +133,21 @@ class Shapes:
 
     @cached_property
     def orders(self) -> tuple[tuple[int, ...], ...]:
-        """Orders of the devices, along which stages are placed: DAPPLE's placements.
+        """The orders of devices along which stages are placed: DAPPLE's placements.
 
-        Machine by machine (append first, and fresh first where devices are left out), and one
-        device of each machine in turn (scatter first), over all machines or over groups of them:
+        Append first takes the devices machine by machine, and stands for DAPPLE's fresh first too
+        if devices are left out. Scatter first takes one device of each machine in turn, over all
+        machines or over groups of machines:
 
-            two machines of two devices     0 1 | 2 3       append first   0 1 2 3
-                                                            scatter first  0 2 1 3
+            two machines (|) of two devices     0 1 | 2 3       append first   0 1 2 3
+                                                                scatter first  0 2 1 3
         """
         devices = np.arange(self.devices)
         per_machine = self.cluster.devices_per_machine
         machines = self.devices // per_machine
         orders = [tuple(range(self.devices))]
-        # Other orders differ only where devices of a machine are nearer to each other than to
-        # others.
+        # Another order makes a difference only if there are several machines of several devices,
+        # so that devices of one machine are nearer to each other than to those of other machines.
         if per_machine > 1 and machines > 1 and self.devices % per_machine == 0:
             groups = [q for q in range(2, machines + 1) if machines % q == 0]
             for q in groups[-2:]:
@@ -158,7 +160,7 @@ class Shapes:
         """Makes the problem of a shape: its devices in groups, with the links between them."""
         groups = []
         for p, devices in enumerate(shape.places):
-            # The largest share counts: replicas are in step with the one that has most to do.
+            # The largest share counts, because replicas wait for the one that has most to do.
             share = -(-shape.size // len(devices))
             is_whole = share == shape.size
             group = replace(
@@ -170,7 +172,7 @@ class Shapes:
             )
             groups.append(group)
         costs = self.local.at(shape.size)
-        # Given bounds need no other rule than that the layers between two of them share a stage.
+        # Fixed bounds are expressed as layers that must share a stage: those between two bounds.
         if self.pins.bounds:
             together = tuple(tuple(range(i, j)) for i, j in pairwise(self.pins.bounds))
             costs = replace(costs, together=together)
@@ -183,7 +185,7 @@ class Shapes:
         )
 
     def _joined(self, devices: tuple[int, ...]) -> Group:
-        """Joins devices to a group: as slow as the slowest, with as little room as the fullest."""
+        """Joins devices to a group that is as slow, and has as little memory, as any of them."""
         if not self.apart:
             return Group(devices)
         kinds = [self.apart[d] for d in devices]
@@ -200,5 +202,5 @@ class Shapes:
         )
 
     def _machines(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Lists the machines of devices, if there are several whose networks are shared."""
+        """Lists the machines of devices; empty if the cluster has one machine."""
         return self.cluster.machines_of(devices) if self.cluster.machines > 1 else ()

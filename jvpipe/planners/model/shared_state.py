@@ -1,4 +1,4 @@
-"""The optimizer's state that the replicas of a stage share out: what each of them is spared."""
+"""The bytes that each replica of a stage is spared because replicas share the optimizer's state."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jvpipe.programs.shares import packed
 
 
 def spared_bytes(layers: Sequence[LayerCost], replicas: int) -> int:
-    """Bounds the bytes that each replica of a stage of these layers is spared, as they are packed.
+    """Counts the bytes that the fullest replica of a stage is spared, as `packed` packs the layers.
 
     >>> from jvpipe.cost.costs import Option
     >>> small = LayerCost("block", 1.0, 2.0, (Option(0),), state_bytes=10)

@@ -13,10 +13,10 @@ Cuts = Int[np.ndarray, "_"]
 
 
 class Spans:
-    """Weights w at pairs of layers (a, b), a < b, that count for a segment with a < i <= b < j.
+    """Weights w at pairs of layers a < b, which count for the segments [i, j) with a < i <= b < j.
 
-    So does a value that layer a made (or read) and that layer b is the next to read: the segment
-    receives it.
+    An example: layer a makes (or reads) a value of w bytes, and layer b is the next to read it. A
+    segment that has b but not a receives these bytes.
     """
 
     def __init__(self, a: Cuts, b: Cuts, w: Cuts) -> None:
@@ -44,14 +44,14 @@ class Spans:
             shape[0] * shape[1],
         )
         total = flat.reshape(shape).cumsum(0).cumsum(1)
-        # A prefix sum over both ends: `total` has all pairs with a < i and b < j. A pair with
-        # b < i lies before the segment, and is taken off again.
+        # `total` is a prefix sum over both ends: it counts all pairs with a < i and b < j. Pairs
+        # with b < i lie before the segment, and are subtracted.
         before = np.concatenate([[0.0], np.cumsum(w)])
         passed = before[np.searchsorted(b, starts)]
         return total - passed[:, None]
 
     def at(self, i: int, n: int) -> Float[np.ndarray, "N"]:
-        """Gives the weights that a segment counts that begins at i, for each of n layers b."""
+        """Returns for each of n layers b the weights that count for a segment from i with b."""
         there = (self.a < i) & (i <= self.b)
         return np.bincount(
             self.b[there],
@@ -62,8 +62,9 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """The ways of values from their producers to their first readers, and from reader to reader:
-    from a to b.
+    """The hops of values: from the producer (a) to the first reader (b), and from reader to reader.
+
+    Each attribute is an array with one entry for each hop.
     """
 
     producer: Cuts
@@ -82,12 +83,12 @@ class Hops:
 
     @property
     def longest(self) -> int:
-        """How many layers a hop passes at most."""
+        """The most layers that a hop passes."""
         return int((self.b - self.a).max(initial=0))
 
     @property
     def reach(self) -> int:
-        """How many layers a reader is behind its producer at most."""
+        """The most layers from a producer to a reader of its value."""
         return int((self.b - self.producer).max(initial=0))
 
     def at(self, there: np.ndarray) -> "Hops":
@@ -100,16 +101,13 @@ class Hops:
         )
 
     def spans(self) -> Spans:
-        """Makes them weights at pairs of layers."""
+        """Makes the spans whose weights are the bytes of these hops."""
         return Spans(self.a, self.b, self.bytes)
 
 
 @lru_cache(maxsize=64)
 def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4 hops"]:
-    """Lists the hops of values: to their first readers, then from reader to reader.
-
-    Returns each hop's producer, a, b and value.
-    """
+    """Lists the hops of values: for each hop its producer, a, b, and the index of its value."""
     hops = []
     for value, (producer, readers) in enumerate(values):
         way = [producer, *sorted(readers)]
@@ -118,7 +116,7 @@ def _ways(values: tuple[tuple[int, tuple[int, ...]], ...]) -> Int[np.ndarray, "4
 
 
 def joined_spans(parts: Sequence[tuple[Cuts, Cuts, Cuts]]) -> Spans:
-    """Joins all these pairs and weights."""
+    """Joins parts, each given as its a, b and w, to one `Spans`."""
     nothing = np.empty(0, dtype=np.int64)
     columns = zip((nothing,) * 3, *parts, strict=True)
     return Spans(*map(np.concatenate, columns))

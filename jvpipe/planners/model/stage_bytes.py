@@ -1,32 +1,37 @@
 """The bytes of layers and stages: one formula for all planners, tested against enumeration.
 
-Legend: stage s holds layers [i, j); k micro-batches are in flight on it, v versions of its
-parameters are live.
+Legend: stage s holds layers [i, j), that is, layers i to j - 1. On the stage k micro-batches are in
+flight: their forward ran and their backward did not end. v versions of its parameters are live.
 
-    static     v parameters + gradients + optimizer state
+    static     v * parameters + gradients + optimizer state
                + values that arrive early and cotangents that wait
-    on device  k kept + min(k, 2) swapped: of all micro-batches in flight, one of them at work
+    on device  k * kept + min(k, 2) * swapped: what the micro-batches in flight hold on the device
     beyond     max over layers l of (what l needs while it runs
                - what the layers after l keep and swap)
-    reducing   a stage of several devices: the gradients of a layer, and the sum of them, while it
-               reduces
+    reducing   on a stage of several devices, while it adds up gradients: the gradients of a layer,
+               and their sum
     peak       static + max(on device + beyond, reducing)
 
-On a device of several stages, or whose backwards run in two halves, micro-batches in flight count
-as the schedule's vectors say (`Schedule.held`): of each stage k, and w that hold `handed` between
-the halves. Such a device's peak is the sum of what is static, the most over vectors, and the most
-beyond (`device_bytes`).
+Why `beyond` subtracts: of the micro-batches in flight, the one at work is either being built up by
+forwards, or taken down by backwards, which free what they read. While layer l runs, the layers
+after l hold nothing of that micro-batch, although `on device` counts it in full.
 
-One micro-batch is being built up by forwards, or taken down by backwards, which let go of what they
-read: while layer l runs, nothing of the layers after it is there. The swapped bytes of at most two
-micro-batches are on the device: that of the one at work, and that of the one that is on its way. An
-early value is of a micro-batch that the stage which makes it has in flight already and this one has
-not; a cotangent waits for as many stages as lie between its reader and this one. Which stages these
-are depends on other cuts: the most that is possible is counted.
+Why min(k, 2): the swapped bytes of at most two micro-batches are on the device at once. One
+micro-batch is at work, and one is being copied from or to the host.
 
-For a stage of several devices all this holds for each of them, which works on its share of a
-micro-batch, and keeps its share of the optimizer's state (`shared_state.py`). While gradients are
-added up, after its backwards, nothing is in flight on it.
+An early value belongs to a micro-batch that is in flight on the stage which makes the value, but
+not yet on this stage. A cotangent waits for as many stages as lie between its reader and this
+stage. Which stages these are depends on the other cuts, so that the most that is possible counts.
+
+On a device that has several stages, or whose backwards run in two halves, the schedule's vectors
+(`Schedule.held`) say what is in flight at once. A vector has for each stage k micro-batches in
+flight, and w micro-batches that are between the halves and hold `handed` bytes each. The peak of
+such a device is the sum of all that is static, of the most that any vector holds, and of the
+largest `beyond` of a stage (`device_bytes`).
+
+On a stage of several devices the legend holds for each device. A device works on its share of a
+micro-batch and keeps its share of the optimizer's state (`shared_state.py`). Gradients are added up
+after the stage's backwards, when nothing is in flight on the stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +52,7 @@ def on_device_bytes(
     kept: Bytes,
     swapped: Bytes | int = 0,
 ) -> Bytes:
-    """Counts what all micro-batches in flight hold on the device.
+    """Counts the bytes that all micro-batches in flight hold on the device.
 
     Args:
         in_flight: micro-batches, the one at work included.
@@ -61,7 +66,10 @@ def on_device_bytes(
 
 
 class LayerBytes(NamedTuple):
-    """What a layer leaves of a micro-batch under a choice, needs while it runs, and adds to it.
+    """The bytes that a layer leaves of a micro-batch, those it needs while it runs, extra seconds.
+
+    What a layer leaves under a choice of its fates is either kept on the device or swapped to the
+    host. `extra_s` are the seconds that the choice adds to the layer's forward and backward.
 
     >>> layer = LayerCost("block", 1.0, 2.0, (Option(6),), input_bytes=2, temporary_bytes=3)
     >>> option_bytes(layer, Option(4, 1, 0.5, 7))
@@ -75,12 +83,12 @@ class LayerBytes(NamedTuple):
 
     @property
     def left(self) -> int:
-        """What is there of one micro-batch while the layers after this one run."""
+        """The bytes of one micro-batch that are held while the layers after this one run."""
         return self.kept + self.swapped
 
 
 def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
-    """Counts a layer's bytes under an option: its input is kept too, or swapped."""
+    """Counts a layer's bytes under an option, including its input, which is kept or swapped."""
     kept = option.kept_bytes
     swapped = option.swapped_bytes
     if option.swaps_input:
@@ -92,15 +100,16 @@ def option_bytes(layer: LayerCost, option: Option) -> LayerBytes:
 
 
 def recompute_peak_bytes(layer: LayerCost) -> int:
-    """Counts the residuals that a backward recomputes itself, and what the last option leaves."""
+    """Counts what the last option leaves, and the residuals that its backward recomputes itself."""
     last = layer.options[-1]
     return last.kept_bytes + last.swapped_bytes + last.extra_bytes
 
 
 def recompute_s(layer: LayerCost) -> float:
-    """Counts how much longer a backward takes that recomputes all.
+    """Counts the extra seconds of a backward that recomputes all residuals of its layer.
 
-    It is the layer's forward, if no option leaves nothing.
+    If the last option leaves nothing, its extra seconds are those; if even the last option leaves
+    something, the whole forward runs again.
     """
     last = layer.options[-1]
     leaves = last.kept_bytes + last.swapped_bytes
@@ -108,7 +117,10 @@ def recompute_s(layer: LayerCost) -> float:
 
 
 def recomputed_bytes(layer: LayerCost) -> LayerBytes:
-    """Counts a layer's bytes under `RECOMPUTE` with no chain after it: its input alone is kept."""
+    """Counts a layer's bytes under `RECOMPUTE` if no `RECOMPUTE_CHAIN` follows: it keeps its input.
+
+    The layer's backward recomputes the residuals itself.
+    """
     working = recompute_peak_bytes(layer) + layer.temporary_bytes
     return LayerBytes(layer.input_bytes, 0, working, recompute_s(layer))
 
@@ -117,10 +129,12 @@ def layers_bytes(
     layers: Sequence[LayerCost],
     choices: Sequence[int],
 ) -> Iterator[LayerBytes]:
-    """Yields each layer's bytes under its choice; in a recomputed run, of the run so far.
+    """Yields each layer's bytes under its choice; in a recomputed run, those of the run so far.
 
-    The forwards of a run hold the residuals of its layers and the inputs between them at once;
-    those of the last layer its backward recomputes itself, which may take less than its forward.
+    A run is a `RECOMPUTE` and the `RECOMPUTE_CHAIN`s after it: its forwards run again one after the
+    other, so that the residuals of its layers and the inputs between them are held at once. The
+    residuals of the run's last layer are recomputed by that layer's backward itself, which may take
+    less time than the layer's forward.
     """
     run = 0
     for layer, choice, following in zip(layers, choices, (*choices[1:], 0), strict=True):
@@ -142,14 +156,14 @@ def layers_bytes(
 
 
 def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
-    """Counts the forwards that run again before a stage's first backward reads its cotangents.
+    """Counts the seconds of forwards that run again before the stage's cotangents arrive.
 
-    These are the run of layers that the stage ends with, except for its last layer, which its
-    backward recomputes itself.
+    If the stage ends with a recomputed run, these are the forwards of that run, except for its last
+    layer, whose backward recomputes the residuals itself.
 
     Args:
         layers: of the stage.
-        choices: theirs.
+        choices: of these layers.
 
     >>> block = LayerCost("block", 1.0, 2.0, (Option(6),))
     >>> early_s((block,) * 3, (RECOMPUTE, RECOMPUTE_CHAIN, RECOMPUTE_CHAIN))
@@ -164,7 +178,7 @@ def early_s(layers: Sequence[LayerCost], choices: Sequence[int]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class StageBytes(Generic[Bytes]):
-    """What a stage holds, in numbers or in arrays of many stages: see the legend above.
+    """The bytes of a stage, as numbers, or of many stages, as arrays; the legend above says which.
 
     >>> StageBytes(in_flight=3, static=100, kept=10, swapped=4, beyond=5).peak
     143
@@ -172,15 +186,15 @@ class StageBytes(Generic[Bytes]):
 
     in_flight: int
     static: Bytes
-    kept: Bytes  # per micro-batch in flight, as are swapped
-    swapped: Bytes
+    kept: Bytes  # per micro-batch in flight
+    swapped: Bytes  # per micro-batch in flight
     beyond: Bytes
-    handed: Bytes | int = 0  # between the halves of a backward
-    reducing: Bytes | int = 0  # while its replicas add up gradients
+    handed: Bytes | int = 0  # per micro-batch between the halves of its backward
+    reducing: Bytes | int = 0  # while the stage's replicas add up gradients
 
     @property
     def peak(self) -> Bytes:
-        """The most that the device holds at once."""
+        """The most bytes that the device holds at once."""
         training = on_device_bytes(self.in_flight, self.kept, self.swapped) + self.beyond
         if isinstance(training, np.ndarray):
             return self.static + np.maximum(training, self.reducing)
@@ -188,5 +202,5 @@ class StageBytes(Generic[Bytes]):
 
     @property
     def host(self) -> Bytes:
-        """What the host holds."""
+        """The bytes that the host holds."""
         return self.in_flight * self.swapped

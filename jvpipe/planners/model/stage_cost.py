@@ -1,11 +1,13 @@
-"""What a stage takes, in seconds and bytes: the one definition that every planner is judged by.
+"""The seconds and bytes of a stage: the one definition that every planner is judged by.
 
-Legend: stage s of S holds layers [i, j). Traffic is what crosses the stage's bounds, both ways, per
-micro-batch.
+Legend: stage s of S holds layers [i, j), that is, layers i to j - 1. All seconds are per
+micro-batch. F and B are the seconds of the layers' forwards and backwards, `extra` those of
+forwards that run again. Traffic means the values and cotangents that cross the stage's bounds, in
+both directions.
 
-    seconds   max(F + B + extra, seconds of its link)
-              its link has the swaps, out and in, and the traffic where both share one
-    bytes     as the legend of `stage_bytes.py` says
+    seconds   max(F + B + extra, seconds of the stage's link to the host); the link carries the
+              swaps out and in, and also the traffic if the problem has `peer_uses_host`
+    bytes     as the legend of `stage_bytes.py` defines them
 """
 
 from collections.abc import Sequence
@@ -30,36 +32,39 @@ from jvpipe.simulate.stages import StageLoad
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """A stage's seconds per micro-batch, and its bytes."""
+    """A stage's seconds, per micro-batch unless a comment says otherwise, and its bytes."""
 
     forward_s: float
     backward_s: float
     recompute_s: float
-    swap_s: float  # of swapped residuals on the link to the host, out and in
-    comm_s: float  # of values from and cotangents to earlier stages
+    swap_s: float  # of copying swapped residuals to the host and back
+    comm_s: float  # of receiving values from earlier stages and returning their cotangents
     link_s: float  # how long the stage's own link to the host is busy
     held: StageBytes[int]
     replicas: int = 1
-    halves_s: tuple[float, float] = (0.0, 0.0)  # of a backward that is not whole
-    reduce_s: float = 0.0  # per step, in which replicas add up gradients
-    update_s: float = 0.0  # of the optimizer, each time
-    early_s: float = 0.0  # of recompute_s, what runs before the cotangents are there
+    halves_s: tuple[float, float] = (0.0, 0.0)  # of the halves I and W, if backwards are split
+    reduce_s: float = 0.0  # per step: of the all-reduce that adds up the replicas' gradients
+    update_s: float = 0.0  # per update: of the optimizer
+    early_s: float = 0.0  # the part of recompute_s that runs before the cotangents arrive
 
     @property
     def compute_s(self) -> float:
-        """What the device itself works."""
+        """The seconds for which the device itself computes."""
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
     def waiting_s(self) -> float:
-        """What its backwards compute again once they have their cotangents."""
+        """The seconds of what the stage's backwards recompute once they have their cotangents."""
         return self.recompute_s - self.early_s
 
     def load(self, send_s: float = 0.0) -> StageLoad:
-        """Describes the stage to the simulator; each way takes half of a swap or a transfer.
+        """Describes the stage to the simulator.
+
+        `swap_s` and `comm_s` count both directions, so that one direction takes half of each.
 
         Args:
-            send_s: of what it sends on, which the stage after it knows.
+            send_s: seconds of sending the stage's values on. `comm_s` of the stage after this one
+                counts these seconds, so the caller has to pass them.
         """
         input_s, weight_s = self.halves_s
         return StageLoad(
@@ -81,7 +86,7 @@ class StageCost:
         )
 
     def task_s(self, kind: Kind) -> float:
-        """Counts what the device works for a task of a list, with what it computes again before."""
+        """Counts the seconds of a task of a list, including what is recomputed before the task."""
         match kind:
             case Kind.F:
                 return self.forward_s
@@ -96,7 +101,7 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """How far apart micro-batches are on this stage: of its work and its link, the slower."""
+        """The seconds between two micro-batches: those of the work or of the link, if longer."""
         return max(self.compute_s, self.link_s)
 
     @property
@@ -111,7 +116,7 @@ class StageCost:
 
     @property
     def host_bytes(self) -> int:
-        """What the host holds of all replicas."""
+        """The bytes that the host holds for all replicas."""
         return self.replicas * int(self.held.host)
 
 
@@ -125,11 +130,11 @@ def stage_cost(
     """Counts the seconds per micro-batch and the bytes of stage `s` with layers [i, j).
 
     Args:
-        problem: whose costs, schedule, micro-batches and links count.
-        s: the stage, from 0.
-        i: its first layer.
-        j: the layer after its last.
-        choices: those of all layers of the model.
+        problem: gives the costs, the schedule, the micro-batches and the links.
+        s: the stage's number, from 0.
+        i: the stage's first layer.
+        j: the layer after the stage's last.
+        choices: of all layers of the model, as `Decision.choices` has them.
     """
     layers = problem.layers_on(s)[i:j]
     held_bytes = stage_bytes(problem, s, i, j, choices)
@@ -170,12 +175,16 @@ def crossing_bytes(
     i: int,
     j: int,
 ) -> tuple[int, int, int]:
-    """Counts what layers [i, j) read from earlier stages, return, and pass by for later ones.
+    """Counts the bytes of a micro-batch that cross the bounds of layers [i, j).
 
     Args:
-        problem: whose edges count.
+        problem: gives the edges (tensors between layers).
         i: the first layer.
         j: the layer after the last.
+
+    Returns:
+        The bytes of values received from earlier layers; of cotangents returned for these values;
+        and of values sent to, or passed by for, later layers, with their cotangents.
     """
     received = returned = sent = 0
     for edge in problem.costs.edges_at(i, j):
@@ -193,18 +202,18 @@ def _reduce_s(
     layers: Sequence[LayerCost],
     overlaps: bool,
 ) -> float:
-    """Counts the seconds of an all-reduce of layers' gradients that no backward hides.
+    """Counts the seconds of an all-reduce of gradients that do not overlap with a backward.
 
     Args:
-        link: of the all-reduce.
+        link: that carries the all-reduce.
         layers: of a stage.
-        overlaps: the gradients of a layer are reduced as soon as its last backward has ended.
+        overlaps: whether a layer's gradients are reduced as soon as its last backward has ended.
     """
     size = sum(layer.reduced_bytes for layer in layers)
     if not overlaps or not size:
         return link.seconds(size)
-    # Backwards run from the last layer on; a reduction waits for its layer and for the one before
-    # it.
+    # Backwards run from the last layer to the first. The reduction of a layer's gradients begins
+    # when that layer's backward and the reduction that began before have both ended.
     computed_s = reduced_s = 0.0
     for layer in reversed(layers):
         computed_s += layer.backward_s
@@ -213,7 +222,10 @@ def _reduce_s(
 
 
 def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
-    """Counts an update on a replica: each updates some of the layers for all, as its share."""
+    """Counts the seconds of an update: the longest layer's, or each replica's even share, if more.
+
+    One replica updates a layer for all replicas, so that no layer is divided among replicas.
+    """
     layer_s = [layer.update_s for layer in layers]
     if replicas == 1:
         return sum(layer_s)
@@ -221,7 +233,7 @@ def _update_s(layers: Sequence[LayerCost], replicas: int) -> float:
 
 
 def once_s(problem: Problem, stage: StageCost) -> float:
-    """Counts what a stage takes once per step: what replicas add up, and updates."""
+    """Counts the seconds that a stage takes once per step: for its all-reduce and its updates."""
     return stage.reduce_s + problem.updates * stage.update_s
 
 
@@ -230,12 +242,15 @@ def halves_s(
     layer: int,
     cost: LayerCost,
 ) -> tuple[float, float]:
-    """Counts the halves of a backward: unsplit ones are in I, those without cotangent in W.
+    """Counts the seconds of the halves I and W of a layer's backward.
+
+    I gives the cotangents of inputs, W adds the gradients. A backward that is not split runs
+    entirely in I; that of a layer which gives no cotangent to any earlier one entirely in W.
 
     Args:
-        costs: those of the model.
-        layer: which of its layers.
-        cost: what it takes on its device.
+        costs: of the model.
+        layer: the layer's number.
+        cost: of the layer on its device.
     """
     if not costs.gives_cotangent(layer):
         return 0.0, cost.backward_s
@@ -251,22 +266,13 @@ def stage_bytes(
     j: int,
     choices: Sequence[int],
 ) -> StageBytes[int]:
-    """Counts the bytes of stage `s` with layers [i, j); the arguments are those of `stage_cost`.
-
-    Args:
-        problem: whose costs, schedule and micro-batches count.
-        s: the stage, from 0.
-        i: its first layer.
-        j: the layer after its last.
-        choices: those of all layers of the model.
-    """
+    """Counts the bytes of stage `s` with layers [i, j); the arguments are those of `stage_cost`."""
     costs = problem.costs_of(s)
     replicas = problem.group(s).replicas
     layers = costs.layers[i:j]
     left = list(layers_bytes(layers, choices[i:j]))
     parameters = sum(layer.parameter_bytes for layer in layers)
-    # A value that several layers read counts at the first of them: it lies until that one's
-    # backward.
+    # A value that several layers read counts at the first of them, whose backward is the last.
     shared = [0] * len(layers)
     for value in costs.shared_at(i, j):
         if value.per_version:
@@ -274,8 +280,9 @@ def stage_bytes(
         else:
             first = min(layer for layer in value.layers if layer >= i)
             shared[first - i] += value.bytes
-    # A backward goes from the last layer to the first. While a layer works, what later ones left is
-    # gone, and if backwards run in halves, what they handed over is there instead.
+    # A backward goes from the last layer to the first. While a layer works, the bytes that later
+    # layers left are free again (`later`). If backwards run in halves, the bytes that later layers
+    # handed over from I to W are held instead (`handed`).
     beyond = between = later = handed = 0
     for at in reversed(range(len(left))):
         beyond = max(beyond, left[at].working - later)
@@ -294,8 +301,9 @@ def stage_bytes(
         static=versions * parameters + state + waiting_bytes(problem, s, i, j),
         kept=sum(x.kept for x in left) + sum(shared),
         swapped=sum(x.swapped for x in left),
-        # The layers behind hold what W will read: the most is over the bytes before or after all of
-        # I.
+        # `between` is what I needs beyond the bytes held before I. After I the stage holds
+        # `handed - later` bytes more, and the schedule's vectors count both moments: only what I
+        # needs beyond the larger of the two is missing.
         beyond=max(beyond, between - max(0, handed - later)),
         handed=handed,
         reducing=reducing,
@@ -303,12 +311,14 @@ def stage_bytes(
 
 
 def handed_bytes(costs: Costs, layer: int, left: LayerBytes) -> int:
-    """Counts what a layer holds between I and W: all that it left, if it runs in W alone.
+    """Counts the bytes that a layer holds between the halves I and W of its backward.
+
+    A layer that gives no cotangent runs in W alone: until then it holds all that its forward left.
 
     Args:
         costs: of the model.
-        layer: which one.
-        left: what its forward leaves, as it is chosen.
+        layer: the layer's number.
+        left: the bytes that the layer's forward leaves under its choice.
     """
     if not costs.gives_cotangent(layer):
         return left.left + costs.made_bytes(layer)
@@ -324,16 +334,15 @@ def waiting_bytes(
 ) -> int:
     """Counts the most bytes of early values and waiting cotangents on a stage of layers [i, j).
 
-    Args:
-        problem: whose edges, schedule and micro-batches count.
-        s: the stage, from 0.
-        i: its first layer.
-        j: the layer after its last.
+    Early values have arrived before this stage's forward reads them. Waiting cotangents are held
+    until the backward that needs them runs. The arguments are those of `stage_cost`.
     """
     k = problem.in_flight
     total = 0
     for edge in problem.costs_of(s).edges_at(i, j):
-        if edge.producer < i:  # each layer before the stage may be on a stage of its own
+        # The cuts of other stages are not known here. Each layer between the edge's producer and
+        # this stage may be a stage of its own, which is the case that holds the most.
+        if edge.producer < i:
             maker = max(0, s - (i - edge.producer))
             total += (k[maker] - k[s]) * edge.bytes
         if edge.differentiable and max(edge.readers) >= j:
@@ -344,7 +353,7 @@ def waiting_bytes(
 
 
 def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Counts the most that each device holds at once, over all its stages: see `joint_bytes`."""
+    """Counts the most bytes that each device holds at once, over all its stages (`joint_bytes`)."""
     schedule = problem.schedule
     if schedule.chunks == 1 and not problem.splits:
         return tuple(stage.peak_bytes for stage in stages)
@@ -356,7 +365,10 @@ def device_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[int, ..
 
 
 def needed_bytes(problem: Problem, device_sizes: Sequence[int]) -> list[int]:
-    """Lists the limits, each that of the roomiest device, for each device's bytes."""
+    """Lists for each device the limit of the roomiest device under which these bytes would fit.
+
+    A problem's limit is that of the roomiest device; every other device has `less_bytes` less.
+    """
     less = [group.less_bytes for group in problem.groups] or [0] * len(device_sizes)
     return [size + more for size, more in zip(device_sizes, less, strict=True)]
 
@@ -365,14 +377,15 @@ def joint_bytes(
     of_stages: Sequence[StageBytes[int]],
     vectors: Sequence[Holding],
 ) -> int:
-    """Counts the most that a device's stages hold at once, as in the simulator's curves.
+    """Counts the most bytes that a device's stages hold at once.
 
-    A property test holds it to them (tests/planners/model/test_unfolded.py).
+    A property test compares this number with the simulator's memory curves
+    (tests/planners/model/test_unfolded.py).
 
     Args:
-        of_stages: what each of its stages holds.
-        vectors: how many micro-batches the stages have in flight and handed over at once, moment by
-            moment.
+        of_stages: the bytes of each of the device's stages.
+        vectors: for each moment that matters and each stage, the micro-batches in flight and those
+            between the halves of their backward (`Schedule.held`).
     """
 
     def held_bytes(moment: Holding) -> float:
@@ -382,7 +395,7 @@ def joint_bytes(
         return in_flight
 
     static = sum(stage.static for stage in of_stages)
-    # One stage works at a time, so that only the largest of what they need beyond counts.
+    # Only one stage of a device works at a time, so that the largest `beyond` of them counts.
     beyond = max(stage.beyond for stage in of_stages)
     training = max(map(held_bytes, vectors)) + beyond
     reducing = max(stage.reducing for stage in of_stages)
@@ -391,19 +404,22 @@ def joint_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A decision's stages and its surrogate seconds per step.
+    """The stages that a decision gives, their bytes, and an estimate of the seconds of a step.
 
-    The surrogate of a synchronous schedule is fill and drain plus M - 1 times the slowest (1F1B),
-    or that of each phase (GPipe); of an asynchronous one, M times the slowest stage. Links between
-    stages count as stages do. What is computed again counts as if no cotangent were ever awaited:
-    the simulator knows better, and is asked before plans are chosen.
+    The estimate `step_s` is a closed formula, called the surrogate (see the function `surrogate`).
+    For M micro-batches of an asynchronous schedule it is M times the slowest stage. For a
+    synchronous schedule it is the time to fill and drain the pipeline, plus M - 1 times the slowest
+    stage (1F1B), or M - 1 times the slowest forward plus the slowest backward (GPipe). A link
+    between stages counts like a stage. Recomputation counts in full, as if no backward ever waited
+    for its cotangent: the simulator also counts what is recomputed during such waits, and is asked
+    before a plan is chosen.
     """
 
     stages: tuple[StageCost, ...]
     step_s: float
     bottleneck_s: float
     device_bytes: tuple[int, ...]
-    limit_bytes: int  # the least limit that it keeps
+    limit_bytes: int  # the smallest limit of the roomiest device that the decision keeps
 
     @property
     def peak_bytes(self) -> int:
@@ -412,14 +428,14 @@ class Evaluation:
 
 
 def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
-    """Counts what a decision takes, by the stated surrogate.
+    """Counts the seconds and bytes of a decision; seconds per step are those of the surrogate.
 
     Args:
-        problem: that is decided.
-        decision: a complete one.
+        problem: that the decision answers.
+        decision: with bounds for all stages and a choice for every layer.
 
     Raises:
-        ValueError: it is none of this problem.
+        ValueError: the decision does not answer this problem.
     """
     check(problem, decision)
     spans = enumerate(pairwise(decision.bounds))
@@ -428,7 +444,7 @@ def evaluate_decision(problem: Problem, decision: Decision) -> Evaluation:
 
 
 def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
-    """Counts what a decision takes, from what its stages take."""
+    """Counts the seconds and bytes of a decision from those of its stages."""
     device_sizes = device_bytes(problem, stages)
     limit_bytes = max(needed_bytes(problem, device_sizes))
     return Evaluation(
@@ -441,12 +457,12 @@ def evaluation_of(problem: Problem, stages: Sequence[StageCost]) -> Evaluation:
 
 
 def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts how far apart micro-batches are: on the slowest device, or on the slowest link.
+    """Counts the seconds between two micro-batches on the slowest device or the slowest link.
 
-    What happens once a step is divided among its micro-batches: M (t + A / M) is what a stage is
-    busy.
+    What happens once per step, and takes A seconds, is divided among the M micro-batches: a stage
+    with t seconds per micro-batch is busy for M (t + A / M) seconds per step.
     """
-    # Stages on one device work in turns, so that their seconds add up.
+    # The stages of one device take turns, so that their seconds add up.
     busy_s = [0.0] * problem.devices
     for place, c in zip(problem.places, stages, strict=True):
         busy_s[place] += c.seconds + once_s(problem, c) / problem.microbatches
@@ -454,15 +470,15 @@ def slowest_s(problem: Problem, stages: Sequence[StageCost]) -> float:
 
 
 def surrogate(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts the seconds of a step in closed form, held to the simulator by a property test.
+    """Estimates the seconds of a step in closed form; a property test compares it to the simulator.
 
-    It is exact where stages are alike and send in no time
-    (tests/planners/model/test_stage_cost.py). Elsewhere it is what cuts and fates are sought by,
-    and the simulator decides.
+    The estimate is exact if all stages are alike and transfers take no time
+    (tests/planners/model/test_stage_cost.py). In all other cases planners search cuts and fates by
+    the estimate, and the simulator decides between the plans that they find.
 
     Args:
-        problem: whose schedule, micro-batches and places count.
-        stages: what they take.
+        problem: gives the schedule, the micro-batches and the places.
+        stages: with their seconds.
     """
     m = problem.microbatches
     slowest = slowest_s(problem, stages)
@@ -508,7 +524,7 @@ def check(problem: Problem, decision: Decision) -> None:
 
 
 def keeps_limits(problem: Problem, evaluation: Evaluation) -> bool:
-    """Tells whether every device is within its limit, and what is swapped within the host's."""
+    """Tells whether every device keeps its limit, and what is swapped keeps the host's limit."""
     memory, host = problem.memory_limit_bytes, problem.host_limit_bytes
     within = memory is None or evaluation.limit_bytes <= memory
     return within and (host is None or sum(stage.host_bytes for stage in evaluation.stages) <= host)

@@ -1,8 +1,9 @@
-"""Extends planners of one stage per device to several stages, or split backwards.
+"""Extends planners that know one stage per device to devices of several stages, or split backwards.
 
-Such a problem is unfolded: each stage has a device of its own, which holds as many micro-batches,
-and whose limit is a budget, the same part of each device's limit. The largest budget is sought at
-which all stages of each device keep the limit together.
+The problem is unfolded: each stage gets a device of its own, on which as many micro-batches are in
+flight as before. The limit of that device is a budget, the same fraction of the true limit for all
+stages. The largest budget is sought at which the stages of each true device together keep the
+limit.
 """
 
 from collections.abc import Callable
@@ -18,9 +19,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class UnfoldedLists:
-    """The lists of a schedule, one per stage, with whole backwards at the place of their first
-    half.
-    """
+    """The lists of a schedule, one per stage, with a whole backward in place of each first half."""
 
     schedule: Schedule
 
@@ -53,12 +52,12 @@ def unfolded(problem: Problem) -> Problem:
 
 
 def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
-    """Returns the unfolded problem whose stages may each hold the same part of their limit.
+    """Returns the unfolded problem whose stages may each hold the same fraction of their limit.
 
     Args:
-        apart: the problem.
-        limit: that of the roomiest device.
-        budget: the part of it.
+        apart: the unfolded problem.
+        limit: of the roomiest device, in bytes.
+        budget: what a stage on the roomiest device may hold, in bytes.
     """
     groups = tuple(
         replace(group, less_bytes=group.less_bytes * budget // limit) for group in apart.groups
@@ -69,14 +68,16 @@ def with_budget(apart: Problem, limit: int, budget: int) -> Problem:
 def on_devices(
     decide: Callable[[Problem], Decision], budgets: int = 7
 ) -> Callable[[Problem], Decision]:
-    """Makes a planner that knows devices of several stages from one that does not.
+    """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
-    It raises `Infeasible` where no budget leads to a decision that keeps the limit; what would do
-    is what was seen to. A planner that looks at no limit answers all the same.
+    The planner made raises `Infeasible` if no budget leads to a decision that keeps the limit; the
+    limit that the error names is one under which a decision was seen to fit. A planner that ignores
+    limits always answers.
 
     Args:
-        decide: the planner that does not.
-        budgets: that are tried: the last of 7 is found to within a part of 2 ** 6 of the limit.
+        decide: the planner that knows one stage per device.
+        budgets: how many budgets are tried. The first is the whole limit; each later one halves the
+            interval, so that 7 find the budget to within limit / 2 ** 6.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -90,9 +91,9 @@ def on_devices(
         refused = None
         low = 0
         high = limit
-        # The whole limit first: where that does, nothing is searched. Then the interval of budgets
-        # is halved: too small if nothing fits it, too large if the stages of a device are over its
-        # limit together.
+        # The whole limit is tried first: if it suffices, nothing is searched. Then the interval of
+        # budgets is halved. A budget is too small if nothing fits it, and too large if the stages
+        # of a device together are over the device's limit.
         for budget in [limit, *[0] * (budgets - 1)]:
             budget = budget or (low + high) // 2
             asked = with_budget(apart, limit, budget)
@@ -114,7 +115,7 @@ def on_devices(
         if refused is None:
             asked = with_budget(apart, limit, 1)
             try:
-                return decide(asked)  # it looks at no limit
+                return decide(asked)  # a planner that ignores limits answers any problem
             except Infeasible as error:
                 refused = asked, error
         raise _infeasible(problem, decide, *refused)
@@ -128,7 +129,14 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the answer that no budget does: what the decision of too small a budget takes."""
+    """Makes the error that no budget suffices, with the decision for the smallest limit that does.
+
+    Args:
+        problem: with several stages per device, or split backwards.
+        decide: the planner that knows one stage per device.
+        asked: the unfolded problem that was refused.
+        refused: the planner's refusal, which names a limit of the unfolded problem that suffices.
+    """
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
