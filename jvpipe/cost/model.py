@@ -215,6 +215,7 @@ def _split_cost(
     input_s: float,
     weight_s: float,
 ) -> SplitCost:
+    """Returns the cost of a backward in halves, whose second half reads what is held in between."""
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}

@@ -265,6 +265,7 @@ def _operations(eqn: JaxprEqn) -> float:
 
 
 def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
+    """Estimates the seconds of an equation's kernel; 0 if the equation has none."""
     if kernel is None:
         return 0.0
     if bodies := _jax.inner_jaxprs(eqn):
@@ -279,6 +280,7 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
+    """Estimates the seconds of a product of `work` flops, by tiles if the device has a tiling."""
     dtype = _jax.aval(eqn.invars[0]).dtype
     rate = device.products_per_s(str(dtype))
     product = product_of(eqn)
