@@ -195,9 +195,9 @@ class Kernels:
         return {self.root.get(v, v) for v in needed}
 
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
-        """Returns what equation i has to read from memory, and its operations on what it reads.
+        """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        Both include the equations that are fused into it, by the keys of `fused`.
+        Both include the equations that are fused into it. Operations are by their equation's index.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
