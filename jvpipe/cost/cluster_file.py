@@ -233,20 +233,24 @@ class _Table:
     prefix: str = ""
 
     def wrong(self, key: str, what: str) -> ValueError:
+        """Returns an error that names the file, the line and the key, and says what is wrong."""
         line = _line_of(self.text, self.prefix + key)
         return ValueError(f"{self.path}{f':{line}' if line else ''}: {self.prefix}{key} {what}")
 
     def know(self, names: str) -> None:
+        """Raises an error for a key that is not among `names`, which has spaces in between."""
         for key in self.entries:
             if key not in names.split():
                 raise self.wrong(key, f"is unknown: {did_you_mean('field', key, names.split())}")
 
     def value(self, key: str, what: str) -> Any:
+        """Returns the entry of a key that must be there; `what` says what it is, for the error."""
         if key not in self.entries:
             raise self.wrong(key, f"is missing: it is {what}")
         return self.entries[key]
 
     def inner(self, key: str, what: str) -> "_Table":
+        """Returns the entry of a key that must be a table; `what` describes it, for the error."""
         value = self.value(key, what)
         if not isinstance(value, dict):
             raise self.wrong(key, f"must be {what}, not {value!r}")

@@ -52,6 +52,7 @@ def _compile(
     device: Device,
     say: Callable[[dict[str, Any]], None],
 ) -> None:
+    """Compiles a program and reports its bytes, or the compiler's refusal, under its number."""
     try:
         header, sizes = compiled_sizes(text, device)
         arguments, results = entry_bytes(header)

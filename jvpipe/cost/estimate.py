@@ -46,7 +46,7 @@ def estimate(
         microbatches: micro-batches of a step.
         fates: whether layers have options other than keeping everything.
         split: whether backwards in halves are estimated, too.
-        store: the store that keeps programs; None for the one that this process shares.
+        store: the store that keeps programs; None for the store that all of this process shares.
         said: the answers of the device's compiler, by the keys of programs.
 
     >>> import jax, jax.numpy as jnp

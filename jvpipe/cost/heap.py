@@ -61,7 +61,7 @@ def peak_bytes(buffers: Sequence[Buffer], scratch_bytes: int) -> int:
     """Counts the most bytes that buffers take at once.
 
     Args:
-        buffers: of a program.
+        buffers: the buffers of a program that do not lie in results.
         scratch_bytes: the memory beside the cores of a TPU. It holds as many of the bytes of small
             buffers as fit; all others count.
 

@@ -83,6 +83,7 @@ def measured_lending(
 
 
 def _measured(store: ProgramStore, program: Program, devices: Sequence[Device]) -> float:
+    """Returns the median of the shares that several turns measure."""
     runs = store.compile([(program, device) for device in devices])
     inputs = []
     for device in devices:

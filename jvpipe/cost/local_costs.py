@@ -57,6 +57,7 @@ class LocalCosts:
         return self._between[b]
 
     def _mixed(self, b: int) -> Costs:
+        """Returns the costs of `b` examples on the line through the costs at two measured sizes."""
         last = len(self.batches) - 1
         # Beyond the measured sizes, the line through the nearest two continues.
         high = min(max(bisect_left(self.batches, b), 1), last)

@@ -39,8 +39,8 @@ _PASSING = (ValueKind.BATCH, ValueKind.SEED, ValueKind.STATE, ValueKind.TENSOR)
 class Work:
     """The seconds and bytes of a layer's programs on one micro-batch, and of its update.
 
-    They are those of programs that keep all candidates, which are the values whose fate a planner
-    can choose. Temporary bytes are what a program needs beside its inputs and results.
+    The programs are those that keep all candidates, which are the values whose fate a planner can
+    choose. Temporary bytes are what a program needs beside its inputs and results.
     """
 
     forward_s: float
@@ -62,7 +62,7 @@ def with_update_seconds(
     Args:
         works: the work of each layer.
         loss: the layer of the loss, with which the optimizer's global program runs.
-        optimizer: the optimizer, cut into a piece per layer and global pieces.
+        optimizer: the optimizer, cut into pieces that run with a layer or with the loss.
         seconds: a function that returns the seconds of a piece.
     """
     updates_s = [0.0] * len(works)
@@ -169,6 +169,8 @@ def _layer_cost(
 def carried(graph: LayerGraph) -> tuple[tuple[int, ...], ...]:
     """Finds, for each leaf of the model state, the group of layers from its readers to its writers.
 
+    Leaves that nobody writes, or that only one layer uses, have no group.
+
     Each micro-batch reads the leaf that the micro-batch before it has written. If the first and the
     last layer of a group were in two stages of one device, the forward of the earlier stage would
     wait for the later stage to write the leaf. Therefore a device has a group in one stage.
@@ -215,6 +217,7 @@ def _split_cost(
     input_s: float,
     weight_s: float,
 ) -> SplitCost:
+    """Returns the cost of a backward in halves, whose second half reads what is held in between."""
     assert programs.halves is not None
     split = programs.halves.signature
     values = {"input": layer.reads, "output": layer.writes}

@@ -73,6 +73,7 @@ def product_of(eqn: JaxprEqn) -> Product | None:
 
 
 def _matrices(eqn: JaxprEqn) -> Product:
+    """Returns the product of a `dot_general`, whose free dimensions are the rows and columns."""
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     left, right = (_jax.aval(v) for v in eqn.invars)
     b = math.prod(left.shape[d] for d in batch)

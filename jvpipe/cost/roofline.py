@@ -195,9 +195,9 @@ class Kernels:
         return {self.root.get(v, v) for v in needed}
 
     def _uses(self, i: int, eqn: JaxprEqn) -> tuple[dict[Var, int], dict[int, float]]:
-        """Returns what equation i has to read from memory, and its operations on what it reads.
+        """Returns the bytes that equation i reads, by value in memory, and its operations.
 
-        Both include the equations that are fused into it, by the keys of `fused`.
+        Both include the equations that are fused into it. Operations are by their equation's index.
         """
         reads: dict[Var, int] = {}
         operations = {i: _operations(eqn)}
@@ -265,6 +265,7 @@ def _operations(eqn: JaxprEqn) -> float:
 
 
 def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) -> float:
+    """Estimates the seconds of an equation's kernel; 0 if the equation has none."""
     if kernel is None:
         return 0.0
     if bodies := _jax.inner_jaxprs(eqn):
@@ -279,6 +280,7 @@ def _kernel_seconds(eqn: JaxprEqn, kernel: _Kernel | None, device: Accelerator) 
 
 
 def _product_seconds(eqn: JaxprEqn, work: int, device: Accelerator) -> float:
+    """Estimates the seconds of a product of `work` flops, by tiles if the device has a tiling."""
     dtype = _jax.aval(eqn.invars[0]).dtype
     rate = device.products_per_s(str(dtype))
     product = product_of(eqn)

@@ -128,6 +128,7 @@ device_description_str: "{device}"
 
 
 def _tpu(name: str, topology: str, accelerator: str) -> Target:
+    """Makes the target of a TPU, whose compiler knows the topology by name."""
     return Target(
         name,
         "tpu",

@@ -74,7 +74,7 @@ def temporary_bytes(closed: ClosedJaxpr, device: Accelerator) -> int:
 
     Args:
         closed: the program.
-        device: that would run it.
+        device: the device that would run the program.
 
     >>> import jax, jax.numpy as jnp
     >>> from jvpipe.cost.presets import H100
@@ -159,6 +159,7 @@ class _Step:
 
 
 def _steps(jaxpr: Jaxpr, kernels: Kernels, device: Accelerator) -> Iterator[_Step]:
+    """Yields a step for each kernel, in the order of equations, with the copies that it makes."""
     turned = _turned_scatters(jaxpr, kernels) if device.platform == "cuda" else set[Var]()
     inputs = {*jaxpr.invars}
     for i, kernel in kernels.of.items():
@@ -189,8 +190,9 @@ def _copies_filter(eqn: JaxprEqn) -> bool:
 
 
 def _summed_across(jaxpr: Jaxpr, kernels: Kernels) -> dict[Var, set[Var]]:
-    """Returns the values that take an exponential and are reduced over several axes, each with its
-    reductions.
+    """Returns the values that take an exponential and are reduced over several axes.
+
+    Each has its reductions. Values that reach memory anyway are left out.
     """
     axes: dict[Var, set[tuple[int, ...]]] = {}
     sums: dict[Var, set[Var]] = {}
@@ -380,8 +382,9 @@ def _halves(jaxpr: Jaxpr, kernels: Kernels, images: set[Var]) -> set[Var]:
 
 
 def _relaid(jaxpr: Jaxpr) -> set[Var]:
-    """Finds the inputs that are copied into the layout of batched products' results: they have such
-    a result's shape, and no product or other heavy equation reads them.
+    """Finds the inputs that are copied into the layout of batched products' results.
+
+    They have the shape of such a result, and no heavy equation, such as a product, reads them.
     """
     shapes = {_jax.aval(eqn.outvars[0]).shape for eqn in jaxpr.eqns if _is_batched(eqn)}
     operands = {v for eqn in jaxpr.eqns if is_heavy(eqn) for v in jaxprs.variables(eqn.invars)}

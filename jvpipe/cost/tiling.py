@@ -8,9 +8,9 @@ on at the same time:
 
 The last wave takes as long as the others although some of its cores are idle, and a tile that
 sticks out of the result takes as long as a whole tile. Libraries of products have tiles of several
-sizes, because small tiles leave fewer cores idle, but load more operands for each operation. If
-there are fewer tiles than cores, libraries also cut long sums into parts, which several cores
-compute. Libraries choose the fastest combination, and so does this model.
+sizes, because small tiles leave fewer cores idle, but load more operands for each operation. For
+cores that would be idle, libraries also cut long sums into parts, which different cores compute.
+Libraries choose the fastest combination of size and parts, and so does this model.
 
 A dense convolution of 3 x 3 pixels takes the faster of two ways: as one product, or as the products
 of Winograd's algorithm (`products.py`).
