@@ -267,10 +267,8 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
     scattered sums need no buffer, because they are summed up in place.
     """
     results = _roots(kernels, jaxpr.outvars)
-    summed: set[Var] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _SUMMED:
-            summed.update(eqn.outvars)
+    summed = {v for eqn in jaxpr.eqns if eqn.primitive.name in _SUMMED for v in eqn.outvars}
+    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     readers = _readers(kernels)
     inputs = set(jaxpr.invars)
     inside: set[Var] = set()
@@ -287,7 +285,7 @@ def _inside_results(jaxpr: Jaxpr, kernels: Kernels) -> set[Var]:
         # to an input leaves no room, because it overwrites the input.
         reads_input = not inputs.isdisjoint(jaxprs.variables(eqn.invars))
         if not (eqn.primitive.name in _ADDED and reads_input):
-            inside |= set(list(alone - summed)[:1])
+            inside |= set(sorted(alone - summed, key=lambda v: made.get(v, -1))[:1])
     return inside
 
 
