@@ -94,7 +94,7 @@ class Objective:
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns a cell's seconds as in `with_once`, its forward's, and those of the link before."""
+        """Returns the seconds of a cell (as `with_once`), its forward, and the link before it."""
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
         once_s = float(stage.block.once_s[stage.place(*cell[1:])])

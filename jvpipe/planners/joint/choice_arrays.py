@@ -34,7 +34,7 @@ PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
 Flight = tuple[int, int]
-"""A stage's micro-batches in flight, and its micro-batches between the halves of their backward."""
+"""A stage's micro-batches in flight, and those between the halves of their backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Choices:
     handed_bytes: PerChoice
     own_s: PerChoice
     forward_s: PerLayer
-    working_bytes: PerChoice  # of RECOMPUTE and RECOMPUTE_CHAIN: a lower bound, for the layer alone
+    working_bytes: PerChoice  # of the two choices that recompute: a lower bound
     residual_bytes: PerLayer
     recompute_peak_bytes: PerLayer
     input_bytes: PerLayer
@@ -55,7 +55,7 @@ class Choices:
 
     @staticmethod
     def of(costs: Costs, swaps: bool = True) -> "Choices":
-        """Collects the choices of layers at these costs; without `swaps`, those that do not swap."""
+        """Collects the choices of layers at these costs; `swaps` says whether choices may swap."""
         layers = costs.layers
         shape = len(layers), max(len(layer.options) for layer in layers) + 2
         # Arrays lie in memory column by column, because most queries take the least of each row
@@ -104,8 +104,8 @@ class Choices:
         """Counts how many seconds longer choices make backwards on a slower device.
 
         Inside a run a layer takes the seconds of its forward; at the end of a run it takes its
-        `own_s`. Every layer is counted as an end first. A `RECOMPUTE_CHAIN` shows that the layer
-        before it is no end, and adds the difference for that layer.
+        `own_s`. Every layer is counted as an end first. A `RECOMPUTE_CHAIN` shows that its run did
+        not end with the layer before, and adds the difference for that layer.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
@@ -135,7 +135,7 @@ class Choices:
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
-            # Entry [a, b]: column b is nowhere worse than a. Of equal columns, the first stays.
+            # Entry [a, b]: column b is nowhere worse than a. The first of equal columns stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             is_better = no_worse & ~same

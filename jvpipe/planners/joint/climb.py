@@ -74,7 +74,7 @@ class Climb:
     def top(self, begin: Iterable[Decision]) -> Decision | None:
         """Climbs from the best of some plans, and returns the best plan found; None if none fits.
 
-        Of plans with the same bounds, only the best is climbed from.
+        If several plans have the same bounds, only the best is climbed from.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
         if len(every) * self._each > self.tasks:  # too few tasks to simulate even these
@@ -240,7 +240,7 @@ class Climb:
             yield from self.refitted(bounds)
 
     def refitted(self, bounds: tuple[int, ...]) -> Iterator[Decision]:
-        """Yields plans with these bounds, with fates chosen in each way; all kept without a limit."""
+        """Yields plans with these bounds, fates chosen in each way; without a limit all is kept."""
         if self.problem.memory_limit_bytes is None:
             yield Decision.keeping_all(bounds)
             return

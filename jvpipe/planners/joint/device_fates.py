@@ -157,7 +157,7 @@ class DeviceFates:
         cells: Sequence[Cell],
         moments: Sequence[Holding],
     ) -> Lot:
-        """Describes the layers of a device; values that several layers read are held by any fates."""
+        """Describes the layers of a device; values that several layers read are always held."""
         freed = self.pricing.at(cells[0][0]).segments.given
         shared = [float(freed(i)[i:j].sum()) for _, i, j in cells]
         base_bytes = []

@@ -3,9 +3,9 @@
 The fates of a device's layers are chosen layer by layer. Later layers depend on earlier choices
 only through a few numbers, called a state. A state is dominated if another state is at most as
 large in every number. The other state can be completed by the same later choices, and is then at
-least as good, so that dropping the dominated state loses nothing. Sums over the layers to come of
-what they hold and need at least are made beforehand (`_look_ahead`); they show early that a state
-must end over the limit.
+least as good, so that dropping the dominated state loses nothing. What the layers to come hold and
+need at least is summed beforehand (`_look_ahead`). These sums show early that a state must end over
+the limit.
 
 Legend: a device has the layers of one stage or of several, one stage after the other. At each
 moment of the device's order, some micro-batches of each stage are in flight (`Lot`). A run is a

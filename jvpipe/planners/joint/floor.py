@@ -80,7 +80,7 @@ def floor(
 
 @dataclass
 class _Search:
-    """The plans that were counted, each once, and the emptiest of them; `left` may still be."""
+    """The plans counted so far, each once, and the emptiest; `left` more plans may be counted."""
 
     held_bytes: Callable[[Decision], Sequence[int]]
     enough_bytes: int
@@ -101,7 +101,7 @@ class _Search:
         *,
         until_better: bool = False,
     ) -> None:
-        """Counts what plans hold until one holds little enough; `until_better`, less than before."""
+        """Counts what plans hold until one holds little enough, or less than before if asked."""
         before = self.lowest
         while not self.ended and (decision := next(decisions, None)):
             if until_better and self.lowest is not before:

@@ -138,7 +138,7 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on some devices and a backward on all; tells whether forwards had room."""
+        """Takes a forward on some devices and a backward on all; False if forwards have no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done[Kind.F] == loads.microbatches:

@@ -176,7 +176,7 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's unless it gains much."""
+    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if it gains little."""
     best = min(answers, key=lambda one: one.worth_s)
     # Measured seconds are uncertain if devices share workers: a small gain is then doubtful.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
@@ -465,8 +465,8 @@ def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
     devices = problem.devices
     in_flight = 1
     yield from usual
-    # Doubled while the plan fits: if k in flight do not fit, more do not fit either. As many as
-    # there are devices is 1F1B itself.
+    # Doubled while the plan fits: if k in flight do not fit, more do not fit either. With as many
+    # in flight as there are devices it is 1F1B itself.
     while in_flight < devices and all(any(one.decision.choices) for one in usual):
         rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
         fewer = list(_planned(problem, rule, refine=False))

@@ -190,7 +190,7 @@ def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
-        # Of the paths that may hold as little as `highest`, the one with the least sum is settled.
+        # Among paths that may hold as little as `highest`, the one with the least sum is settled.
         may_hold = [np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes]
         _, places = least_sum(may_hold)
         assert places is not None, "there are as many cuts as stages need"

@@ -154,7 +154,7 @@ class FateSearch:
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """Finds the fastest choices that fit and take less than `below_s`.
 
-        Of equally fast choices, those that swap least are taken, then those that hold least.
+        Among equally fast choices, those that swap least are taken, then those that hold least.
         """
         last = follow(
             self.growth,
