@@ -1,1 +1,1 @@
-"""Where layers go, and each tensor's fate: jvpipe's own search, and what all planners stand on."""
+"""Planners: jvpipe's own search for each layer's stage and each tensor's fate, and its basis."""

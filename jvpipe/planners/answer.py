@@ -1,4 +1,4 @@
-"""A planner's answer to a problem, or why it has none; and which of several answers is the best."""
+"""A planner's answer to a problem, or the reason why there is none, and the best of answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,11 @@ from jvpipe.planners.model.stage_cost import Evaluation
 
 @dataclass(frozen=True)
 class Answer:
-    """What a planner says; without a decision, why there is none.
+    """A planner's answer: a decision with its evaluation, or the error that there is none.
 
-    `kinds` are the best rough plans of each kind of shape, where the shape was decided too;
-    `compiled` is what the hardware's compiler says of each stage, if it was asked.
+    `kinds` are the best rough plans of each kind of shape, if the planner also decided the shape
+    (how many devices each stage has). `compiled` is what the hardware's compiler reports about each
+    stage, if it was asked.
     """
 
     planner: str
@@ -32,7 +33,7 @@ class Answer:
     compiled: tuple[CompiledStage, ...] = ()
 
     def fits(self, problem: Problem) -> bool:
-        """Tells whether there is a plan, and it keeps the limit."""
+        """Tells whether the answer has a plan that keeps the limit."""
         limit = problem.memory_limit_bytes
         return self.evaluation is not None and (
             limit is None or self.evaluation.limit_bytes <= limit
@@ -40,16 +41,15 @@ class Answer:
 
 
 def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Sorts answers: the fastest that fit first, then plans over the limit, then those without one.
+    """Sorts answers: first plans that fit, then plans over the limit, then answers without a plan.
 
-    Among equals, up to rounding, the one that is given first comes first.
+    Faster plans come first. Plans whose seconds differ by rounding alone stay in the given order.
     """
 
     def rank(answer: Answer) -> tuple[bool, float]:
         if answer.evaluation is None:
             return True, math.inf
-        # Steps that differ by rounding alone are equal, so that the planner asked first stays
-        # first.
+        # Rounded to 9 digits, so that of equally fast plans the planner asked first stays first.
         step_s = simulated_step_s(problem, answer.evaluation.stages)
         return not answer.fits(problem), float(f"{step_s:.9g}")
 
@@ -57,7 +57,7 @@ def best_first(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
-    """Says why none of the answers fits, and what would."""
+    """Says why none of the answers fits, and which limit would suffice."""
     nearest = [answer.infeasible for answer in answers if answer.infeasible is not None]
     if nearest:
         return str(min(nearest, key=lambda infeasible: infeasible.smallest_limit_bytes))
@@ -75,7 +75,7 @@ def why_not(problem: Problem, answers: Sequence[Answer]) -> str:
 
 
 def smallest_limit_bytes(answers: Sequence[Answer]) -> int:
-    """Returns a limit that one of the answers would keep."""
+    """Returns the smallest limit that one of the answers is known to keep."""
     limits = list[int]()
     for answer in answers:
         if answer.infeasible is not None:

@@ -1,4 +1,4 @@
-"""Why each cut is where it is: what would happen one layer further."""
+"""Reasons for the place of each cut: what would happen if it were one layer later."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ from jvpipe.util.sizes import format_bytes
 
 
 def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """Explains each cut in a line, from the first to the last: why its layer is on this side."""
+    """Explains each cut in a line, first to last: why the layer after it is not before it."""
     bounds = decision.bounds
     spans = enumerate(pairwise(bounds))
     stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in spans]
@@ -18,7 +18,7 @@ def cut_reasons(problem: Problem, decision: Decision) -> list[str]:
 def device_reasons(problem: Problem) -> list[str]:
     """Describes in a line how devices differ, in the order in which a micro-batch passes them.
 
-    None if they are alike.
+    The list is empty if devices are alike.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -56,7 +56,8 @@ def _reason(
         return head + "it must share a stage with later layers"
     if k - j == 1:
         return head + f"stage {s} needs a layer"
-    # The layer moves to another run of layers, where it cannot go on without an input.
+    # A layer with RECOMPUTE_CHAIN (-2) needs the layer before it in the same run. The layer moves
+    # to another stage, where that layer may keep its values: then it keeps its own values too.
     choices = list(decision.choices)
     choices[j] = max(choices[j], 0)
     before = stage_cost(problem, s - 1, i, j + 1, choices)

@@ -1,4 +1,4 @@
-"""Explains an order of tasks: what it gains over 1F1B, what updates cost, what prevents overlap."""
+"""Explains an order of tasks: its gain over 1F1B, the cost of updates, what prevents overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +17,12 @@ def order_reasons(
     decision: Decision,
     cross_layer: Sequence[str],
 ) -> list[str]:
-    """Compares a plan's order with 1F1B's without a limit: seconds, idle time, transfers, bytes.
+    """Compares a plan's order with 1F1B without a limit: seconds, idle time, transfers, bytes.
 
     Args:
-        problem: that the plan answers; its schedule has the plan's lists.
-        decision: the plan's.
-        cross_layer: transformations of the optimizer that need a value of all layers.
+        problem: that the plan answers; its schedule has the plan's lists of tasks.
+        decision: of the plan.
+        cross_layer: transformations of the optimizer that need a value computed from all layers.
     """
     is_timed = any(layer.forward_s for layer in problem.costs.layers)
     if not problem.schedule.synchronous or problem.devices == 1 or not is_timed:
@@ -62,11 +62,11 @@ def order_reasons(
 
 
 def update_reasons(problem: Problem, decision: Decision) -> list[str]:
-    """Describes a plan's updates in a line: how long they take, and how often; none if unknown.
+    """Describes a plan's updates in a line: how long and how often; empty if seconds are unknown.
 
     Args:
         problem: that the plan answers.
-        decision: the plan's.
+        decision: of the plan.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> costs = Costs((LayerCost("block", 1.0, 2.0, (Option(0),), update_s=0.5),) * 4)
@@ -85,7 +85,7 @@ def update_reasons(problem: Problem, decision: Decision) -> list[str]:
 
 
 def search_reasons(plan: OrderedPlan) -> str:
-    """Explains a searched order: its origin, its distance to the bound, and what the rules take."""
+    """Explains an order that was searched: its origin, the lower bound, and the rules' seconds."""
     rules = sorted(plan.others.items(), key=lambda rule: rule[1])
     beside = ", ".join(f"{name} {seconds / plan.step_s:.3f}" for name, seconds in rules)
     lent = (

@@ -1,4 +1,4 @@
-"""Why stages have as many devices as they have, in words."""
+"""Explains in words why stages have as many devices as they have."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from jvpipe.planners.model.stage_cost import StageCost, evaluate_decision, keeps
 
 
 def shape_words(problem: Problem) -> str:
-    """Says how many devices the places of a pipeline have."""
+    """Says in words how many devices each place of a pipeline has."""
     shape = shape_of(problem)
     counts = ":".join(map(str, shape.replicas))
     match shape.kind:
@@ -24,7 +24,7 @@ def shape_words(problem: Problem) -> str:
 
 
 def shape_of(problem: Problem, size: int = 1) -> Shape:
-    """Returns the shape of a problem, for micro-batches of a size."""
+    """Returns the shape of a problem whose micro-batches have `size` examples."""
     places = dict(zip(problem.places, problem.where, strict=True))
     return Shape(tuple(places[place] for place in range(problem.devices)), size)
 
@@ -35,13 +35,13 @@ def shape_reasons(
     decision: Decision,
     kinds: Mapping[str, RoughPlan],
 ) -> list[str]:
-    """Explains in lines the devices of each place, and what the best of other shapes take.
+    """Explains in lines the devices of each place, and what the best plans of other shapes take.
 
     Args:
-        shapes: that there are.
+        shapes: the possible shapes.
         problem: of the shape that was chosen.
-        decision: the plan.
-        kinds: the best plan of each kind of shape that was looked at.
+        decision: of the plan.
+        kinds: the best plan of each kind of shape that was tried.
     """
     best_s = simulated_step_s(problem, evaluate_decision(problem, decision).stages)
     present_kind = shape_of(problem).kind
@@ -62,7 +62,7 @@ def _replica_reasons(
     problem: Problem,
     decision: Decision,
 ) -> list[str]:
-    """Says of each place of several devices what one device less would do."""
+    """Says for each place of several devices what would happen with one device less."""
     reasons = []
     shape = shape_of(problem, shapes.batch // problem.microbatches)
     for p, devices in enumerate(shape.places):
@@ -86,7 +86,7 @@ def _not_work(
     problem: Problem,
     stages: Sequence[StageCost],
 ) -> str:
-    """Says what of a step is not work."""
+    """Says which part of a step is not work: all-reduces, and idle time."""
     longest_s = max(stage.reduce_s for stage in stages)
     idle = simulated_bubble_fraction(problem, stages, shapes.devices)
     reduced = f"all-reduces of up to {1e3 * longest_s:.2f} ms, " if longest_s else ""

@@ -1,4 +1,8 @@
-"""Fates that a user gives: torchgpipe's modes, or names of tensors by pattern."""
+"""Fates and cuts that a user gives: torchgpipe's modes, fates by pattern of names, new cuts.
+
+A fate says what happens to a value between its forward and its backward: `keep`, `swap` (to host
+memory) or `recompute`. A candidate is a value inside a layer whose fate can be chosen.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,12 +19,13 @@ _log = logging.getLogger("jvpipe")
 
 
 def checkpointed(graph: LayerGraph, plan: Plan, mode: str) -> Plan:
-    """Applies one of torchgpipe's modes: which micro-batches keep their stage's input alone.
+    """Applies one of torchgpipe's modes, which recompute a stage from its input.
 
     Args:
         graph: the model's layers.
         plan: whose fates are replaced.
-        mode: `always` all of them, `except_last` all but the last one of a step, `never` none.
+        mode: `always` recomputes every micro-batch, `except_last` all but the last micro-batch of a
+            step, `never` none.
     """
     if mode not in MODES:
         raise ValueError(did_you_mean("checkpoint mode", mode, MODES))
@@ -44,13 +49,13 @@ def with_fates(
 ) -> Plan:
     """Changes the fates of tensors by name: `{"*/attention/*": "swap"}`; later patterns win.
 
-    Tensors are named by their layer and the operation that makes them, as `explain` lists them. A
-    pattern of a layer that is named, and of another of its values, takes the layer's candidates,
-    which the value is computed from, and says so.
+    Tensors are named by their layer and the operation that makes them, as `explain` lists them. If
+    a pattern matches no tensor whose fate can be chosen, but begins with a layer's name, all
+    candidates of that layer get the fate, and a warning says so.
 
     Args:
         graph: the model's layers.
-        plan: that has other fates.
+        plan: whose fates are changed.
         patterns: fates by pattern.
 
     Raises:
@@ -63,8 +68,8 @@ def with_fates(
     for pattern, fate in patterns.items():
         names = [_names(graph, stage, Fate(fate)) for stage in plan.stages]
         matches = _matching(names, pattern)
-        # A pattern may name a value that is computed inside of a layer: then the layer's candidates
-        # are meant.
+        # A pattern may name a value inside a layer that is not a candidate. Then the candidates of
+        # that layer are taken, from which the value is computed.
         if not any(matches):
             matches = [_nearest(graph, stage, pattern) for stage in plan.stages]
             if not any(matches):
@@ -92,12 +97,11 @@ def with_state_fates(
 
     Args:
         graph: the model's layers.
-        plan: that has other fates.
+        plan: whose fates are changed.
         patterns: fates by pattern.
 
     Raises:
-        ValueError: a fate that state cannot have, or a pattern that matches no parameter that is
-            trained.
+        ValueError: a fate that state cannot have, or a pattern that matches no trained parameter.
     """
     unknown = set(patterns.values()) - set(STATE_FATES)
     if unknown:
@@ -121,7 +125,7 @@ def with_state_fates(
 
 
 def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
-    """Picks the names of each stage that a pattern matches."""
+    """Lists for each stage the names that a pattern matches."""
     matches = []
     for stage_names in names:
         matches.append([name for name in stage_names if fnmatchcase(name, pattern)])
@@ -129,7 +133,7 @@ def _matching(names: Sequence[Sequence[str]], pattern: str) -> list[list[str]]:
 
 
 def _close(pattern: str, names: Sequence[Sequence[str]]) -> str:
-    """Says which of the stages' names are nearest to a pattern that matches none."""
+    """Says which names of the stages are nearest to a pattern that matches none of them."""
     every = list(chain.from_iterable(names))
     return f"the nearest are {', '.join(nearest(pattern, every)) or 'none'}"
 
@@ -139,7 +143,7 @@ def _give(
     names: Sequence[Sequence[str]],
     fate: Fate,
 ) -> None:
-    """Gives some names of each stage a fate."""
+    """Gives a fate to some names of each stage."""
     for fates, matches in zip(stages, names, strict=True):
         fates.update(dict.fromkeys(matches, fate))
 
@@ -149,8 +153,8 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
 
     Args:
         graph: the model's layers.
-        plan: that is cut otherwise.
-        cuts: layers per stage.
+        plan: whose cuts are changed.
+        cuts: the number of layers of each stage.
     """
     every_fate = dict[str, Fate]()
     every_state_fate = dict[str, Fate]()
@@ -162,7 +166,7 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
     for old, (i, j) in zip(plan.stages, spans, strict=True):
         stage = replace(old, layers=tuple(range(i, j)), fates={})
         possible = {fate: set(_names(graph, stage, fate)) for fate in FATES}
-        # A value that two stages hold has a fate in each: that of this stage goes before others.
+        # A value that two stages hold has a fate on each: the fate on this stage wins.
         carried = every_fate | dict(old.fates)
         fates = {name: fate for name, fate in carried.items() if name in possible[fate]}
         trained = [name for name in _trained(graph, stage) if name in every_state_fate]
@@ -172,18 +176,19 @@ def recut(graph: LayerGraph, plan: Plan, cuts: Sequence[int]) -> Plan:
 
 
 def _all_again(graph: LayerGraph, stage: Stage) -> dict[str, Fate]:
-    """Recomputes everything from the stage's input: its layers run again when it is its turn.
+    """Returns the fates that recompute everything on a stage from the stage's input.
 
-    So does its last layer, for what the stage makes for others is made again too: before the
-    cotangents of that are there, and not within the layer's own backward.
+    They include the tensors that the stage makes for other stages. So the forward of the stage's
+    last layer also runs again, before its cotangents arrive, and not within its own backward.
     """
     return dict.fromkeys(_names(graph, stage, Fate.RECOMPUTE), Fate.RECOMPUTE)
 
 
 def _names(graph: LayerGraph, stage: Stage, fate: Fate) -> list[str]:
-    """Lists what can have a fate on a stage: candidates of its layers, and edges.
+    """Lists the tensors that can have a fate on a stage: candidates of its layers, and edges.
 
-    What it makes can be made again, what it reads can be kept or swapped.
+    An edge is a tensor between layers. An edge that the stage makes can be recomputed; an edge that
+    the stage reads can be kept or swapped.
     """
     inside = set(stage.layers)
     layers = [graph.layers[i] for i in stage.layers]
@@ -208,9 +213,9 @@ def _nearest(
     stage: Stage,
     pattern: str,
 ) -> list[str]:
-    """Lists the candidates of layers of which a pattern names another value.
+    """Lists the candidates of the layers that a pattern names, whatever value it names in them.
 
-    Wildcards alone name no layer.
+    The layer is the part before the last slash. It must not consist of wildcards alone.
     """
     start = pattern.rpartition("/")[0]
     if not start.strip("*?/"):

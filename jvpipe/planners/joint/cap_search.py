@@ -1,22 +1,22 @@
 """Finds the best cuts and fates for the surrogate of `stage_cost.py`, with a bound on any plan.
 
-Legend: t, F, comm: seconds of a segment with its best fates, of its forward, of the link before it;
-M micro-batches.
+The surrogate estimates the seconds of a step in closed form, for M micro-batches. For a segment,
+t is its seconds with its best fates, F is the seconds of its forward, and comm is the seconds of
+the link before it. Sums and maxima are over the segments of a path, that is, over all stages:
 
     asynchronous   M max(t, comm)
     1f1b           sum(t + comm) + (M - 1) max(t, comm)
     gpipe          sum(t + comm) + (M - 1) (max(F, comm / 2) + max(t - F, comm / 2))
 
-where t has a part of what happens once a step, the sums of replicas and updates:
-`Objective.with_once`.
+Here t includes a share of what happens once per step, all-reduces and updates
+(`Objective.with_once`). A test compares the best paths with an enumeration by the surrogate.
 
-These closed forms are the surrogate of `stage_cost.py`; a test compares the best paths with
-enumeration by it.
-
-All of them grow with t, and t of a segment depends on no other: given t the best cuts are a
-shortest path under a cap on each maximum. The search divides the caps into boxes and opens the box
-of the least bound, until that bound is what the best path found takes. t itself is a lower bound
-until a shortest path meets it: few segments are ever settled.
+Why the search is exact: each form grows with t, and t of a segment depends on no other segment. So
+if each maximum is capped, the best cuts are a shortest path, by the sum, through the segments that
+keep the caps. The search divides the possible caps into boxes, and always opens the box with the
+least bound. It ends when that bound is not below the best path found. The t of a segment is only
+a lower bound until a shortest path goes through the segment; the fates of few segments are ever
+searched.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ Caps = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Paths through a table, the best first, and what the best takes.
+    """Paths through a table, the best first, and the seconds of the best.
 
-    Nothing in the table takes less than `bound_s`, and no path whose slowest stage is above `cap_s`
-    can be better.
+    No path in the table takes less than `bound_s`. A path is not better than the best if its maxima
+    (see the module) are together above `cap_s`.
     """
 
     paths: tuple[Path, ...]
@@ -50,14 +50,17 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is summed over stages, and what is waited for: in each phase, the slowest."""
+    """The surrogate's parts: a sum over stages, and for each phase the wait for its slowest stage.
+
+    GPipe has two phases, forwards and backwards; other schedules have one.
+    """
 
     problem: Problem
     table: Table
 
     @cached_property
     def two_phases(self) -> bool:
-        """Whether forwards and backwards wait for a slowest stage of their own."""
+        """Whether forwards wait for the slowest forward, and backwards for the slowest backward."""
         return self.problem.phases == 2
 
     @property
@@ -66,39 +69,39 @@ class Objective:
         return self.problem.microbatches - self.problem.schedule.synchronous
 
     def with_once(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Adds the share of a micro-batch in what happens once a step to seconds of stages.
+        """Adds to the seconds t of stages the share of a micro-batch in what happens once per step.
 
-        M (t + A / M) is what a stage is busy: its micro-batches, its all-reduce and its updates A.
+        A stage whose all-reduce and updates take A seconds is busy for M (t + A / M) per step.
         """
         m = self.problem.microbatches
         stages = self.table.stages
         return [t + stage.block.once_s / m for t, stage in zip(seconds, stages, strict=True)]
 
     def sums(self, seconds: list[Matrix]) -> list[Matrix]:
-        """Counts the seconds of stages and of the links before them."""
+        """Counts the seconds of stages plus those of the links before them."""
         once = zip(self.with_once(seconds), self.table.stages, strict=True)
         return [t + stage.block.comm_s for t, stage in once]
 
     def phases(self, seconds: list[Matrix]) -> list[list[Matrix]]:
-        """Counts how long the other stages wait for one, phase by phase."""
+        """Counts for each phase the seconds for which a stage keeps the others waiting."""
         blocks = [stage.block for stage in self.table.stages]
         stages = list(zip(self.with_once(seconds), blocks, strict=True))
         if not self.two_phases:
             return [[np.maximum(t, x.comm_s) for t, x in stages]]
-        # Each phase has one way over the link, half of what two stages exchange.
+        # Each phase uses one direction of the link, which is half of what two stages exchange.
         forward = [np.maximum(x.forward_s, x.comm_s / 2) for x in blocks]
         backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
         return [forward, backward]
 
     def parts_s(self, cell: Cell) -> tuple[float, float, float]:
-        """Returns a cell's seconds with its share of a step, its forward, and its link before."""
+        """Returns the seconds of a cell (as `with_once`), its forward, and the link before it."""
         t, forward_s, comm_s = self.table.parts_s(cell)
         stage = self.table.stage(cell)
         once_s = float(stage.block.once_s[stage.place(*cell[1:])])
         return t + once_s / self.problem.microbatches, forward_s, comm_s
 
     def maxima(self, path: Path) -> Caps:
-        """Counts what a path's stages wait for in each phase."""
+        """Counts for each phase the seconds of the path's slowest stage."""
         waits_s = list[Caps]()
         for t, forward_s, comm_s in map(self.parts_s, cells(path)):
             if self.two_phases:
@@ -121,9 +124,9 @@ class Objective:
         return float(self.summed(total_s)) + waits_s
 
     def summed(self, total_s: float | np.ndarray) -> float | np.ndarray:
-        """Counts what a sum over stages adds to a step.
+        """Counts the seconds that a sum over stages adds to a step.
 
-        It adds nothing to a stream, if it is finite.
+        To a stream it adds nothing, unless it is infinite: then the path is impossible.
         """
         if self.problem.schedule.synchronous:
             return total_s
@@ -131,7 +134,7 @@ class Objective:
 
 
 def search(problem: Problem, table: Table) -> SearchResult:
-    """Finds the best paths through a table; none if nothing fits."""
+    """Finds the best paths through a table; no paths if nothing fits."""
     objective = Objective(problem, table)
     result = _Boxes(objective).search()
     if table.proven:
@@ -143,10 +146,11 @@ def search(problem: Problem, table: Table) -> SearchResult:
 
 @dataclass
 class _Boxes:
-    """The boxes of caps that are left, by their bounds, and the paths met, with what they take.
+    """The boxes that are left to open, by their bounds, and the paths met, with their seconds.
 
-    A box of low and high caps stands for the paths whose maxima lie between them. Its bound is the
-    least sum under the high caps, and waits at the low ones: nothing in it takes less.
+    A box has a low and a high cap for each phase, and stands for the paths whose maxima lie between
+    them. The bound of a box adds the least sum of a path under the high caps to the waits at the
+    low caps. No path of the box takes less, because its sum and its waits are at least these.
     """
 
     objective: Objective
@@ -173,8 +177,9 @@ class _Boxes:
             total_s, path = self._shortest(high)
             if path is None:
                 continue
-            # Cells of the path are lower bounds still: they are refined, and the box comes back
-            # with a bound that is no less. A cell is settled after a few times, so that this ends.
+            # If cells of the path are open, their seconds are lower bounds. They are refined, and
+            # the box is pushed again with a bound that is not less. This ends, because a cell is
+            # settled after a few refinements.
             opened = table.open_cells(path)
             if opened:
                 table.refine(opened)
@@ -183,8 +188,8 @@ class _Boxes:
                 if not table.open_cells(path):
                     self._meet(path)
                 continue
-            # The path has the least sum of all in its box, so that none with larger maxima is
-            # better: what is left are caps below one of its maxima.
+            # The path has the least sum of all paths in its box. A better path of the box must have
+            # a smaller maximum in some phase: only caps below the path's maxima are left.
             self._meet(path)
             for below, above in _rest(low, high, self.objective.maxima(path)):
                 self._push(total_s + self.waits * sum(below), below, above)
@@ -199,11 +204,11 @@ class _Boxes:
         )
 
     def _push(self, bound_s: float, low: Caps, high: Caps) -> None:
-        """Adds a box; of equal bounds, the one that was added first is opened first."""
+        """Adds a box; of boxes with equal bounds, the one that was added first is opened first."""
         heappush(self.heap, (bound_s, next(self.ticks), low, high))
 
     def _may_be_better(self) -> bool:
-        """Tells whether a box is left that may be better, and effort to open it."""
+        """Tells whether a box is left that may have a better path, and effort to open the box."""
         if not self.heap or (self.table.exhausted and self.paths):
             return False
         enough_s = self.best_s * (1 - self.table.effort.tolerance)
@@ -226,9 +231,9 @@ class _Boxes:
             self._narrow()
 
     def _narrow(self) -> None:
-        """Forgets the cuts through which no path can be better than the best.
+        """Removes the cuts through which no path can be better than the best path known.
 
-        For a stream all cuts stay: `lower_bound` looks at them again, with the links between
+        For a stream all cuts stay, because `lower_bound` uses them again with the links between
         stages.
         """
         if not self.objective.problem.schedule.synchronous:
@@ -239,7 +244,8 @@ class _Boxes:
         low = [least_max(phase) for phase in phases]
         least_s, _ = least_sum(sums)
         self.least_sum_s = max(self.least_sum_s, float(self.objective.summed(least_s)))
-        # A better path's maxima are below the cap together, and each of them is above the least.
+        # The maxima of a better path are together below the cap, and each is at least its phase's
+        # least. So one maximum is at most the cap less the least of the other phases.
         caps = tuple(self._cap_s() - sum(low) + low_s for low_s in low)
         through = sums_through(_under(sums, phases, caps))
         enough_s = self.best_s * (1 + 1e-12) - self.waits * sum(low)
@@ -248,7 +254,7 @@ class _Boxes:
             self.table.narrow(kept)
 
     def _cap_s(self) -> float:
-        """Bounds the maxima of a better path, together."""
+        """Bounds from above the sum of the maxima of any path that is better than the best."""
         if not self.waits:
             return np.inf
         return (self.best_s - self.least_sum_s) / self.waits * (1 + 1e-12)
@@ -259,7 +265,7 @@ def _under(
     phases: list[list[Matrix]],
     caps: Caps,
 ) -> list[Matrix]:
-    """Makes matrices infinite where a phase exceeds its cap."""
+    """Returns the matrices with infinity for cells whose seconds in a phase exceed its cap."""
     capped = matrices
     for phase, cap in zip(phases, caps, strict=True):
         if np.isfinite(cap):
@@ -275,7 +281,8 @@ def _rest(
 ) -> list[tuple[Caps, Caps]]:
     """Divides what is left of a box once its path of the least sum is known.
 
-    All that is better has smaller maxima: boxes below them, each halved.
+    Better paths have a smaller maximum in some phase. For each phase, the caps below the path's
+    maximum make a box, which is halved.
     """
     boxes = []
     for phase, maximum in enumerate(maxima):
@@ -287,6 +294,6 @@ def _rest(
             boxes.append((low, with_entry(above, phase, middle)))
             if middle < highest:
                 boxes.append((with_entry(low, phase, middle), above))
-        # The boxes of later phases have no path that those of this one have.
+        # Boxes of later phases begin at this phase's maximum, so that boxes do not overlap.
         low = with_entry(low, phase, maximum)
     return boxes

@@ -1,14 +1,15 @@
 """Every layer's choices as arrays: a row for each layer, a column for each choice.
 
-The columns are the layer's options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`.
+The columns are the layer's options, then `RECOMPUTE_CHAIN` and `RECOMPUTE`. That order matters:
+these constants are -2 and -1, so that a decision's choice is also the index of its column.
 
-Legend: k micro-batches in flight. A choice keeps and swaps bytes per micro-batch, makes its
-backward `own_s` longer, and needs `working_bytes` while it runs. In a run of layers computed again
-(one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s) the working bytes grow from layer to layer: by
-`residual_bytes`, and by `input_bytes` from the second layer on; the last layer has
-`recompute_peak_bytes` in the place of its residuals. A layer adds at least `run_bytes` to a run.
-Between the halves of a backward there are `handed_bytes`, whatever is left, but of layers that run
-in the second half alone.
+Legend: a choice keeps and swaps bytes per micro-batch, makes the layer's backward `own_s` longer,
+and needs `working_bytes` while the layer runs. In a run (one `RECOMPUTE`, then `RECOMPUTE_CHAIN`s)
+forwards run again together. The working bytes of a run grow from layer to layer: by
+`residual_bytes`, and by `input_bytes` from the second layer on. The last layer of a run has
+`recompute_peak_bytes` in place of its residuals. A layer adds at least `run_bytes` to a run.
+Between the halves of its backward a layer holds `handed_bytes`. They do not depend on the choice,
+except for layers whose backward runs in the second half alone.
 """
 
 from collections.abc import Sequence
@@ -33,14 +34,12 @@ PerChoice = Float[np.ndarray, "N C"]
 PerLayer = Float[np.ndarray, "N"]
 Columns = Int[np.ndarray, "_"]
 Flight = tuple[int, int]
-"""Micro-batches of a stage that are in flight, and those of them between the halves of their
-backward.
-"""
+"""A stage's micro-batches in flight, and those between the halves of their backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """All layers' choices; `allowed` says which columns a layer has."""
+    """The choices of all layers; `allowed` says which columns a layer has."""
 
     allowed: Bool[np.ndarray, "N C"]
     kept_bytes: PerChoice
@@ -48,7 +47,7 @@ class Choices:
     handed_bytes: PerChoice
     own_s: PerChoice
     forward_s: PerLayer
-    working_bytes: PerChoice  # of RECOMPUTE and RECOMPUTE_CHAIN: at least, of this layer alone
+    working_bytes: PerChoice  # of the two choices that recompute: a lower bound
     residual_bytes: PerLayer
     recompute_peak_bytes: PerLayer
     input_bytes: PerLayer
@@ -56,11 +55,11 @@ class Choices:
 
     @staticmethod
     def of(costs: Costs, swaps: bool = True) -> "Choices":
-        """Collects the choices of layers at these costs; without `swaps`, none that swaps."""
+        """Collects the choices of layers at these costs; `swaps` says whether choices may swap."""
         layers = costs.layers
         shape = len(layers), max(len(layer.options) for layer in layers) + 2
-        # Column by column in memory: most of what is asked is the least of each row, of all layers
-        # at once.
+        # Arrays lie in memory column by column, because most queries take the least of each row
+        # for all layers at once.
         allowed = np.zeros(shape, dtype=bool, order="F")
         kept, swapped, working, extra, handed = (np.zeros(shape, order="F") for _ in range(5))
         for row, layer in enumerate(layers):
@@ -79,7 +78,7 @@ class Choices:
         kept[:, RECOMPUTE] = input_bytes
         allowed[:, -2:] = True
         extra[:, -2:] = np.array([[recompute_s(layer)] for layer in layers])
-        # At least: what a layer needs inside a run, and what it needs as the last one of it.
+        # The lesser of what a layer needs inside a run and what it needs at the end of a run.
         inside = np.minimum(residual, recomputed) + temporary
         working[:, -2:] = inside[:, None]
         return Choices(
@@ -102,10 +101,11 @@ class Choices:
         return self.allowed.shape[1]
 
     def extra_s(self, slowness: Sequence[float] = ()) -> PerChoice:
-        """Counts how much longer choices make backwards on a slower device.
+        """Counts how many seconds longer choices make backwards on a slower device.
 
-        A layer of a run takes its forward, the last one what its backward recomputes:
-        `RECOMPUTE_CHAIN` takes that, and what the layer before it takes more than that.
+        Inside a run a layer takes the seconds of its forward; at the end of a run it takes its
+        `own_s`. Every layer is counted as an end first. A `RECOMPUTE_CHAIN` shows that its run did
+        not end with the layer before, and adds the difference for that layer.
         """
         slower = np.array(slowness or np.ones(len(self.forward_s)))
         extra_s = self.own_s * slower[:, None]
@@ -115,28 +115,27 @@ class Choices:
 
     @cached_property
     def left_bytes(self) -> PerChoice:
-        """What choices hold of one micro-batch while the layers after theirs run."""
+        """The bytes that choices hold of one micro-batch while later layers run."""
         return self.kept_bytes + self.swapped_bytes
 
     @cached_property
     def run_bytes(self) -> PerLayer:
-        """Bounds what a layer adds to the working bytes of a run, without the first one's input."""
+        """The least that a layer adds to a run's working bytes; the first adds no input to them."""
         return np.minimum(self.residual_bytes, self.recompute_peak_bytes) + self.input_bytes
 
     @lru_cache(maxsize=256)  # noqa: B019 - as many as there are problems at hand
     def min_bytes_columns(self, flights: tuple[Flight, ...]) -> tuple[Columns, ...]:
-        """Lists each layer's columns that no other dominates in bytes, whatever their seconds."""
+        """Lists for each layer the columns that no other column dominates in bytes."""
         every = slice(0, len(self.input_bytes))
         held_bytes = [self.held_bytes(flight, every) for flight in flights]
         numbers = np.stack([*held_bytes, self.working_bytes, -self.left_bytes])
-        # The last two columns, layers of runs, stay in any case.
+        # The last two columns, which make runs, are kept in any case.
         numbers = numbers[..., :RECOMPUTE_CHAIN]
         per_layer = []
         for row, there in enumerate(self.allowed[:, :RECOMPUTE_CHAIN]):
             columns = np.flatnonzero(there)
             chosen = numbers[:, row, columns]
-            # [a, b]: column b is never worse than a
-            # Where choices are the same in everything, the first one stays.
+            # Entry [a, b]: column b is nowhere worse than a. The first of equal columns stays.
             no_worse = (chosen[:, None, :] <= chosen[:, :, None]).all(0)
             same = no_worse & no_worse.T
             is_better = no_worse & ~same
@@ -148,13 +147,13 @@ class Choices:
 
     @cached_property
     def least_working_bytes(self) -> PerLayer:
-        """The least that a layer needs while it runs."""
+        """The least bytes that a layer needs while it runs, over its choices."""
         return np.where(self.allowed, self.working_bytes, np.inf).min(1)
 
     def held_bytes(self, flight: Flight, layers: slice) -> PerChoice:
-        """Counts what choices hold on the device for all micro-batches in flight.
+        """Counts the bytes that choices hold on the device for all micro-batches in flight.
 
-        Two micro-batches at most of what is swapped are there.
+        The swapped bytes of at most two micro-batches are on the device at once.
         """
         k, between = flight
         total = on_device_bytes(k, self.kept_bytes[layers], self.swapped_bytes[layers])
@@ -167,5 +166,5 @@ class Choices:
         return self.swapped_bytes[np.arange(len(chosen)), np.array(chosen)]
 
     def choice(self, column: int) -> int:
-        """Returns what a decision calls a column."""
+        """Returns the choice of a decision that a column stands for."""
         return column if column < self.columns + RECOMPUTE_CHAIN else column - self.columns

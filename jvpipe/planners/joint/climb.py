@@ -1,19 +1,24 @@
 """Climbs from plans to neighbours that the simulator finds faster: bounds move, fates follow.
 
-A neighbour has one bound at another place, or two beside each other, or one taken away and another
-put in, so that the stages between move on to the next device; its fates are chosen again in each
-way that there is, with and without swaps. Or one layer's fate is another: who chooses fates takes a
-link that is not full for free, the simulator sees who waits. Or the layers that a stage ends with
-become a run, which is computed again while the stage awaits its cotangents.
+A neighbour of a plan differs from it in one of these ways:
 
-Many neighbours are clocked at once as if transfers waited for no others (`least_steps_s`): in the
-order of what they then take they are simulated, until none that is left can be faster. A climb
-ends: each round ends at a plan of a lower rank, of which there are only so many, or no tasks are
-left to simulate.
+- One bound, or two bounds beside each other, have moved. Fates are then chosen again, with and
+  without swaps.
+- One bound is removed and another one inserted, so that the stages between them move to the next
+  device. Fates are chosen again.
+- One layer has another fate. The searches for fates treat a link that is not full as free; only the
+  simulator knows which device waits for it.
+- The last layers of a stage become a run, whose forwards run again while the stage waits for its
+  cotangents.
 
-Where links keep devices waiting, plans beside each other are unlike, and a climb soon ends. So the
-neighbours of the best plan are climbed from too, though they are slower (`around`), before tasks
-are spent on plans that are far behind.
+Many neighbours get a lower bound at once, the seconds of a step in which no transfer waits for
+another one (`least_steps_s`). They are simulated in the order of these bounds, until no neighbour
+that is left can be faster. A climb ends because each round but the last finds a plan of a lower
+rank, and there are finitely many plans; or because no tasks are left to simulate.
+
+If links keep devices waiting, the seconds of neighbouring plans differ a lot, and a climb soon
+ends. So the neighbours of the best plan are climbed from too, even if they are slower (`around`),
+before tasks are spent on plans that are far behind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -32,23 +37,23 @@ from jvpipe.planners.model.segments import Segments
 from jvpipe.planners.model.stage_cost import StageCost, device_bytes, needed_bytes, stage_cost
 
 Rank = tuple[float, int, int, int]
-"""The rank of a plan: if it fits, its simulated seconds, bytes on the fullest device, bytes on the
-host, fates that keep not all."""
+"""What orders plans, the best first: simulated seconds (`OVER` if the plan does not fit), bytes on
+the fullest device, bytes on the host, and the number of layers that do not keep everything."""
 OVER = float("inf")
 
 
 @dataclass
 class Climb:
-    """Plans of a problem judged by the simulator, each once.
+    """A climb: the plans of a problem that were ranked so far, each simulated once.
 
     Attributes:
-        problem: whose order, links and limits count.
-        ways: that choose fates.
-        tasks: that are simulated at most; each climb ends when there are none left.
-        places: by which a bound moves at most under a limit. By one alone, and stages stay on their
-            devices.
-        around: neighbours of the best plan that are climbed from too.
-        ranks: what was found.
+        problem: gives the order of tasks, the links and the limits.
+        ways: the searches that choose fates for given bounds.
+        tasks: how many tasks may still be simulated; the climb ends when none are left.
+        places: by how many cuts a bound moves at most under a limit. With 1, bounds move one at a
+            time, and stages stay on their devices.
+        around: how many neighbours of the best plan are climbed from too.
+        ranks: of the plans ranked so far.
         costs: of stages, by their number, first layer and choices.
     """
 
@@ -67,12 +72,12 @@ class Climb:
         self._cuts = Segments(problem).cuts
 
     def top(self, begin: Iterable[Decision]) -> Decision | None:
-        """Finds the best of what the best plans' better neighbours lead to; None if none fits.
+        """Climbs from the best of some plans, and returns the best plan found; None if none fits.
 
-        Among plans with the same bounds, the best is climbed from.
+        If several plans have the same bounds, only the best is climbed from.
         """
         every = [one for one in dict.fromkeys(begin) if self._unranked(one)[0] < OVER]
-        if len(every) * self._each > self.tasks:  # a step has too many tasks
+        if len(every) * self._each > self.tasks:  # too few tasks to simulate even these
             return every[0] if every else None
         first = dict[tuple[int, ...], Decision]()
         for one in sorted(every, key=self.rank):
@@ -81,8 +86,8 @@ class Climb:
         if not starts:
             return None
         near_s = PLAN.near_start * self.rank(starts[0])[0]
-        # Plans near the best are climbed from first. Tasks that are left then go to its neighbours,
-        # and to the plans that are far behind last.
+        # Plans near the best are climbed from first, then the neighbours of the best, and then, if
+        # tasks are left, the plans that are far behind.
         near = [one for one in starts if self.rank(one)[0] <= near_s]
         best = min(map(self.climbed, near), key=self.rank)
         best = self._climbed_around(best)
@@ -106,7 +111,7 @@ class Climb:
         best: Decision,
         tried: Set[Decision],
     ) -> Decision | None:
-        """Finds the fastest untried plan with a bound moved; of many, some are simulated."""
+        """Finds the fastest untried neighbour with moved bounds; of many, simulates only some."""
         moved = (one for s in self._by_seconds(best) for one in self._moved(best, s))
         fitting = [one for one in self._some(moved) if self._unranked(one)[0] < OVER]
         if not fitting:
@@ -123,8 +128,8 @@ class Climb:
             before = best
             moved = (one for s in self._by_seconds(best) for one in self._moved(before, s))
             best = self._best_of(best, moved)
-            # Wider neighbourhoods only where the narrow ones have nothing better: most rounds end
-            # before.
+            # Wider neighbourhoods are tried only if the narrow ones have nothing better. Most
+            # rounds end before.
             if best is before:
                 best = self._best_of(best, self._others(best))
             may_shift = self.problem.schedule.chunks > 1 and self.places > 1
@@ -133,10 +138,10 @@ class Climb:
         return best
 
     def _kept_where_free(self, best: Decision) -> Decision:
-        """Keeps what is swapped or computed again and makes the step no faster.
+        """Changes fates back to keeping wherever that does not make the step slower.
 
-        A climb prefers fewer bytes among plans that are equally fast, for they leave room to go on.
-        At its end nobody needs that room.
+        Among equally fast plans a climb prefers fewer bytes, which leave room for further moves. At
+        its end that room is not needed any more.
         """
         kept = Decision.keeping_all(best.bounds)
         step_s = self.rank(best)[0]
@@ -151,19 +156,19 @@ class Climb:
         return best
 
     def rank(self, decision: Decision) -> Rank:
-        """Returns what orders plans, the best first; plans over a limit take infinite seconds."""
+        """Returns the rank of a plan, and simulates the plan if it fits."""
         if decision not in self.ranks:
             rank = self._unranked(decision)
             if rank[0] < OVER:
                 self.tasks -= self._each
                 step_s = simulated_step_s(self.problem, self._stages(decision))
-                # Equal plans are not told apart by rounding.
+                # Rounded, so that plans whose seconds differ by rounding alone rank by bytes.
                 rank = float(f"{step_s:.9e}"), *rank[1:]
             self.ranks[decision] = rank
         return self.ranks[decision]
 
     def _unranked(self, decision: Decision) -> Rank:
-        """Returns the rank of a plan, with 0 for the seconds of what fits."""
+        """Returns the rank of a plan without simulating it: with 0 seconds if it fits."""
         problem = self.problem
         stages = self._stages(decision)
         peak = max(needed_bytes(problem, device_bytes(problem, stages)))
@@ -190,7 +195,8 @@ class Climb:
         if not some or self.tasks <= 0:
             return best
         least_s = self._clocked_s(some)
-        # In the order of a lower bound: once that is above the best, so is all that follows.
+        # Plans come in the order of their lower bounds. Once a bound is above the best, all later
+        # ones are too.
         for at in least_s.argsort(kind="stable"):
             best_s = self.rank(best)[0]
             if self.tasks <= 0 or least_s[at] > best_s * (1 + 1e-9):
@@ -199,11 +205,11 @@ class Climb:
         return best
 
     def _some(self, neighbours: Iterable[Decision]) -> Iterator[Decision]:
-        """Yields as many neighbours as may be clocked at once."""
+        """Yields as many of the neighbours as may be bounded at once."""
         return islice(neighbours, PLAN.clocked // self._each)
 
     def _clocked_s(self, some: Sequence[Decision]) -> Float[np.ndarray, " plans"]:
-        """Clocks plans as if transfers waited for no others: they take no less than that."""
+        """Bounds the seconds of plans from below: those of steps in which no transfer waits."""
         self.tasks -= len(some) * self._each // PLAN.clocked_for_one
         plans = [self._stages(one) for one in some]
         parts_s = np.array([[stage.load().parts_s for stage in plan] for plan in plans])
@@ -221,7 +227,7 @@ class Climb:
         return sorted(range(1, len(seconds)), key=lambda s: -slower_s[s])
 
     def _moved(self, decision: Decision, s: int) -> Iterator[Decision]:
-        """Yields the plan with bound s and the next one moved, without a limit to all places."""
+        """Yields plans with bound s moved, alone or with the next; without a limit, to any cut."""
         free = self.problem.memory_limit_bytes is None
         count = len(self._cuts) if free else self.places
         for run in range(1, 1 + min(2, self.places)):
@@ -242,7 +248,7 @@ class Climb:
         yield from dict.fromkeys(one for one in every if one)
 
     def _others(self, decision: Decision) -> Iterator[Decision]:
-        """Yields the plan with other fates: of all layers, and of few layers one at a time."""
+        """Yields the plan with other fates: of all layers, and, of few layers, one at a time."""
         yield from self.refitted(decision.bounds)
         yield from computed_early(decision)
         choices = decision.choices
@@ -255,9 +261,9 @@ class Climb:
 
 
 def computed_early(decision: Decision) -> Iterator[Decision]:
-    """Yields the plan whose stage ends with a run, of the last layers that it does not keep.
+    """Yields for each stage the plan in which its last layers that do not keep all become a run.
 
-    The forwards of a run are computed again while the stage awaits its cotangents.
+    The forwards of such a run can run again while the stage waits for its cotangents.
 
     Args:
         decision: the plan.

@@ -1,11 +1,14 @@
 """Finds the cuts that can matter: those that stages under a cap reach from both ends.
 
-Legend: T is the cap in seconds. left[s] is the last cut that s stages can reach, each in at most T
-seconds and within the limit; right[s] the first from which the stages from s on can reach the end.
-A plan that keeps the cap has bound s in [right[s], left[s]]: near the least T these windows are
-short. A reach is bounded by the lower bounds of `dual_bounds.py` with what only grows with the
-segment: under each pair of prices what a stage pays is a sum over its layers, none below 0, so that
-how far it goes is found in the sums over the first layers.
+Legend: T is the cap, the most seconds that any stage may take. left[s] is the last cut that the
+first s stages can reach, each in at most T seconds and within the memory limit. right[s] is the
+first cut from which the stages from s on can reach the end. A plan that keeps the cap has bound s
+in the window [right[s], left[s]]. If T is near the least possible cap, windows are short.
+
+How far a stage reaches is bounded by the lower bounds of `dual_bounds.py`, of which only the terms
+are used that grow with the segment. Under given prices of seconds and bytes, what a stage pays is
+then a sum over its layers of numbers that are not negative. So the farthest end is found by
+bisection in prefix sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +26,15 @@ Prices = tuple[float, float]
 BYTES_ALONE = (0.0, 1.0)
 """Prices of seconds and bytes that count bytes alone."""
 ROUNDING_BYTES = 0.5
-"""Sums of bytes are rounded by less."""
+"""More than the rounding error of a sum of bytes, and less than a byte."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """How far stages reach; `prices[s]` are prices of seconds and bytes that bound stage s well."""
+    """How far stages reach; `prices[s]` are prices that bound the seconds of stage s well.
+
+    `known` are the prefix sums that were made so far.
+    """
 
     pricing: Pricing
     prices: tuple[tuple[Prices, ...], ...]
@@ -36,7 +42,10 @@ class Reach:
 
     @staticmethod
     def of(pricing: Pricing, rounds: int = 2) -> "Reach":
-        """Finds prices where the stages of the least cap are, once or several times in turn."""
+        """Makes a reach with good prices: those that are best for the middles of narrow windows.
+
+        Each round finds the windows of the least cap under the prices so far, and adds prices.
+        """
         stages = pricing.segments.problem.stages
         reach = Reach(pricing, ((),) * stages)
         for _ in range(rounds if pricing.limit_bytes < MOST_BYTES else 0):
@@ -44,7 +53,7 @@ class Reach:
             middles = [int(cuts[len(cuts) // 2]) for cuts in reach.windows(cap_s)]
             best = reach._best_prices(middles)
             prices = tuple((*old, new) for old, new in zip(reach.prices, best, strict=True))
-            # Sums under the prices of earlier rounds stay known.
+            # Prefix sums under the prices of earlier rounds are used again.
             reach = Reach(pricing, prices, reach.known)
         return reach
 
@@ -63,16 +72,19 @@ class Reach:
         return self.pricing.limit_bytes - self.pricing.segments.problem.less_bytes(s)
 
     def least_cap_s(self, tolerance: float = 1e-4) -> float:
-        """Finds nearly the least cap that reaches the last layer: no slowest stage is faster."""
-        # A larger cap reaches further, so the least one is found by halving. No cap is below the
-        # longest layer, or below what the slowest stage takes of an even division.
+        """Finds nearly the least cap under which the last layer is reached.
+
+        The slowest stage of any plan takes at least that long.
+        """
+        # A larger cap reaches further, so that the least cap is found by halving an interval. No
+        # cap is below the longest layer, or below the slowest stage's share of the work.
         segments = self.pricing.segments
         layers_s = np.diff(segments.least_compute_s)
         low = max(float(layers_s.max(initial=0.0)), segments.share_s)
         if self.left(low)[-1] == segments.n:
             return low
         high = 2 * low
-        # Where the limit alone keeps the end out of reach no cap would do.
+        # If the memory limit alone keeps the end out of reach, no cap suffices.
         while high < 1e9 * low and self.left(high)[-1] < segments.n:
             low, high = high, 2 * high
         while high - low > tolerance * high:
@@ -87,13 +99,13 @@ class Reach:
         """Lists each bound's cuts under a cap; at least one, even if the end is out of reach."""
         cuts = self.pricing.segments.cuts
         stages = self.pricing.segments.problem.stages
-        # A bound beyond `left` makes one of the stages before it too slow or too full, one before
-        # `right` one of the stages after it.
+        # A bound beyond `left` makes one of the stages before it too slow or too full. A bound
+        # before `right` does so to one of the stages after it.
         left = self.left(cap_s)
         right = self.right(cap_s)
         windows = []
         for s in range(stages + 1):
-            # Each stage has a cut of its own, so s bounds come before, and stages - s behind.
+            # Each stage has a layer, so that s cuts come before bound s, and stages - s after it.
             first = max(int(np.searchsorted(cuts, right[s])), s)
             reached = int(np.searchsorted(cuts, left[s], "right"))
             last = min(reached, len(cuts) - (stages - s))
@@ -104,8 +116,9 @@ class Reach:
         return windows
 
     def left(self, cap_s: float) -> list[int]:
-        """Finds the last cut that so many stages reach from the first layer."""
-        # Going as far as possible is best for each stage: a segment that begins later pays no more.
+        """Finds for s = 0, 1, ... the last cut that the first s stages reach."""
+        # Going as far as possible is best for each stage, because the next segment then begins
+        # later, and pays no more for the same end.
         cuts = self.pricing.segments.cuts
         reached = [0]
         for s in range(self.pricing.segments.problem.stages):
@@ -119,7 +132,7 @@ class Reach:
         return reached
 
     def right(self, cap_s: float) -> list[int]:
-        """Finds the first cut from which the stages from s on reach the end."""
+        """Finds for s = 0, 1, ... the first cut from which the stages from s on reach the end."""
         cuts = self.pricing.segments.cuts
         reached = [self.pricing.segments.n]
         for s in reversed(range(self.pricing.segments.problem.stages)):
@@ -132,7 +145,7 @@ class Reach:
         return reached[::-1]
 
     def _paid(self, s: int, cap_s: float) -> Iterator[tuple[OverJ, float]]:
-        """Yields what the first layers pay under each of a stage's prices, and may pay at most."""
+        """Yields for each pair of prices prefix sums of what layers pay, and the most to pay."""
         yield self.pricing.segments.compute_of(s), cap_s * (1 + 1e-12)
         if self.pricing.limit_bytes < MOST_BYTES:
             room_bytes = self._room_bytes(s)
@@ -148,8 +161,8 @@ class Reach:
         segments = pricing.segments
         alpha, mu = prices
         extra_s, link_s, held_bytes = pricing.table(s, slice(None))
-        # Each layer pays for its cheapest choice at least, so sums of these bound what any choices
-        # pay.
+        # Each layer pays at least for its cheapest choice, so that sums of cheapest choices bound
+        # from below what any choices pay.
         there = np.isfinite(extra_s)
         compute_s = np.where(there, extra_s, 0.0)
         seconds = alpha * compute_s + (1 - alpha) * (alpha > 0) * link_s
@@ -167,7 +180,7 @@ def area(windows: Sequence[Cuts]) -> int:
 
 
 def _evenly(cuts: Cuts, count: int) -> Cuts:
-    """Picks so many of the cuts, evenly spread."""
+    """Picks at most `count` of the cuts, evenly spread."""
     places = np.linspace(
         0,
         len(cuts) - 1,
@@ -181,12 +194,12 @@ def bounded(
     cells: int = CUTS.spread_cells,
     narrow: Callable[[Cuts, int], Cuts] = _evenly,
 ) -> list[Cuts]:
-    """Thins windows out if there are too many cells between them.
+    """Thins windows out if they have too many cells (possible stages) between them.
 
     Args:
-        windows: of each bound.
-        cells: between them, at most.
-        narrow: keeps so many of some cuts.
+        windows: the cuts of each bound.
+        cells: the most cells that are allowed.
+        narrow: picks a number of some cuts.
     """
     thinned = list(windows)
     count = max(map(len, windows))
@@ -197,7 +210,7 @@ def bounded(
 
 
 def spread(segments: Segments, cells: int) -> list[Cuts]:
-    """Lists each bound's cuts near its even share of the seconds, at most so many cells in all."""
+    """Lists each bound's cuts near its even share of the seconds, with at most `cells` cells."""
     total = segments.compute_s
     mean_s = float(total[-1]) / segments.problem.stages
     windows = []
@@ -210,9 +223,9 @@ def spread(segments: Segments, cells: int) -> list[Cuts]:
 
 
 def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
-    """Picks so many of the cuts: one from each equal part of the seconds between them.
+    """Picks at most `count` of the cuts: of each equal part of the seconds between them, one.
 
-    In each part it is the cut that the fewest bytes cross.
+    It is the cut that the fewest bytes cross.
     """
     if len(cuts) <= count:
         return cuts
@@ -220,7 +233,7 @@ def _narrow(segments: Segments, cuts: Cuts, count: int) -> Cuts:
     passed = total - total[0]
     whole = max(total[-1] - total[0], 1e-300)
     part = np.minimum(passed / whole * count, count - 1).astype(int)
-    # Sorted by part and then by bytes, the first cut of each part is the one.
+    # Cuts are sorted by part and then by bytes, so that the first cut of each part is picked.
     order = np.lexsort((segments.crossing_bytes[cuts], part))
     first = np.flatnonzero(np.diff(part[order], prepend=-1))
     return np.sort(cuts[order[first]])

@@ -1,8 +1,8 @@
 """Fates for all layers of a device at once: the fastest under its limit, or the emptiest.
 
-A device may run several stages, or halves of backwards, in an order of any kind: its stages share
-the limit, and what they have in flight counts together, moment by moment (`Schedule.held`). The
-search is that of `stage_fates.py`.
+A device may run several stages, and halves of backwards, in any order. Its stages share the limit:
+at each moment of the order, what all of them have in flight counts together (`Schedule.held`). The
+search for fast fates is that of `stage_fates.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,21 @@ from jvpipe.schedules.schedule import Holding
 
 Fates = tuple[int, ...]
 Moments = Sequence[Sequence[Holding]]
-"""What each device has in flight, moment by moment."""
+"""For each device, what its stages have in flight at each moment that matters."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceFates:
-    """What was chosen for devices of problems with one placement; nothing is sought twice.
+    """Fates chosen so far for the devices of problems with one placement; a cache and its search.
+
+    A placement is which stages lie on which devices. The problems may differ in their order.
 
     Attributes:
         pricing: the choices of all layers.
-        swaps: whether there are some that swap.
-        known: what was found.
-        kept: what stages hold that keep everything.
-        prices: those that bounded the last fates of each device well: they do for similar ones.
+        swaps: whether some choices swap.
+        known: fates found so far, by what they were asked for; None: no fates were found.
+        kept: the bytes of stages that keep everything.
+        prices: for each device the prices of its last search, which also bound similar ones well.
     """
 
     pricing: Pricing
@@ -51,21 +53,21 @@ class DeviceFates:
     def fastest(
         self, problem: Problem, bounds: Sequence[int], moments: Moments | None = None
     ) -> Decision | None:
-        """Chooses the fates of the fewest seconds that keep the limit; None if none were found.
+        """Chooses the fastest fates that keep the limit; None if none were found.
 
         Args:
-            problem: whose order and limit count; its placement is that of the choices.
+            problem: gives the order and the limit; it must have the placement of this object.
             bounds: of the stages.
-            moments: what each device is to have room for; None: for what the order has in flight.
+            moments: what each device must have room for; None: what the order has in flight.
         """
         asked = moments or problem.schedule.held(problem.devices, problem.microbatches)
         return _decision(problem, bounds, lambda d, cells: self._fastest(problem, d, cells, asked))
 
     def emptiest(self, problem: Problem, bounds: Sequence[int]) -> Decision:
-        """Chooses the fates of the fewest bytes on each device, whatever their seconds.
+        """Chooses the fates that hold the fewest bytes on each device, whatever their seconds.
 
         Args:
-            problem: whose order counts; its placement is that of the choices.
+            problem: gives the order; it must have the placement of this object.
             bounds: of the stages.
         """
         decision = _decision(problem, bounds, lambda d, cells: self._emptiest(problem, d, cells))
@@ -79,18 +81,18 @@ class DeviceFates:
         cells: Sequence[Cell],
         asked: Moments,
     ) -> Fates | None:
-        """Chooses for the stages of one device: all is kept if that fits."""
+        """Chooses fates for the stages of one device; keeps everything if that fits."""
         moments = asked[d]
         keeping = [self._keeping(problem, cell) for cell in cells]
         limit = problem.limit_of(d)
         if limit is None or joint_bytes(keeping, moments) <= limit:
             return (0,) * sum(j - i for _, i, j in cells)
-        # What is static needs room whatever is chosen, and keeping everything shows how much that
-        # is.
+        # Static bytes are the same for all fates, so that they may be read from the stages that
+        # keep everything.
         lot = self._lot(problem, cells, moments)
         room = float(limit - sum(stage.static for stage in keeping))
         if max(stage.reducing for stage in keeping) > room:
-            return None  # whatever is chosen, replicas have no room to add up gradients
+            return None  # replicas have no room to add up gradients, whatever is chosen
         if (lot, room) not in self.known:
             self.known[lot, room] = self._sought(problem, d, lot, room)
         return self.known[lot, room]
@@ -109,10 +111,10 @@ class DeviceFates:
         lot: Lot,
         room: float,
     ) -> Fates | None:
-        """Searches for fates that leave so much room, or else for those of the fewest bytes."""
+        """Searches for the fastest fates that fit `room` bytes, else for the emptiest."""
         keeping = [0] * len(problem.costs.layers)
         stages = [stage_cost(problem, *cell, keeping) for cell in lot.cells]
-        # Without swaps, fates do not change the link to the host, whatever else it carries.
+        # Without swaps, fates do not change the seconds of the link, so that these are left out.
         traffic_s = sum(stage.link_s for stage in stages) * self.swaps
         most_swapped = _most_swapped_bytes(problem)
         query = FateQuery(
@@ -127,8 +129,7 @@ class DeviceFates:
         fates = search.least_seconds(FATE.states).choices
         if fates:
             return fates
-        # A search of few states may lose all that fit: the emptiest choices that are found are
-        # tried then.
+        # A search with few states may drop all that fit. Then the emptiest choices are tried.
         taken, fates = fewest_bytes(self.pricing, lot, exact=False)
         choices = self.pricing.at(lot.cells[0][0]).choices
         swapped = choices.swapped_bytes[search.growth.at, list(fates)].sum()
@@ -141,7 +142,7 @@ class DeviceFates:
         d: int,
         cells: Sequence[Cell],
     ) -> Fates:
-        """Chooses the fewest bytes for the stages of one device."""
+        """Chooses the fates that hold the fewest bytes for the stages of one device."""
         moments = problem.schedule.held(problem.devices, problem.microbatches)[d]
         lot = self._lot(problem, cells, moments)
         if lot not in self.known:
@@ -172,7 +173,7 @@ class DeviceFates:
 
 
 def _most_swapped_bytes(problem: Problem) -> float:
-    """Bounds what each micro-batch in flight may swap, if all stages swap as much."""
+    """Returns what each micro-batch may swap per stage, if the host's limit is shared evenly."""
     limit = problem.host_limit_bytes
     if limit is None:
         return float("inf")
@@ -184,7 +185,7 @@ def _most_swapped_bytes(problem: Problem) -> float:
 def _decision(
     problem: Problem, bounds: Sequence[int], choose: Callable[[int, Sequence[Cell]], Fates | None]
 ) -> Decision | None:
-    """Makes a decision of the choices of each device's stages; None if a device has none."""
+    """Makes a decision from the choices for each device's stages; None if a device has none."""
     places = problem.places
     chosen = [0] * bounds[-1]
     every = [(s, *span) for s, span in enumerate(pairwise(bounds))]

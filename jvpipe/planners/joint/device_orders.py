@@ -1,9 +1,10 @@
 """Orders of unlike devices along the pipeline: which device has which stage.
 
-For few devices, all orders that differ are looked at; of more those by speed and by memory, both
-ways. Which of them are worth a whole search is told by the surrogate's optimum of 1F1B, or of the
-schedule itself where devices run one stage. Where 1F1B has none and the schedule is open, the
-smallest limits tell, with one micro-batch in flight.
+For few devices, all different orders are tried; for more, those by speed and by memory, rising and
+falling. A whole search is done for the most promising orders only. The promise of an order is the
+surrogate's best step under the schedule, or under 1F1B if devices run several stages or split
+backwards. If no plan fits, it is the smallest limit that suffices; if the order of tasks is open
+(`schedule="auto"`), with one micro-batch in flight.
 """
 
 import math
@@ -26,13 +27,13 @@ from jvpipe.schedules.one_f_one_b import ONE_F_ONE_B
 Asked = TypeVar("Asked")
 T = TypeVar("T")
 Kind = tuple[tuple[float, ...], int]
-"""What makes a device like others: `Group.kind`."""
+"""What alike devices have in common: `Group.kind`."""
 
 
 def orders(problem: Problem) -> list[Problem]:
-    """Lists the problem with its devices in each order to look at, the given one first.
+    """Lists the problem with its devices in each order that is tried, the given order first.
 
-    Devices that are alike stay in the given order.
+    Devices that are alike stay in the given order among themselves.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -55,8 +56,8 @@ def orders(problem: Problem) -> list[Problem]:
         for key in (slowness, less_bytes):
             count.append(sorted(devices, key=key.__getitem__))
             count.append(sorted(devices, key=key.__getitem__, reverse=True))
-    # Orders of the same kinds in the same places are the same problem: the first one stands for
-    # them.
+    # Orders with the same kinds of devices in the same places are the same problem, so that the
+    # first of them stands for all.
     by_kind: dict[tuple[Kind, ...], list[int]] = {}
     for order in [list(devices), *count]:
         by_kind.setdefault(tuple(groups[d].kind for d in order), order)
@@ -64,7 +65,7 @@ def orders(problem: Problem) -> list[Problem]:
 
 
 def _all_orders(problem: Problem) -> bool:
-    """Tells whether all orders are looked at."""
+    """Tells whether there are few enough orders to try all of them."""
     counts = Counter(group.kind for group in problem.groups).values()
     alike = prod(map(factorial, counts))
     return factorial(len(problem.groups)) // alike <= PLAN.device_orders
@@ -75,14 +76,14 @@ def _distinct(problem: Problem) -> list[list[int]]:
     kinds = [group.kind for group in problem.groups]
     distinct = []
     for row in _arrangements(Counter(kinds)):
-        # Devices that are alike stay in their order.
+        # Devices that are alike stay in the given order among themselves.
         of_kind = {kind: iter([d for d, k in enumerate(kinds) if k == kind]) for kind in row}
         distinct.append([next(of_kind[kind]) for kind in row])
     return distinct
 
 
 def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
-    """Yields all rows of so many of each."""
+    """Yields all rows in which each kind occurs as often as `left` says."""
     if not left:
         yield ()
     for kind in left:
@@ -91,7 +92,7 @@ def _arrangements(left: Counter[Kind]) -> Iterator[tuple[Kind, ...]]:
 
 
 def worth_searching(problem: Problem) -> list[Problem]:
-    """Lists the problem in the orders of the fastest plans, or else of the least limits."""
+    """Lists the problem in the most promising orders of devices (`PLAN.searched_orders`)."""
     every = orders(problem)
     if len(every) <= PLAN.searched_orders:
         return every
@@ -99,7 +100,7 @@ def worth_searching(problem: Problem) -> list[Problem]:
 
 
 def _promise(problem: Problem) -> tuple[float, float]:
-    """Counts the seconds of a step, or else the limit that would do."""
+    """Returns what orders are sorted by: seconds of a step, and, if those are infinite, a limit."""
     is_chunked = problem.schedule == AUTO or problem.schedule.chunks > 1
     asked = problem
     if is_chunked or problem.splits:
@@ -115,7 +116,7 @@ def _promise(problem: Problem) -> tuple[float, float]:
 
 
 def least_bound(problem: Problem) -> float:
-    """Bounds the simulated step of any plan, whatever the order of devices: see `lower_bound`."""
+    """Bounds the simulated step of any plan, in any order of devices (see `lower_bound`)."""
     if not problem.groups or problem.replicated:
         return lower_bound(problem)
     if _all_orders(problem):
@@ -131,15 +132,15 @@ def least_of(
     ask: Callable[[Asked], T],
     step_s: Callable[[T], float],
 ) -> T:
-    """Finds the fastest answer to problems that differ in their devices or in the order of these.
+    """Returns the fastest answer to any of some problems that differ in devices or their order.
 
     Args:
         problems: at least one.
-        ask: answers one, or raises `Infeasible`.
-        step_s: seconds of an answer's step.
+        ask: answers a problem, or raises `Infeasible`.
+        step_s: returns the seconds of an answer's step.
 
     Raises:
-        Infeasible: there is no answer to any; the one that names the least limit.
+        Infeasible: no problem has an answer; of all errors, the one that names the least limit.
     """
     answers = list[T]()
     refused = list[Infeasible]()

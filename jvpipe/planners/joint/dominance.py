@@ -1,33 +1,39 @@
-"""Grows the choices of a device's layers side by side, and forgets those that are dominated.
+"""Grows the choices of a device's layers side by side, and drops those that are dominated.
 
-The fates of a device's layers are chosen layer by layer. All that later layers ask of the choices
-before them stands in a few numbers, a state; of two states one that is nowhere larger can be
-completed at least as well, so the other is forgotten and nothing is lost. What layers to come hold
-and need at least is summed beforehand (`_look_ahead`), which shows at once that a state is over the
-limit.
+The fates of a device's layers are chosen layer by layer. Later layers depend on earlier choices
+only through a few numbers, called a state. A state is dominated if another state is at most as
+large in every number. The other state can be completed by the same later choices, and is then at
+least as good, so that dropping the dominated state loses nothing. What the layers to come hold and
+need at least is summed beforehand (`_look_ahead`). These sums show early that a state must end over
+the limit.
 
-Legend: a device has the layers of one stage or of several, one after the other; at each moment of
-its order some micro-batches of each are in flight (`Lot`). A state is a column of numbers:
+Legend: a device has the layers of one stage or of several, one stage after the other. At each
+moment of the device's order, some micro-batches of each stage are in flight (`Lot`). A run is a
+sequence of layers whose forwards run again together, from the first layer's input, which is kept. A
+state is a column of numbers, one for each of these rows:
 
-    EXTRA, SWAPPED    extra seconds, swapped bytes
-    RUN               the run of layers computed again that it ends in: its residuals and the inputs
-                      between
-    BEYOND, OPEN      what the stage needs beyond what it holds: the most, over its layers, of
-                      working bytes less what later layers leave of one micro-batch, if the run ends
-                      here and if it goes on
-    MOST              the most that an earlier stage of the device needs beyond
-    HALVES, ENDS      the same as BEYOND while the first halves of backwards are on their way
-                      through the stage, beyond what is held before them, and beyond what is held
-                      after them; each with its OPEN
-    LEFT              by how much more layers leave than they hand over to second halves
+    EXTRA, SWAPPED    extra seconds; swapped bytes
+    RUN               the bytes of the run that the state ends in: the residuals of its layers and
+                      the inputs between them
+    BEYOND, OPEN      what the stage needs beyond what it holds: the most, over its layers, of the
+                      layer's working bytes less what later layers leave of one micro-batch. BEYOND
+                      if the run ends with the last layer, OPEN if the run goes on
+    MOST              the largest such need of the device's earlier stages
+    HALVES, ENDS      needs like BEYOND while the first half of a backward goes through the stage:
+                      HALVES is the need beyond what the stage holds before the first half, ENDS
+                      beyond what it holds after. HALVES_OPEN and ENDS_OPEN are for runs that go on
+    LEFT              by how many bytes layers leave more than they hand over to second halves
     the last rows     bytes held for all micro-batches in flight, one row for each moment
 
-    layers         a  b  c  d  e       c and d are computed again together: a run that begins with
-    state after d  [---------]         c's input. held: what a to d leave; RUN: c's residuals and
-    bytes at work  [---------][==]     d's input; beyond: what one of a to d works with, where later
-                                       layers have left nothing yet
+An example, with the bytes of a stage drawn from left to right:
 
-Outside a run RUN and what is OPEN are infinite.
+    layers         a  b  c  d  e       c and d are a run that begins with c's input
+    held           [---------]         what layers a to d leave
+    at work        [---------][==]     beyond (==): what one of a to d works with while later layers
+                                       have left nothing; RUN is c's residuals and d's input
+
+Outside a run, RUN and the OPEN rows are infinite, so that no choice can continue a run. The order
+of the rows matters: `fixed_rows` leaves out rows that are not needed from MOST or HALVES on.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,25 +51,23 @@ States = Float[np.ndarray, "rows _"]
 EXTRA, SWAPPED, RUN, BEYOND, OPEN, MOST = range(6)
 HALVES, HALVES_OPEN, ENDS, ENDS_OPEN, LEFT, EVERY = range(6, 12)
 CHUNK_STATES = 128
-"""States that are compared with each other at once: it bounds memory, and changes nothing that is
-found.
-"""
+"""How many states are compared with each other at once; it bounds memory, and changes no result."""
 EARLIER = np.tri(CHUNK_STATES, k=-1, dtype=bool)
 
 Step = tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]
-"""For each state the one that it grew from, and its last layer's choice."""
+"""For each state, the index of the state that it grew from, and the choice of the last layer."""
 
 
 @dataclass(frozen=True)
 class Lot:
-    """The layers of one device, and what of them is there at once.
+    """The layers of one device, and the micro-batches of which it holds something at once.
 
     Attributes:
-        cells: its stages (s, i, j) of layers [i, j), in the order of the forward.
-        moments: for each stage the micro-batches in flight, and those of them between the halves of
-            their backwards.
-        base_bytes: what is held at each moment whatever is chosen.
-        halves: whether backwards run in two.
+        cells: the device's stages as (s, i, j), stage s of layers [i, j), in forward order.
+        moments: at each moment, for each stage, the micro-batches in flight and those between the
+            halves of their backward.
+        base_bytes: for each moment, bytes that are held whatever is chosen.
+        halves: whether backwards run in two halves.
     """
 
     cells: tuple[Cell, ...]
@@ -73,7 +77,7 @@ class Lot:
 
     @staticmethod
     def of_stage(in_flight: int, cell: Cell) -> "Lot":
-        """Makes that of a device with one stage, whose backwards are whole."""
+        """Makes the lot of a device with one stage, whose backwards are whole."""
         flight = (in_flight, 0)
         return Lot((cell,), ((flight,),))
 
@@ -84,7 +88,10 @@ class Lot:
 
 
 class Growth:
-    """The layers of a lot; with all choices, or those that bytes alone ask for."""
+    """The growth of states over the layers of a lot.
+
+    With `by_bytes`, seconds do not count, and only choices that may hold the fewest bytes are used.
+    """
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class Growth:
         self.n = int(ends[-1])
         self.lasts = set((ends - 1).tolist())
         self.ends = np.append(np.repeat(ends, sizes), self.n)  # of the stage of each layer
-        # Rows that are the same for all states would only make comparisons longer.
+        # Rows that would be the same for all states are left out, to make comparisons faster.
         self.fixed_rows = EVERY if lot.halves else MOST + (len(sizes) > 1)
         self.at = np.concatenate([np.arange(i, j) for _, i, j in lot.cells])
         given = [pricing.segments.given(layers.start)[layers] for layers in lot.layers]
@@ -114,12 +121,12 @@ class Growth:
         self._look_ahead()
 
     def _held_bytes(self, moment: Sequence[Flight]) -> np.ndarray:
-        """Counts what each choice of each layer holds, with so much of each stage in flight."""
+        """Counts the bytes that each choice of each layer holds at a moment."""
         stages = zip(moment, self.lot.layers, strict=True)
         return np.concatenate([self.table.held_bytes(flight, layers) for flight, layers in stages])
 
     def _columns(self, by_bytes: bool) -> list[np.ndarray]:
-        """Lists the choices of each layer that are looked at."""
+        """Lists for each layer the choices that are tried."""
         table = self.table
         if not by_bytes:
             return [np.flatnonzero(allowed) for allowed in table.allowed[self.at]]
@@ -130,7 +137,7 @@ class Growth:
         return columns
 
     def _look_ahead(self) -> None:
-        """Bounds what the layers to come hold and need, from each one on, at each moment."""
+        """Bounds from below what the layers from each one on hold and need, at each moment."""
         table = self.table
         allowed = table.allowed[self.at]
         left = table.left_bytes[self.at]
@@ -149,8 +156,9 @@ class Growth:
             fall = least_of(table.handed_bytes[self.at] - left)
             nothing = np.zeros(self.n)
             self.fall_to_come = self.until_end(fall - self.given, nothing)
-        # While a layer works, those before it hold, those behind it hold and leave nothing of this
-        # micro-batch: the most of that from each layer on, over what all of them hold at least.
+        # While a layer works, layers before it hold all that they leave. Layers after it hold what
+        # other micro-batches leave, but nothing of this one. `over` is such a layer's need above
+        # the least that all layers to come hold; the largest from each layer on is taken.
         least_from = self.least_to_come[:, :-1]
         over = top + behind[:, :-1] - least_from
         most_over = np.maximum.accumulate(over[:, ::-1], axis=1)[:, ::-1]
@@ -164,12 +172,12 @@ class Growth:
         after: np.ndarray,
         skipped: int = 0,
     ) -> np.ndarray:
-        """Sums from each layer on: over its stage one number per layer, over later stages another.
+        """Sums from each layer on: `inside` up to the end of its stage, `after` from there on.
 
         Args:
-            inside: what counts in the stage of the layer that is begun with.
-            after: what counts in later stages.
-            skipped: layers of the stage that are left out, from the first on.
+            inside: numbers of layers that count in the stage of the first layer of the sum.
+            after: numbers of layers that count in later stages.
+            skipped: how many layers to leave out at the beginning of each sum.
         """
         begin = np.minimum(np.arange(self.n + 1) + skipped, self.n)
         inner = to_come(inside)
@@ -188,12 +196,12 @@ class Growth:
     def grown(self, states: States, at: int) -> States:
         """Grows every state by every choice of the `at`-th layer.
 
-        A choice that continues a run where there is none is taken to hold infinitely much, so that
-        it is never kept.
+        A choice that continues a run is impossible if the state does not end in one. It is given
+        infinite bytes, so that it is never kept.
 
         Args:
             states: of the layers before.
-            at: the place of the layer among those of the lot.
+            at: the index of the layer among those of the lot.
         """
         table = self.table
         layer = self.at[at]
@@ -202,14 +210,14 @@ class Growth:
         grown = np.empty((len(states), states.shape[1], len(columns)))
         grown[EXTRA] = states[EXTRA][:, None] + self.extra_s[layer, columns]
         grown[SWAPPED] = states[SWAPPED][:, None] + swapped_bytes
-        # Both ways to compute again are the last columns of every layer, as its last choices.
-        run = np.full(grown.shape[1:], np.inf)  # the bytes of a run while this layer works
+        # The two choices that recompute are -1 and -2, and the last two columns of every layer.
+        run = np.full(grown.shape[1:], np.inf)  # bytes of the run while this layer works
         run[:, RECOMPUTE] = 0.0
         run[:, RECOMPUTE_CHAIN] = states[RUN] + table.input_bytes[layer]
-        ends_stage = at in self.lasts  # and with it the last run
+        ends_stage = at in self.lasts  # the end of a stage also ends a run
         grown[RUN] = np.inf if ends_stage else run + table.residual_bytes[layer]
         self._grow_beyond(states, grown, run, at)
-        # A run that goes on where none is has infinite bytes at work, however it may end.
+        # A run that continues where none began has infinite BEYOND and OPEN.
         held_before = states[self.fixed_rows :][:, :, None]
         held_bytes = held_before + self.held[:, None, at, columns]
         is_possible = np.isfinite(beyond_held(grown))
@@ -229,16 +237,17 @@ class Growth:
         run: np.ndarray,
         at: int,
     ) -> None:
-        """Counts what a stage with one layer more needs beyond what it holds, in `grown`.
+        """Writes into `grown` what a stage with one more layer needs beyond what it holds.
 
-        While an earlier layer works, what the new one leaves is gone: so much less is needed
-        beyond. While the new one works nothing of later layers is there. The larger of both counts.
+        While an earlier layer works, the bytes that the new layer leaves are free, so that the
+        earlier layers need less beyond. While the new layer works, later layers have left nothing.
+        The larger need of the two cases counts.
 
         Args:
             states: of the layers before.
-            grown: those with the layer, whose `RUN` is counted already.
+            grown: states with the new layer, in which `RUN` is written already.
             run: the bytes of a run while the layer works, for each state and choice.
-            at: the place of the layer among those of the lot.
+            at: the index of the layer among those of the lot.
         """
         table = self.table
         layer = self.at[at]
@@ -247,7 +256,7 @@ class Growth:
         again = [RECOMPUTE, RECOMPUTE_CHAIN]
         working = np.broadcast_to(table.working_bytes[layer, columns], run.shape).copy()
         working[:, again] = run[:, again] + table.recompute_peak_bytes[layer] + temporary
-        working_on = grown[RUN] + temporary  # if the run goes on behind this layer
+        working_on = grown[RUN] + temporary  # if the run goes on after this layer
         left = table.left_bytes[layer, columns] + self.given[at]
 
         def grow(
@@ -256,8 +265,8 @@ class Growth:
             less: np.ndarray | float,
             beside: np.ndarray | float,
         ) -> None:
-            # closed: if the run ends here. opened: if it goes on, so that a choice that continues a
-            # run grows out of `opened`, every other one out of `closed`.
+            # Row `closed` is for a run that ends here, row `opened` for one that goes on. So a
+            # choice that continues a run grows out of `opened`, every other choice out of `closed`.
             before = np.repeat(
                 states[closed][:, None],
                 len(columns),
@@ -276,10 +285,10 @@ class Growth:
             grow(ENDS, ENDS_OPEN, less=0.0, beside=grown[LEFT])
 
     def _end_stage(self, states: np.ndarray) -> None:
-        """Ends a stage with these states: records what it needs beyond, and begins the next one."""
+        """Ends a stage in these states: records its need in MOST, and resets rows for the next."""
         needed = states[BEYOND]
-        # What halves need is counted over the bytes before the first halves or after them: over
-        # whichever is more, so the need beyond is the smaller of the two.
+        # The schedule's moments count the bytes held before the first half of a backward, and those
+        # held after. A need counts beyond the larger of the two, so that it is the smaller need.
         if self.lot.halves:
             halves = np.minimum(states[HALVES], states[ENDS])
             needed = np.maximum(needed, halves)
@@ -291,15 +300,16 @@ class Growth:
         states[OPEN] = np.inf
 
     def least_bytes(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds what states take, held and beyond, whatever the layers to come choose.
+        """Bounds from below the peak bytes that states lead to, whatever later layers choose.
 
-        Once no layer is to come, the bound is what they take.
+        If no layer is to come, the bound is exact.
 
         Args:
             states: of the first layers.
-            done: how many layers these are.
+            done: the number of these layers.
         """
-        # The most is needed by a layer of this stage so far, by one to come, or in a stage before.
+        # The largest need is that of a layer of this stage so far, of a layer to come, or of an
+        # earlier stage.
         so_far = beyond_held(states) + self.spare_to_come[:, done, None]
         beyond = np.maximum(so_far, self.most_to_come[:, done, None])
         if self.fixed_rows > MOST:
@@ -311,20 +321,20 @@ class Growth:
         return np.asarray((held + beyond).max(0))
 
     def _beyond_halves(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds what first halves need beyond on their way through the stage."""
+        """Bounds from below what first halves need beyond as they go through the stage."""
         fall = self.fall_to_come[done]
         closed = np.minimum(states[HALVES] + fall, states[ENDS])
         opened = np.minimum(states[HALVES_OPEN] + fall, states[ENDS_OPEN])
         return np.minimum(closed, opened)
 
     def step(self, kept: Int[np.ndarray, "M"], at: int) -> Step:
-        """Finds the origins of the states kept of those that have grown by a layer."""
+        """Finds the origins and last choices of the states that are kept once grown by a layer."""
         columns = self.columns[at]
         parents, last = np.divmod(kept, len(columns))
         return parents, columns[last]
 
     def path(self, steps: Sequence[Step], at: int) -> tuple[int, ...]:
-        """Gives the choices of a state."""
+        """Returns the choices of all layers that led to the state at index `at`."""
         choices = []
         for parents, columns in reversed(steps):
             choices.append(self.table.choice(int(columns[at])))
@@ -334,8 +344,9 @@ class Growth:
 
 @dataclass(frozen=True)
 class Followed:
-    """The choices of all layers that are left at the end; what was left out on the way takes
-    `dropped` or more.
+    """The states of all layers that are left at the end, and how they grew.
+
+    States that were left out because there were too many have bounds of `dropped` or more.
     """
 
     states: States
@@ -350,20 +361,20 @@ def follow(
     bounds: Callable[[States, int], Float[np.ndarray, "M"]],
     fittest: Callable[[States, np.ndarray, np.ndarray, int], np.ndarray],
 ) -> Followed:
-    """Follows choices layer by layer; of many only some go on.
+    """Grows states layer by layer, and drops those that cannot be the best.
 
-    States that cannot end below a number go out, and so do those that others dominate: neither can
-    be the best. Where more than twice the width are left, the fittest go on, and the search may
-    miss the best; `dropped` says by how much.
+    A state is dropped if its bound is not below `below`, or if another state dominates it. If more
+    than twice the width are left, only the fittest stay. Then the search may miss the best, and
+    `Followed.dropped` is a lower bound on what was left out.
 
     Args:
-        growth: the layers.
-        below: what an answer has to be below.
-        width: how many states there may be; it is exact as long as there are no more than twice as
-            many.
-        bounds: of what states of so many layers lead to at least.
-        fittest: the places of those that are to go on, of states with their bounds and the places
-            still alive.
+        growth: of the layers.
+        below: the number that an answer has to be below.
+        width: the number of states to keep. The search is exact as long as no more than twice as
+            many are left.
+        bounds: returns lower bounds on what states lead to, given states and their layers' number.
+        fittest: returns the indices of the states that stay, given states, their bounds, the
+            indices of those that may be below, and their layers' number.
     """
     states = growth.begin()
     steps = list[Step]()
@@ -388,12 +399,12 @@ def follow(
 
 
 def beyond_held(states: np.ndarray) -> np.ndarray:
-    """Counts what states need at least beyond what they hold, whether their runs end or go on."""
+    """Returns what states need at least beyond what they hold, the lesser of BEYOND and OPEN."""
     return np.minimum(states[BEYOND], states[OPEN])
 
 
 def to_come(per_layer: np.ndarray) -> np.ndarray:
-    """Sums over the last layers, from each on; the layers are the last axis."""
+    """Makes suffix sums: from each layer to the last, along the last axis, which is the layers'."""
     backwards = per_layer[..., ::-1]
     total = np.zeros((*per_layer.shape[:-1], per_layer.shape[-1] + 1))
     total[..., :-1] = np.cumsum(backwards, axis=-1)[..., ::-1]
@@ -401,16 +412,16 @@ def to_come(per_layer: np.ndarray) -> np.ndarray:
 
 
 def front(states: States) -> Int[np.ndarray, "_"]:
-    """Finds the places of the states that no other dominates; of equals, the first."""
+    """Returns the indices of the states that no other dominates; of equal states, of the first."""
     if states.shape[1] <= 1:
         return np.arange(states.shape[1])
-    # By extra seconds first, and so on: a state is dominated by earlier ones only.
+    # In lexical order a state is dominated by earlier states alone.
     order = np.lexsort(states[::-1])
     best = np.empty(0, dtype=np.int64)
     for begin in range(0, len(order), CHUNK_STATES):
-        # Those kept so far dominate all that they can: what one that is out dominates, its own
-        # dominator does too. Inside a chunk earlier states alone are looked at, for the same
-        # reason.
+        # It is enough to compare with the states kept so far, not with those that were dropped: a
+        # state that a dropped one dominates is also dominated by the dropped one's dominator. For
+        # the same reason it does not matter that some earlier states of a chunk are dropped too.
         chunk = order[begin : begin + CHUNK_STATES]
         if len(best):
             by_best = _below(states[:, chunk], states[:, best])
@@ -423,7 +434,7 @@ def front(states: States) -> Int[np.ndarray, "_"]:
 
 
 def _below(states: States, by: States) -> np.ndarray:
-    """Tells for each state a and state b of `by` whether b is nowhere larger than a, as [a, b]."""
+    """Returns an array [a, b]: whether state b of `by` is nowhere larger than state a."""
     below = by[0] <= states[0][:, None]
     for number in range(1, len(states)):
         below &= by[number] <= states[number][:, None]

@@ -1,13 +1,18 @@
-"""Bounds what segments take from below, by prices of bytes and link seconds (Lagrange).
+"""Bounds the seconds of segments from below, by prices of bytes and link seconds (Lagrange).
 
-Legend: a segment takes max(compute, link) seconds; alpha is the weight of compute, 1 - alpha that
-of the link, mu the price of a byte in seconds. For any prices
+A segment takes max(compute, link) seconds, where link is the link to the host. The prices are
+alpha, the weight of compute (that of the link is 1 - alpha), and mu, seconds per byte. Sums are
+over the segment's layers, whose fates are chosen. For choices that keep the limit, and any alpha
+from 0 to 1 and mu >= 0,
 
     seconds >= alpha (compute + sum extra) + (1 - alpha) (traffic + sum swaps) + mu (bytes - limit)
 
-Bytes are at least what all layers hold and what the last one works with: a sum. So the least right
-side is a sum over layers, each at its own least: for all segments at once, a difference of two sums
-over the first layers. The prices that bound one segment best bound its neighbours well.
+because a maximum is at least a weighted mean, and bytes - limit is not above 0.
+
+Bytes are at least what all layers hold plus what the last layer works with, which is a sum over
+layers too. The right side is therefore least if each layer makes the choice that is cheapest at
+these prices. With prefix sums of these least costs, the bound of every segment is a difference of
+two sums. Prices that bound one segment well also bound its neighbours well.
 """
 
 from collections.abc import Sequence
@@ -22,8 +27,10 @@ from jvpipe.planners.model.segments import CutBlock, Grid, Segments, between, mo
 
 
 class Relaxation(NamedTuple):
-    """Layers whose choices add up: extra seconds, seconds of the link and bytes of each, and what
-    they are added to.
+    """A segment as prices see it: per choice of each layer, extra and link seconds and held bytes.
+
+    They are added up over layers, and to the segment's `compute_s` and `traffic_s`. `room_bytes` is
+    what the held bytes may be together.
     """
 
     extra_s: PerChoice
@@ -36,9 +43,9 @@ class Relaxation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pricing:
-    """What prices are put on: all choices of all layers, under a limit.
+    """All choices of all layers, under a limit, which prices are put on.
 
-    For stages whose devices work on other shares of micro-batches, `at` has the choices.
+    The devices of a stage may work on smaller shares of micro-batches: `at` returns their choices.
     """
 
     segments: Segments
@@ -52,12 +59,12 @@ class Pricing:
         limit_bytes: float,
         swaps: bool = True,
     ) -> "Pricing":
-        """Prices the choices of the layers of segments.
+        """Collects the choices of the layers of segments.
 
         Args:
             segments: of the layers.
-            limit_bytes: what a device may hold.
-            swaps: whether choices that swap are among them.
+            limit_bytes: that a device may hold.
+            swaps: whether choices that swap are included.
         """
         return Pricing(segments, Choices.of(segments.costs, swaps), limit_bytes, swaps)
 
@@ -75,7 +82,7 @@ class Pricing:
         return {}
 
     def extra_s(self, s: int) -> PerChoice:
-        """Gives the extra seconds of all choices on the device of a stage."""
+        """Returns the extra seconds of all choices on a device of a stage."""
         slowness = self.segments.problem.slowness(s)
         if slowness not in self._extra_s:
             self._extra_s[slowness] = self.choices.extra_s(slowness)
@@ -86,20 +93,20 @@ class Pricing:
         return {(): self.choices.extra_s()}
 
     def table(self, s: int, layers: slice) -> tuple[PerChoice, PerChoice, PerChoice]:
-        """Gives extra and link seconds and held bytes of layers' choices on a stage.
+        """Returns extra seconds, link seconds and held bytes of layers' choices on a stage.
 
-        Choices that work with more than the limit take infinitely long.
+        Choices that work with more bytes than the limit get infinite extra seconds.
 
         Args:
             s: the stage.
-            layers: which of the model's.
+            layers: a range of the model's layers.
         """
         choices = self.choices
         flight = (self.segments.in_flight[s], 0)
         working = choices.working_bytes[layers]
         there = choices.allowed[layers] & (working <= self.limit_bytes)
         extra_s = np.where(there, self.extra_s(s)[layers], np.inf)
-        # What is swapped goes over the link twice, out and in.
+        # Swapped bytes cross the link twice: out and in.
         twice = 2 * choices.swapped_bytes[layers]
         link_s = twice / self.segments.problem.host.bytes_per_s
         return extra_s, link_s, choices.held_bytes(flight, layers)
@@ -111,12 +118,12 @@ class Pricing:
         compute_s: float,
         traffic_s: float,
     ) -> Relaxation:
-        """Makes the question that prices answer for layers [i, j) of a stage.
+        """Makes the relaxation of layers [i, j) of a stage, for which prices are sought.
 
         Args:
             cell: the stage, i and j.
-            room_bytes: what the limit leaves for what layers hold and work with.
-            compute_s: seconds of the layers without fates.
+            room_bytes: that the limit leaves for what layers hold and work with.
+            compute_s: seconds of the layers without extra ones.
             traffic_s: seconds of the link without swaps.
         """
         s, i, j = cell
@@ -145,13 +152,13 @@ class Pricing:
 
         Args:
             block: the segments.
-            alpha: what a second of compute counts; one of the link to the host counts 1 - alpha.
-            mu: seconds per byte that is held.
+            alpha: the weight of a second of compute; a second of the link counts 1 - alpha.
+            mu: the price of a byte that is held, in seconds.
         """
         layers = slice(block.starts[0], block.ends[-1])
         extra_s, link_s, held_bytes = self.table(block.s, layers)
         there = np.isfinite(extra_s)
-        # Zero times infinite seconds are not a number, so alpha is put on finite ones alone.
+        # alpha may be 0, and 0 times infinity is not a number: only finite seconds are weighted.
         finite_s = np.where(there, extra_s, 0.0)
         priced = alpha * finite_s + (1 - alpha) * link_s + mu * held_bytes
         cost = np.where(there, priced, np.inf)
@@ -167,9 +174,10 @@ class Pricing:
         last: PerChoice,
         block: CutBlock,
     ) -> Grid:
-        """Sums over segments of each layer's least, the last one's with `last`.
+        """Sums over each segment the least cost of every layer; `last` counts for its last layer.
 
-        A layer without a choice adds nothing: what it needs at least is over the limit anyhow.
+        A layer without any possible choice adds nothing: `least_bytes`, which also counts the
+        layer's working bytes, is then over the limit in any case.
         """
         first = block.starts[0]
         least = cost.min(1)
@@ -183,7 +191,11 @@ class Pricing:
 
 
 class _Point(NamedTuple):
-    """The dual of each question at a mu: its value, and by how much bytes and compute exceed."""
+    """The dual function of each relaxation at a mu: its value, and two slopes.
+
+    `over` is by how much bytes exceed the room, `compute_over_link` by how much compute seconds
+    exceed link seconds.
+    """
 
     mu: np.ndarray
     dual: np.ndarray
@@ -192,8 +204,9 @@ class _Point(NamedTuple):
 
 
 class DualBounds:
-    """Questions side by side: all layers' choices in one table, each question with prices of its
-    own.
+    """Relaxations that are bounded side by side, each with prices of its own.
+
+    The layers of all relaxations (`asked`) stand in one table, one relaxation after the other.
     """
 
     ALPHA_STEPS, BISECTION_STEPS, SECANT_STEPS, PRICE_RANGE = 10, 7, 5, 1e4
@@ -208,7 +221,7 @@ class DualBounds:
         self.room = np.array([question.room_bytes for question in asked])
         self.compute_s = np.array([question.compute_s for question in asked])
         self.traffic_s = np.array([question.traffic_s for question in asked])
-        # The question of each layer, and the first layer of each question.
+        # `of` is the relaxation of each layer; `first` is the first layer of each relaxation.
         self.of = np.repeat(np.arange(len(asked)), sizes)
         self.first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         held_bytes = np.where(self.there, self.held, 0)
@@ -219,11 +232,11 @@ class DualBounds:
         self.prices = np.zeros((len(asked), 2))
 
     def solve(self) -> list[tuple[float, float]]:
-        """Finds the best prices."""
+        """Finds prices (alpha, mu) that bound each relaxation best, or nearly so."""
         alpha = np.ones(len(self.room))
         compute_over_link = self._bisect_mu(alpha)
-        # Where the link takes longer even if compute alone is priced, alpha is sought too: at the
-        # best one both take as long.
+        # alpha = 1 is best if compute takes longer than the link at that price. If the link takes
+        # longer, alpha is sought too: at the best alpha, compute and link take equally long.
         is_sought = compute_over_link < 0
         if is_sought.any():
             low = np.zeros_like(alpha)
@@ -236,20 +249,18 @@ class DualBounds:
         return [(float(a), float(m)) for a, m in self.prices]
 
     def _bisect_mu(self, alpha: np.ndarray) -> np.ndarray:
-        """Finds the best mu for an alpha, nearly.
-
-        Returns:
-            By how much compute then exceeds the link.
-        """
+        """Finds nearly the best mu for each alpha; returns by how much compute exceeds the link."""
         free = self._evaluate(alpha, np.zeros_like(alpha))
         low = self._point(alpha, self.scale / self.PRICE_RANGE)
         high = self._point(alpha, self.scale * self.PRICE_RANGE)
         for step in range(self.BISECTION_STEPS + self.SECANT_STEPS):
-            # The dual is concave in mu and its slope is by how much bytes exceed the room:
-            # bisection by the sign of the slope, in powers, for prices range over many of them.
+            # The dual is concave in mu, and its slope is by how much bytes exceed the room, so that
+            # the sign of the slope says on which side the best mu lies. The geometric mean is
+            # tried, because prices range over many powers of ten.
             mu = np.sqrt(low.mu * high.mu)
             if step >= self.BISECTION_STEPS:
-                # The dual is the lower of two lines: the best mu is where they meet, or near.
+                # Near the best mu the dual is the lower of its tangents at `low` and `high`, so
+                # that the best mu is near the point where these two lines meet.
                 slope = np.maximum(low.over - high.over, 1e-300)
                 at_zero = high.dual - high.over * high.mu  # of the line through `high`
                 rise = at_zero - low.dual + low.over * low.mu
@@ -270,15 +281,12 @@ class DualBounds:
     def _evaluate(
         self, alpha: np.ndarray, mu: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Computes the dual at these prices, and its slopes.
-
-        The slopes are by how much bytes exceed the room, and by how much compute exceeds the link.
-        """
+        """Computes the dual at these prices, and its slopes, as `_Point` has them."""
         a = alpha[self.of][:, None]
         m = mu[self.of][:, None]
         priced = a * self.extra_s + (1 - a) * self.link_s + m * self.held
         cost = np.where(self.there, priced, np.inf)
-        # Each layer's least, summed over the layers of each question.
+        # Each layer makes its cheapest choice; sums are over the layers of each relaxation.
         chosen = np.arange(len(cost)), cost.argmin(1)
         held_bytes = np.add.reduceat(self.held[chosen], self.first)
         extra_s = np.add.reduceat(self.extra_s[chosen], self.first)
@@ -287,7 +295,7 @@ class DualBounds:
         link_s = self.traffic_s + swaps_s
         over = held_bytes - self.room
         dual = alpha * compute_s + (1 - alpha) * link_s + mu * over
-        # Any prices give a bound, so the best of all that were tried is kept.
+        # Any prices give a valid bound, so that the best of all prices tried is kept.
         better = dual > self.best
         self.best = np.where(better, dual, self.best)
         self.prices[better] = np.stack([alpha, mu], 1)[better]

@@ -1,12 +1,12 @@
-"""How hard the searches try: every number that trades planning time for better plans, by search.
+"""The effort of the searches: every number that trades planning time for better plans, by search.
 
-None of them decides what is a plan, or what it takes: with other numbers the same problems are
-answered, sooner and worse or later and better. `python -m experiments.planners.effort` plans
-recorded problems with ten times as much of each, and with a tenth of it.
+All of these numbers may be changed. None decides what is a valid plan, or how its seconds and bytes
+are counted: with other numbers the same problems are answered, sooner with worse plans or later
+with better ones. `python -m experiments.planners.effort` plans recorded problems with ten times
+each number, and with a tenth of it.
 
-"Cells" are pairs of a place to begin a stage and a place to end it: the work of a search between
-cuts. "Tasks" are those that the simulator runs. "Layers" and "steps" (of the simulator) are counts,
-and so is what has no unit.
+A "cell" is a pair of cuts between which a stage may lie; the number of cells is the work of a
+search for cuts. "Tasks" are tasks that the simulator runs. A number without a unit is a count.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CutEffort:
-    """How many cuts the surrogate looks at.
+    """How many cuts the search by the surrogate considers (`cut_windows.py`, `trips.py`).
+
+    A cap is an upper bound on the seconds of the slowest stage. The windows of a plan are, for each
+    bound, the cuts that are considered.
 
     Attributes:
-        all_cells: the most cells of all cuts for these to be looked at.
-        window_cells: the most cells of the cuts that matter, else.
+        all_cells: if all cuts have at most this many cells, all cuts are considered.
+        window_cells: if they have more, the most cells of the windows.
         trip_cells: the most cells between which round trips over slow links are counted.
         cap_slacks: by how much the slowest stage may be above the least that is possible, as shares
-            of it; the first that leaves few enough cells is taken.
-        transfer_factors: how many times longer a transfer is taken to be, for it waits for others.
-        spread_cells: the most cells between windows that are spread where links are slow.
-        spread_stages: how many mean stages a bound may then be away from its even share.
-        prices_tolerance: how near the least cap must be to find prices of bytes and seconds there,
-            as a share of it.
-        trip_caps: multiples of the least cap under which round trips are evened out; the last are
-            for steps of few micro-batches.
+            of the least; the first slack that leaves few enough cells is taken.
+        transfer_factors: by how many times transfers are lengthened, because they wait for others.
+        spread_cells: the most cells of windows that are widened because links are slow.
+        spread_stages: by how many mean stages a bound may then be away from its even share.
+        prices_tolerance: how near the least cap must be known to find prices of bytes and seconds
+            at it, as a share of it.
+        trip_caps: multiples of the least cap under which round trips are evened out; the last ones
+            are for steps of few micro-batches.
         trip_weights: what a second is worth that a group of stages could still take, in seconds of
-            the sum.
+            the sum over stages.
         trip_tolerance: how near the least cap is found, as a share of it.
     """
 
@@ -49,16 +52,16 @@ class CutEffort:
 
 @dataclass(frozen=True)
 class FateEffort:
-    """How many ways to treat what layers leave are followed side by side.
+    """How many choices of fates are followed side by side (`dominance.py` defines a state).
 
     Attributes:
-        states: of a device whose layers are looked at all at once.
-        few_states: of the search for the fewest bytes, at first.
-        many_states: of that search where it is to be exact.
-        overrun_price: by how many times its price a byte is charged if a state will probably exceed
-            the limit by it.
-        near_best: how near a choice must be to the best to be expected too, as a share of an even
-            part of a layer.
+        states: kept by a search over all layers of a device.
+        few_states: kept by the search for the fewest bytes, at first.
+        many_states: kept by that search if it is to be exact.
+        overrun_price: the multiple of a byte's price that is charged for each byte by which a state
+            will probably exceed the limit.
+        near_best: how near to a layer's best choice another choice must be to count in estimates,
+            as a share of an even part of the bound for a layer.
     """
 
     states: int = 16
@@ -70,20 +73,22 @@ class FateEffort:
 
 @dataclass(frozen=True)
 class LimitEffort:
-    """How closely it is decided whether a limit can be kept, and which one could be.
+    """How exactly the search decides whether a limit can be kept, and what the smallest limit is.
 
     Attributes:
-        every_cut_layers: of models of so many layers the emptiest plans begin at all cuts.
-        plans: that are lowered to see what they hold.
-        plans_of_few: the same of models of few layers.
-        held_times: how many times what a plan holds may be counted for one that holds less.
-        exact_layers: for models of more layers the limit is one that would do, near the smallest.
-        rounds_with_plan: after so many rounds the best plan of such a model is taken.
-        rounds_without_plan: after so many none is looked for.
-        tolerance: how near the limit of such a model is found, as a share of it.
-        all_cells: up to so many, the cells of all cuts are looked at.
-        cuts: up to so many, each of them is looked at; of several stages per device, all.
-        moved_cuts: so many are looked at where there are more of these.
+        every_cut_layers: models of at most this many layers begin with the emptiest plan of every
+            choice of cuts.
+        plans: how many plans are lowered to see what they hold.
+        plans_of_few: the same for models of at most `every_cut_layers` layers.
+        held_times: how many times the emptiest plan's bytes another plan may have, as planners
+            count them, to be lowered: it may still hold less.
+        exact_layers: models of more layers get a limit that suffices, near the smallest one.
+        rounds_with_plan: for such models, the rounds after which the best plan so far is taken.
+        rounds_without_plan: for such models, the rounds after which a search without a plan ends.
+        tolerance: for such models, how near the smallest limit is found, as a share of it.
+        all_cells: if all cuts have at most this many cells, all are considered.
+        cuts: if there are at most this many choices of cuts, each is considered.
+        moved_cuts: how many choices of cuts are considered by moving bounds if there are more.
     """
 
     every_cut_layers: int = 16
@@ -101,26 +106,26 @@ class LimitEffort:
 
 @dataclass(frozen=True)
 class OrderEffort:
-    """How many orders of tasks are looked at where the order is open.
+    """How many orders of tasks are tried if the order is open (`schedule="auto"`).
 
     Attributes:
-        farthest: tasks that another one passes at most in a move.
-        moves: that are compared before one is made.
-        gainless: moves without a gain after which a climb ends.
-        blocked: moves without a gain that a longest path without a move counts for.
-        rest: moves for which a task that has moved rests at least; at most it is twice as many.
-        all_cuts: cuts of a placement up to which all are begun with.
-        in_flight: micro-batches of a device's first stage that fates make room for, where list
-            scheduling follows.
-        caps: micro-batches in flight per device, over the number of devices, in list scheduling:
-            those that leave room under a limit, and what room there is.
-        patiences: of list scheduling.
-        simulated: refined orders that are simulated.
-        crowded: candidates that are simulated where transfers share links, of which the clock does
-            not know.
-        doubt: the share of what devices lend by which a plan has to be faster than 1F1B: what
-            measured seconds of programs are off by where devices share workers is more than any
-            order saves there.
+        farthest: the most tasks that another task passes in a move.
+        moves: how many are compared before one is made.
+        gainless: a climb ends after this many moves without a gain.
+        blocked: for how many moves without a gain a turn counts in which no move is possible.
+        rest: a task that has moved rests for at least this many moves, and for fewer than twice as
+            many.
+        all_cuts: if a placement has at most this many choices of cuts, all are tried.
+        in_flight: numbers of micro-batches in flight on a device's first stage that fates are asked
+            to leave room for, before list scheduling.
+        caps: micro-batches in flight per device in list scheduling, divided by the number of
+            devices. Under a limit only caps below the room are tried, and the room itself.
+        patiences: of list scheduling (`order_list.py`).
+        simulated: how many refined orders are simulated.
+        crowded: how many further candidates are simulated if transfers share links, which the times
+            of `order_course.py` leave out.
+        doubt: a plan must be faster than 1F1B by this share times `Problem.lent`. If devices share
+            workers, the errors of measured seconds are larger than what any order saves.
     """
 
     farthest: int = 6
@@ -139,16 +144,16 @@ class OrderEffort:
 
 @dataclass(frozen=True)
 class RuleEffort:
-    """How much is tried under a schedule's rule with several stages per device, or with backwards
-    in halves.
+    """How much is tried under a rule with several stages per device, or with split backwards.
+
+    A rule is a schedule that fixes the order of tasks.
 
     Attributes:
-        moved_tasks: that are simulated while the bounds of a plan move in its own order.
-        simulated_tasks: while those of plans under a rule do.
-        around: neighbours of the best plan under a rule that are climbed from too.
-        few_layers: of a model of which more is tried.
-        refined_layers: of models of more layers the plan of one stage per device is the
-            surrogate's.
+        moved_tasks: the tasks simulated while the bounds of a plan move and its order stays.
+        simulated_tasks: the tasks simulated while bounds move under a rule.
+        around: how many neighbours of the best plan under a rule are climbed from too.
+        few_layers: more is tried for models of at most this many layers.
+        refined_layers: models of more layers take the surrogate's plan of one stage per device.
     """
 
     moved_tasks: int = 30_000
@@ -163,30 +168,30 @@ class PlanEffort:
     """How many plans of one stage per device are simulated.
 
     Attributes:
-        hasty_layers: models of more layers are planned in haste.
-        near_limit: how many times the limit the surrogate's plan of no limit may take where the
-            simulated one is asked for.
-        paths: of the surrogate's best cuts that are simulated.
-        tasks: that are simulated in all.
-        clocked: tasks of neighbours that are clocked at once.
-        clocked_for_one: so many of them are worth one that is simulated.
-        noticed_link: where links take more than this share of the work's seconds, round trips are
-            looked at.
-        imbalance: how many times longer than its even share of the work the slowest stage takes
-            where more is sought.
-        host_crowding: how many times slower the link to the host is taken to be. A link that is
-            never idle keeps others waiting: what the surrogate takes for hidden costs up to half of
-            a step, simulated.
-        places: by which a bound moves at most under a limit.
-        shifted: plans whose stages move on to the next device that are looked at in a round.
-        starts: plans that are climbed from.
-        near_start: how many times longer than the fastest of them others may take that are climbed
-            from before its neighbours.
-        neighbours: of a plan that are simulated to find the one to climb from.
-        single_fate_layers: of a model whose fates are changed one by one.
-        device_orders: of unlike devices that can stand in so many orders at most, all are looked
-            at.
-        searched_orders: those that are worth a whole search.
+        hasty_layers: models of more layers are planned with less effort.
+        near_limit: if the surrogate's plan without a limit takes at most this many times the limit,
+            the simulated plan without a limit is tried too.
+        paths: how many of the surrogate's best cuts are simulated.
+        tasks: how many tasks are simulated in all.
+        clocked: the most tasks of neighbours that are bounded at once (`least_steps_s`).
+        clocked_for_one: how many bounded tasks cost as much effort as one simulated task.
+        noticed_link: round trips are considered if links take more than this share of the seconds
+            of the work.
+        imbalance: more is tried if the slowest stage takes more than this many times its even share
+            of the work.
+        host_crowding: by how many times the link to the host is slowed down for the surrogate. A
+            link that is never idle keeps others waiting: transfers that the surrogate counts as
+            hidden cost up to half of a simulated step.
+        places: by how many cuts a bound moves at most under a limit.
+        shifted: how many plans whose stages move to the next device are tried in a round.
+        starts: how many plans are climbed from.
+        near_start: a start that takes at most this many times the fastest start's seconds is
+            climbed from before the neighbours of the best plan.
+        neighbours: how many neighbours of a plan are simulated to find the one to climb from.
+        single_fate_layers: the fates of single layers are changed for models of at most this many
+            layers.
+        device_orders: if devices differ and have at most this many orders, all orders are tried.
+        searched_orders: how many orders of devices get a whole search.
     """
 
     hasty_layers: int = 256
@@ -210,28 +215,33 @@ class PlanEffort:
 
 @dataclass(frozen=True)
 class ShapeEffort:
-    """How many shapes of a pipeline are looked at: devices of each place, and sizes of
-    micro-batches.
+    """How many shapes of a pipeline are tried: devices of each place, and sizes of micro-batches.
+
+    A path is a shape with the bounds of its stages (`shape_search.py`).
 
     Attributes:
-        sizes: micro-batch sizes that are searched well.
-        glances: sizes that are glanced at, to find these.
-        glance_cuts: between so many cuts.
-        glance_units: with devices in so many units.
-        glance_stages: for so many stages at most.
-        units: of devices that stages of many devices consist of.
-        stages: that a path may have.
-        rounds: of paths, each with what the slowest stage of the best plan takes for granted.
-        paths: that are simulated.
-        climbs: steps of a climb.
-        neighbours: of a plan that are simulated for each step.
-        starts: shapes that climb, besides the best of each kind.
-        worth_a_climb: how many times slower than the best a plan may be that climbs.
-        planned: shapes that are planned exactly at most.
-        worth_a_plan: how many times slower than the best one they may be, if that keeps everything.
-        microbatches: per stage, that a rough plan is simulated for; the others are as far apart.
-        few_tasks: forwards up to which a plan is simulated rather than estimated.
-        bisections: by which the seconds that no step is below are found, of those of the model.
+        sizes: how many micro-batch sizes are searched thoroughly.
+        glances: how many sizes are glanced at to find them.
+        glance_cuts: how many cuts a glance uses.
+        glance_units: into how many units a glance divides the devices.
+        glance_stages: the most stages of a path in a glance.
+        units: into how many units the devices are divided, of which stages consist.
+        stages: the most stages of a path.
+        rounds: how many times paths are searched, each time with the seconds of the best plan's
+            slowest stage as a floor; and how many rounds of climbs follow.
+        paths: how many are simulated.
+        climbs: the most steps of a climb.
+        neighbours: how many neighbours of a plan are simulated in each step of a climb.
+        starts: how many shapes are climbed from, besides the best of each kind.
+        worth_a_climb: how many times slower than the fastest start a plan may be to be climbed
+            from.
+        planned: the most shapes that are planned exactly.
+        worth_a_plan: how many times slower than the best shape they may be if that keeps
+            everything.
+        microbatches: per stage, for which a rough plan is simulated; further micro-batches are
+            taken to be equally far apart.
+        few_tasks: plans with at most this many forwards are simulated rather than estimated.
+        bisections: how many halvings find the lower bound of a step's seconds.
     """
 
     sizes: int = 3

@@ -1,10 +1,11 @@
-"""The plan whose fullest device holds the least: it decides whether a limit can be kept.
+"""The floor: the plan whose fullest device holds the least, which decides whether a limit fits.
 
-Measured seconds are noisy, and whether a limit is kept must not be. So the plan follows from bytes
-alone: a search by what the lowered lists hold begins at the cuts and choices that hold the least by
-the planners' count (`stage_cost.py`), which is near that, and goes on from the emptiest plan to its
-neighbours: a bound or a choice of the fullest stage at a time. For few layers, it begins with the
-best choices of all cuts.
+Measured seconds are noisy, and whether a limit can be kept must not depend on noise. So the floor
+follows from bytes alone. What a plan holds is counted exactly, from its lowered lists, by a
+function that the caller gives. The search begins at the plan that holds the least by the planners'
+own count (`stage_cost.py`), which is near the exact one. It goes on from the emptiest plan so far
+to its neighbours, which change one bound or one choice of the fullest stage. For models of few
+layers it also begins with the emptiest plan for each choice of cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +26,14 @@ from jvpipe.planners.model.stage_cost import check, stage_bytes
 
 @dataclass(frozen=True)
 class Floor:
-    """A plan that holds as little as was seen, and what the device of each stage holds."""
+    """The emptiest plan seen so far, and the bytes that the device of each stage holds."""
 
     decision: Decision
     held_bytes: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """What the fullest device holds."""
+        """The bytes that the fullest device holds."""
         return max(self.held_bytes)
 
     @property
@@ -42,7 +43,7 @@ class Floor:
 
     @property
     def fullness(self) -> list[int]:
-        """What the devices hold, the fullest first."""
+        """The bytes that the devices hold, the fullest first; plans are compared by this list."""
         return sorted(self.held_bytes, reverse=True)
 
 
@@ -53,14 +54,14 @@ def floor(
     *,
     keeps: bool = False,
 ) -> Floor:
-    """Finds the plan that holds the least, or the first on the way there that holds little enough.
+    """Finds the plan that holds the least, or the first plan found that holds little enough.
 
     Args:
-        problem: its seconds and its limit are not looked at; nothing is swapped where the host has
-            a limit.
-        held_bytes: what the device of each stage holds at most under a decision.
-        enough_bytes: what may be held.
-        keeps: whether everything is to be kept.
+        problem: its seconds and its memory limit are ignored; nothing is swapped if the host has a
+            limit.
+        held_bytes: counts the most bytes that the device of each stage holds under a decision.
+        enough_bytes: the search ends at a plan that holds no more.
+        keeps: whether only plans that keep everything are tried.
     """
     problem = _untimed(problem)
     few = len(problem.costs.layers) <= LIMIT.every_cut_layers
@@ -70,7 +71,7 @@ def floor(
     if few and not keeps:
         search.look(_of_every_cut(problem, lambda: search.lowest.bytes))
     before = None
-    # Each round but the last ends at an emptier plan, and no plan is looked at twice: it ends.
+    # This ends, because each round but the last finds an emptier plan.
     while search.lowest is not before:
         before = search.lowest
         search.look(_neighbours(problem, before, keeps=keeps), until_better=not few)
@@ -79,7 +80,7 @@ def floor(
 
 @dataclass
 class _Search:
-    """The plans that were looked at, each once, and the emptiest of them."""
+    """The plans counted so far, each once, and the emptiest; `left` more plans may be counted."""
 
     held_bytes: Callable[[Decision], Sequence[int]]
     enough_bytes: int
@@ -91,7 +92,7 @@ class _Search:
 
     @property
     def ended(self) -> bool:
-        """Whether what was seen is enough, or no more is to be looked at."""
+        """Whether the emptiest plan holds little enough, or no more plans may be counted."""
         return self.lowest.bytes <= self.enough_bytes or self.left <= 0
 
     def look(
@@ -100,7 +101,7 @@ class _Search:
         *,
         until_better: bool = False,
     ) -> None:
-        """Looks at what plans hold, until that is enough, or less than before."""
+        """Counts what plans hold until one holds little enough, or less than before if asked."""
         before = self.lowest
         while not self.ended and (decision := next(decisions, None)):
             if until_better and self.lowest is not before:
@@ -113,11 +114,11 @@ class _Search:
 
 
 def _untimed(problem: Problem) -> Problem:
-    """Makes the problem with seconds that no clock has measured, and without a limit."""
+    """Returns the problem with fixed seconds in place of measured ones, and without a limit."""
     cache = dict[int, Costs]()
 
     def untimed(costs: Costs) -> Costs:
-        """Replaces the seconds of costs; groups that share costs share these too."""
+        """Replaces the seconds of costs; groups that share costs share the new costs too."""
         if id(costs) not in cache:
             layers = tuple(map(_untimed_layer, costs.layers))
             cache[id(costs)] = replace(costs, layers=layers)
@@ -141,7 +142,7 @@ def _untimed_layer(layer: LayerCost) -> LayerCost:
 
 
 def _beginnings(problem: Problem, *, keeps: bool) -> Iterator[Decision]:
-    """Yields the emptiest plans by the planners' count: of all, and of those that keep all."""
+    """Yields the emptiest plan by the planners' count, and the emptiest that keeps everything."""
     if not keeps:
         pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
         yield min_bytes_plan(pricing).decision
@@ -156,10 +157,10 @@ def _of_every_cut(
     problem: Problem,
     lowest_bytes: Callable[[], int],
 ) -> Iterator[Decision]:
-    """Yields each cut's plan of the fewest bytes by the planners' count, while they may hold less.
+    """Yields the emptiest plan for each choice of cuts, as long as it may hold less.
 
-    Bytes that are counted for all of them, such as those of state that comes and goes, do not
-    change their order.
+    Plans come in the order of the planners' count. Bytes that this count leaves out, or adds, for
+    all plans, such as those of state that comes and goes, do not change the order.
     """
     least = 0
     pricing = pricing_of(problem, swaps=problem.host_limit_bytes is None)
@@ -176,9 +177,9 @@ def _neighbours(
     *,
     keeps: bool,
 ) -> Iterator[Decision]:
-    """Yields plans whose fullest stage has a layer less, or treats a layer's values differently.
+    """Yields plans whose fullest stage has one layer less, or another choice for one layer.
 
-    None are looked at that are counted for much more.
+    Choices are left out that hold many more bytes by the planners' count (`LIMIT.held_times`).
     """
     s = plan.stage
     bounds = plan.decision.bounds
@@ -209,7 +210,7 @@ def _neighbours(
 
 
 def _ways(problem: Problem, layer: int) -> list[int]:
-    """Lists the choices that a layer has."""
+    """Lists the choices that a layer has; none that swaps if the host has a limit."""
     swaps = problem.host_limit_bytes is None
     options = problem.costs.layers[layer].options
     allowed = [
@@ -223,7 +224,10 @@ def _ways(problem: Problem, layer: int) -> list[int]:
 def _valid(
     problem: Problem, proposals: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Iterator[Decision]:
-    """Yields the proposals that are plans, once layers that run again have their input."""
+    """Yields the proposed bounds and choices that are valid decisions, after mending runs.
+
+    A `RECOMPUTE_CHAIN` at the beginning of a run, whose input nothing makes, becomes `RECOMPUTE`.
+    """
     for bounds, choices in proposals:
         mended = list(choices)
         for layer, choice in enumerate(choices):

@@ -1,8 +1,7 @@
-"""Lower bounds of any plan's simulated step, from what its stages and links take at least.
+"""Lower bounds of any plan's simulated step, from the least seconds of its stages and links.
 
 The bounds are closed forms. Tests hold them below the simulator's seconds of every plan of small
-problems (tests/planners/joint/test_lower_bound.py) and of what is planned for larger ones
-(test_planner.py there).
+problems (tests/planners/joint/test_lower_bound.py), and of plans found for larger ones.
 """
 
 from dataclasses import replace
@@ -21,18 +20,18 @@ from jvpipe.planners.model.segments import CutBlock, Segments
 from jvpipe.schedules.schedule import Schedule
 
 Stages = list[tuple[Matrix, CutBlock]]
-"""For each stage the fewest seconds of its segments, fates included, and what they take besides."""
+"""For each stage, the fewest seconds of its segments over all fates, and their other costs."""
 
 
 def lower_bound(problem: Problem) -> float:
     """Bounds the simulated seconds per step of any plan; infinite if nothing fits.
 
-    A stage is busy for M micro-batches, t each, with the device or the link to the host. In a
-    synchronous step that is after the stages before it have passed it the first, and before they
-    take back the last: F + B of their layers, and what crosses the links between them. What they
-    compute again may be done while they wait. All forwards of GPipe come before its backwards. In a
-    stream round trips (`trips.py`) count too. Where devices run several stages or halves of
-    backwards, all work is divided among them, from when each can begin.
+    A stage is busy for M micro-batches of t seconds each, on its device or on its link to the host.
+    In a synchronous step that comes after the earlier stages have passed on the first micro-batch,
+    and before they take back the last: F + B of their layers, and the transfers between them. Their
+    recomputation may run while they wait, and is left out. All forwards of GPipe come before its
+    backwards. In a stream, round trips (`trips.py`) count too. If devices run several stages or
+    halves of backwards, all work is divided among them, from when each can begin.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -66,8 +65,9 @@ def lower_bound(problem: Problem) -> float:
         longest_s = float(np.diff(segments.least_compute_s).max())
         every_s = work_s + (m - 1) * max(segments.share_s, longest_s)
         return max(every_s, min(_of_two_phases(problem, stages), above_cap_s))
-    # M t_s + t_0 + ... + t_(s-1) <= T for all stages, however the work is divided.
-    # Equality for all stages at once solves this: t_s = (1 - 1 / M) t_(s-1), a geometric series.
+    # However the work is divided, a step of T seconds has M t_s + t_0 + ... + t_(s-1) <= T for all
+    # stages s. T is least if equality holds for all of them at once. Then t_s = (1 - 1 / M) t_(s-1)
+    # is a geometric series, whose sum is the work.
     every_s = work_s / (1 - (1 - 1 / m) ** problem.stages)
     if problem.groups:
         every_s = m * segments.share_s
@@ -75,9 +75,9 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _hidden_transfers(problem: Problem) -> Solution:
-    """Searches for a stream's slowest stage: its table bounds all cells that may be on a plan.
+    """Solves the problem as a stream without transfers, whose seconds the caller adds.
 
-    Fates are chosen as if transfers were hidden; what these take at least is counted after.
+    The table of the solution bounds all cells that may be on a plan.
     """
     alone = replace(problem, peer=INFINITE, peer_uses_host=False)
     schedule = problem.schedule
@@ -87,9 +87,10 @@ def _hidden_transfers(problem: Problem) -> Solution:
 
 
 def _of_any_order(problem: Problem) -> float:
-    """Divides all work among the devices; a backward may take less in halves.
+    """Bounds any order of tasks: all work divided evenly among devices, from when each can begin.
 
-    If devices are alike, each begins at least a layer's forward after the one before it.
+    A backward counts whole or in halves, whichever takes less. If devices are alike, each one
+    begins at least one layer's forward after the device before it.
     """
     layers = problem.costs.layers
     layers_s = []
@@ -98,7 +99,7 @@ def _of_any_order(problem: Problem) -> float:
         halves_s = split.input_s + split.weight_s if split else np.inf
         layers_s.append(layer.forward_s + min(layer.backward_s, halves_s))
     work_s = problem.microbatches * sum(layers_s)
-    if problem.groups:  # each place takes its best share of any work
+    if problem.groups:  # devices differ: work is divided in proportion to their best speeds
         segments = Segments(problem)
         return work_s * segments.share_s / float(segments.compute_s[-1])
     begins_s = accumulate(layer.forward_s for layer in layers[: problem.devices - 1])
@@ -106,7 +107,7 @@ def _of_any_order(problem: Problem) -> float:
 
 
 def _of_stream(problem: Problem, stages: Stages) -> float:
-    """Sums round trips of adjacent stages, as many as end while the simulator times a stream."""
+    """Bounds a stream by the least cap on round trips, for trips that end while it is timed."""
     m = problem.microbatches
     own_s = [np.maximum(t + x.once_s / m, x.traffic_s) for t, x in stages]
     ways_s = [np.where(np.isfinite(t), x.compute_s, np.inf) for t, x in stages]
@@ -117,7 +118,7 @@ def _of_stream(problem: Problem, stages: Stages) -> float:
 
 
 def _of_two_phases(problem: Problem, stages: Stages) -> float:
-    """Sums each phase's fill, drain and M - 1 times its slowest stage or link."""
+    """Bounds GPipe: fill and drain, and in each phase M - 1 times its slowest stage or link."""
     forward = [np.maximum(x.forward_s, x.comm_s / 2) for _, x in stages]
     backward = [np.maximum(t - x.forward_s, x.comm_s / 2) for t, x in stages]
     slowest_s = least_max(forward) + least_max(backward)
@@ -130,17 +131,17 @@ def _of_1f1b(
     stages: Stages,
     segments: Segments,
 ) -> float:
-    """Sums M micro-batches of a stage, and what is before it, or what it does once a step."""
+    """Bounds 1F1B by its slowest stage: M micro-batches, and what comes before or once per step."""
     m = problem.microbatches
     every = list[Matrix]()
-    crossed_s = np.zeros(1)  # the least that transfers up to a cut take
+    crossed_s = np.zeros(1)  # the least seconds of the transfers up to a cut
     for t, x in stages:
         there_s = np.where(
             np.isfinite(t),
             crossed_s[:, None] + x.comm_s,
             np.inf,
         )
-        # The first micro-batch passes the layers before, forwards and backwards, and their links.
+        # The first micro-batch comes through the earlier layers and links, the last goes back.
         before_s = segments.least_compute_s[x.starts][:, None] + there_s
         busy_s = m * t + np.maximum(x.once_s, before_s)
         every.append(np.maximum(busy_s, m * x.traffic_s))

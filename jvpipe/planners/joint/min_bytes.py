@@ -7,7 +7,7 @@ from jvpipe.planners.joint.dual_bounds import Pricing
 from jvpipe.planners.joint.effort import FATE
 
 Fewest = tuple[float, tuple[int, ...]]
-"""Bytes, and the choices that take them; none if nothing was found."""
+"""Bytes, and the choices that take them; the choices are empty if none were found."""
 
 
 def fewest_bytes(
@@ -17,15 +17,16 @@ def fewest_bytes(
     exact: bool,
     below: float = np.inf,
 ) -> Fewest:
-    """Finds the fewest bytes beside those that no choice changes, and choices that take them.
+    """Finds the fewest bytes that choices take, without fixed ones, and choices that take them.
 
-    Few states are looked at; where that left out what may be better, and it is to be exact, many.
+    A first search keeps few states. If it dropped states that may be better, and the result is to
+    be exact, a second search keeps many.
 
     Args:
         pricing: the choices of all layers.
         lot: the layers of a device.
-        exact: whether many are to be looked at.
-        below: what is not below that is not found.
+        exact: whether the second search may follow.
+        below: bytes; choices that take as many are not found.
     """
     growth = Growth(pricing, lot, by_bytes=True)
     best, dropped = _fewest(growth, FATE.few_states, below)
@@ -40,7 +41,7 @@ def _fewest(
     width: int,
     below: float,
 ) -> tuple[Fewest, float]:
-    """Looks at so many states at once; returns also the bytes that no state left out is below."""
+    """Searches with `width` states; also returns a lower bound on the states that were dropped."""
 
     def emptiest(
         _states: States,

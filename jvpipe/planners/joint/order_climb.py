@@ -113,7 +113,7 @@ def climbed(
 
 
 def _together(moves: Sequence[Move], step_s: float) -> list[Move]:
-    """Picks the best move of all, and for each other device its best move that shortens the step."""
+    """Picks the best move of all, and each other device's best move that shortens its path."""
     by_device: dict[int, Move] = {}
     for move in moves:
         if not by_device or move.path_s < step_s * (1 - ROUNDING):
@@ -153,7 +153,7 @@ class _Neighbours:
     draw: Random
 
     def moves(self) -> Iterator[Move]:
-        """Yields the moves that fit, block by block of a longest path, the blocks in random order."""
+        """Yields the moves that fit, from the blocks of a longest path in a random order."""
         course = self.course
         blocks = course.path(self.draw)
         self.draw.shuffle(blocks)

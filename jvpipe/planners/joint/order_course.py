@@ -226,7 +226,7 @@ class Course:
         self.answers = answers
 
     def path(self, draw: Random) -> list[CourseBlock]:
-        """Finds the blocks of a longest path, the last block first; draws one if there are several."""
+        """Finds the blocks of a longest path, the last block first; draws one of several paths."""
         starts = self.starts
         ends = self.ends
         near_s = ROUNDING * self.step_s

@@ -1,4 +1,4 @@
-"""The neighbours of cuts (bounds moved, removed or inserted), and how long devices then work."""
+"""The neighbours of given bounds (moved, removed or inserted), and how long devices then work."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,14 +18,14 @@ def moved_bounds(
     count: int = 1,
     first: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Lists the bounds with some beside each other moved, all of them as far and the same way.
+    """Lists bounds with a run of adjacent ones moved, all by the same number of cuts.
 
     Args:
-        bounds: of the stages, the first and the last of which stay.
+        bounds: of the stages; the first and the last stay.
         cuts: where a stage may begin or end.
-        run: how many are moved together.
-        count: places by which they are moved at most.
-        first: of those that are moved; any unless given.
+        run: how many adjacent bounds move together.
+        count: the most cuts by which they move.
+        first: the index of the first bound that moves; None: any.
 
     >>> moved_bounds((0, 2, 4, 6), np.arange(7), run=2)
     [(0, 1, 3, 6), (0, 3, 5, 6)]
@@ -38,7 +38,7 @@ def moved_bounds(
         for step in range(1, count + 1):
             for by in (-step, step):
                 moved = [place + by for place in places[s:behind]]
-                # Bounds stay in order: no stage loses its last layer.
+                # Bounds stay in order, so that no stage loses its last layer.
                 follows = behind < len(places) and places[s - 1] < moved[0]
                 if follows and moved[-1] < places[behind]:
                     inner = cuts[moved].tolist()
@@ -51,32 +51,32 @@ def shifted_bounds(
     bounds: Sequence[int],
     cuts: Cuts,
 ) -> list[tuple[int, ...]]:
-    """Lists the bounds with one removed and another inserted: all stages between move by a device.
+    """Lists bounds with one removed and one inserted; the stages between move by one device.
+
+    Bounds whose busiest device works least come first.
 
     Args:
-        problem: whose stages and devices count.
-        bounds: of the stages, the first and the last of which stay.
+        problem: gives the stages and the devices.
+        bounds: of the stages; the first and the last stay.
         cuts: where a stage may begin or end.
-
-    Returns:
-        The bounds whose busiest device works least come first.
     """
     others = sorted(set(cuts.tolist()) - set(bounds))
     shifted = []
     for gone in range(1, len(bounds) - 1):
         kept = [*bounds[:gone], *bounds[gone + 1 :]]
         for new in others:
-            # Between these two a bound is only moved: no stage gets another device.
+            # A new bound between the neighbours of the removed one only moves that bound: no stage
+            # gets another device.
             if not bounds[gone - 1] < new < bounds[gone + 1]:
                 shifted.append(tuple(sorted([*kept, new])))
     return sorted(shifted, key=partial(busiest_s, problem))
 
 
 def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists all cuts, those whose busiest device works least first.
+    """Lists all possible bounds; those whose busiest device works least come first.
 
     Args:
-        problem: whose stages and devices count.
+        problem: gives the stages and the devices.
         cuts: where a stage may begin or end.
     """
     first, *inner, last = cuts.tolist()
@@ -86,10 +86,10 @@ def all_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
-    """Counts the seconds of the device that works longest.
+    """Counts the seconds of the device that works longest, per micro-batch.
 
     Args:
-        problem: whose stages and devices count.
+        problem: gives the stages and the devices.
         bounds: of the stages.
     """
     works_s = [0.0] * problem.devices
@@ -104,5 +104,5 @@ def busiest_s(problem: Problem, bounds: Sequence[int]) -> float:
 
 
 def layer_s(problem: Problem) -> Float[np.ndarray, " layers"]:
-    """Returns the seconds of each layer's forward and backward, on a device as the costs say."""
+    """Returns the seconds of each layer's forward plus backward on a device without slowness."""
     return np.array([layer.forward_s + layer.backward_s for layer in problem.costs.layers])

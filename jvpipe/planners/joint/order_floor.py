@@ -1,10 +1,12 @@
 """The plans that decide whether some order of tasks keeps a limit: one micro-batch in flight.
 
-No order of a plan's stages holds less than the one by one, so that a limit is kept by some order if
-it is kept by the emptiest plan under that one. With one stage per device it is `min_bytes_plan`.
-With several, stages of a device share what they need beyond what they hold: given that, each holds
-the least that it can. If there are few cuts, all are looked at; if many, those found by moving a
-bound as long as the fullest devices become emptier; this ends, as they do so each time.
+The order that holds the least has one micro-batch in flight at a time (the schedule `one_by_one`).
+So some order of a plan keeps a limit exactly if that order keeps it, and the emptiest plan under
+that order decides. With one stage per device it is `min_bytes_plan`.
+
+With several stages per device, the stages of a device share the bytes that they need beyond what
+they hold, so that cuts depend on each other. If there are few choices of cuts, all are tried. If
+there are many, one bound is moved at a time, as long as the fullest devices become emptier.
 """
 
 import sys
@@ -27,7 +29,7 @@ from jvpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class OrderFloor:
-    """The plan that holds the least on a placement, its schedule, and the least limit it keeps."""
+    """The emptiest plan of a placement, its schedule, and the least limit that the plan keeps."""
 
     schedule: Schedule
     decision: Decision
@@ -38,11 +40,11 @@ def order_floors(
     problem: Problem,
     placements: Iterable[Schedule],
 ) -> Iterator[OrderFloor]:
-    """Yields the emptiest plan of each placement; it swaps empty if the host has a limit.
+    """Yields the emptiest plan of each placement; nothing is swapped if the host has a limit.
 
     Args:
-        problem: its schedule and its limit are not looked at.
-        placements: schedules whose stages lie on devices as those of the plans are to.
+        problem: its schedule and its memory limit are ignored.
+        placements: schedules that say on which device each stage lies.
     """
     for placed in placements:
         schedule = one_by_one(placed)
@@ -53,13 +55,13 @@ def order_floors(
 
 
 def _emptiest(problem: Problem) -> Decision:
-    """Returns the plan found to hold the least, of a problem whose micro-batches go one by one."""
+    """Returns the emptiest plan found for a problem whose micro-batches go one by one."""
     fates = DeviceFates.of(problem, swaps=problem.host_limit_bytes is None)
     least = min_bytes_plan(fates.pricing).decision
     if problem.schedule.chunks == 1:
         return least
-    # Stages of one device share what they need beyond what they hold, so the emptiest cuts of
-    # stages each on a device of its own are only a beginning.
+    # `least` counts each stage as if it had a device of its own. Stages of one device share what
+    # they need beyond what they hold, so that these bounds are only where the search begins.
     cuts = fates.pricing.segments.cuts
     if comb(len(cuts) - 2, problem.stages - 1) <= LIMIT.cuts:
         plans = (fates.emptiest(problem, bounds) for bounds in all_cuts(problem, cuts))
@@ -78,14 +80,14 @@ def emptied(
     places: int = 1,
     tries: int = sys.maxsize,
 ) -> Iterator[Decision]:
-    """Yields emptier and emptier plans: bounds move while the fullest devices hold less.
+    """Yields emptier and emptier plans: bounds move as long as the fullest devices hold less.
 
     Args:
-        problem: whose order counts.
-        fates: of its placement.
+        problem: gives the order of tasks.
+        fates: chooses fates for the problem's placement.
         bounds: to begin with.
-        places: by which a bound moves at most.
-        tries: bounds that are looked at.
+        places: the most cuts by which a bound moves.
+        tries: how many bounds are tried in all.
     """
     cuts = fates.pricing.segments.cuts
     best = fates.emptiest(problem, bounds)
@@ -102,6 +104,6 @@ def emptied(
 
 
 def _fullness(problem: Problem, decision: Decision) -> list[int]:
-    """Lists the limits that devices need, the largest first."""
+    """Lists for each device the problem's limit that it needs, the largest first."""
     device_sizes = evaluate_decision(problem, decision).device_bytes
     return sorted(needed_bytes(problem, device_sizes), reverse=True)

@@ -1,10 +1,15 @@
-"""Orders by list scheduling: whoever is free first takes what is ready, as long as there is room.
+"""Orders by list scheduling: the device that is free first takes a task that is ready and fits.
 
-A device that is free takes a backward that is ready, else a forward that leaves room for the first
-micro-batch that has not been forward through all of this device's stages, else the second half of a
-backward, if that ends before the next thing is ready that it knows of, or nothing else can run. If
-the halves of a backward have no room between them, it is whole. Its seconds are counted as tasks
-are taken; a test holds them to the clock of `order_course.py`.
+A device that is free takes the first of these that it can:
+
+1. A backward that is ready.
+2. A forward that is ready and leaves room. The room is for the first micro-batch whose forwards on
+   this device's stages did not all run: without it, the device could block itself.
+3. The second half of a backward, if it ends before the next task that the device knows of is ready,
+   or if no other task is to come.
+
+A backward is whole if its two halves would not fit. Times are counted as tasks are taken; a test
+compares them with those of `order_course.py`.
 """
 
 import heapq
@@ -20,7 +25,10 @@ NEVER = float("inf")
 
 @dataclass
 class _Device:
-    """What a device has done, and holds."""
+    """The state of a device: its tasks so far, what it holds, and its second halves left for later.
+
+    `cap_bytes` is its room, `unit_bytes` what one micro-batch holds on all of its stages.
+    """
 
     stages: list[int]
     cap_bytes: float
@@ -33,9 +41,10 @@ class _Device:
 
 @dataclass
 class _Way:
-    """The forwards of all stages, or their backwards: each one's next micro-batch, and its arrival.
+    """The forwards of all stages, or their backwards: next micro-batches, and arrivals of inputs.
 
-    `there` has a column more, for those that are through.
+    `next[s]` is the next micro-batch of stage s. `there[s][m]` is when the input of micro-batch m
+    arrives at stage s; a last column stays `NEVER`, for stages that have no micro-batch left.
     """
 
     there: list[list[float]]
@@ -50,7 +59,7 @@ class _Way:
 class Listing:
     """One run of the list scheduler.
 
-    Its `order` is None if a micro-batch alone is too large for a device.
+    Its `order` is None if not all tasks could run, because micro-batches are too large for a room.
     """
 
     def __init__(
@@ -62,16 +71,15 @@ class Listing:
         eager: bool = False,
         in_flight: Sequence[int] = (),
     ) -> None:
-        """Runs at once.
+        """Runs the scheduler.
 
         Args:
-            loads: the plan's stages.
-            cap_bytes: per device, what may be in flight.
-            patience: for how much of a second half a device lets the next thing wait, as a share of
-                its seconds.
+            loads: of the plan's stages.
+            cap_bytes: for each device, the bytes that micro-batches in flight may hold.
+            patience: for how long a second half may delay the next task, as a share of the second
+                half's seconds.
             eager: whether a forward that is ready comes before a backward.
-            in_flight: micro-batches that each stage may have in flight; none: as many as there is
-                room for.
+            in_flight: micro-batches that each stage may have in flight; empty: as many as fit.
         """
         self.loads = loads
         self.patience = patience
@@ -88,8 +96,9 @@ class Listing:
         self.forward.there[0][:-1] = [0.0] * loads.microbatches
         self.links: dict[tuple[int, int], float] = {}
         self.queue = [(0.0, d) for d in range(len(self.devices))]
-        # The queue holds when a device may have something to do; it may hold a device several
-        # times. A turn while the device still works is skipped, as its end is in the queue too.
+        # The queue has times at which a device may have something to do, and may have a device
+        # several times. A turn while the device still works is skipped, because the time at which
+        # it becomes free is in the queue too.
         while self.queue:
             now, d = heapq.heappop(self.queue)
             if self.devices[d].free_s <= now:
@@ -112,8 +121,8 @@ class Listing:
             self._run(now, d, Kind.F, *forward)
             return
         following = min(following, arrival)
-        # Nothing is ready: a second half may fill the gap, if it ends in time or the device has
-        # patience.
+        # Nothing is ready. A second half may fill the gap if it ends in time, or late by no more
+        # than patience allows.
         if device.late:
             s, _ = device.late[0]
             impatient_s = (1 - self.patience) * self.loads.seconds[Kind.W][s]
@@ -124,7 +133,7 @@ class Listing:
             heapq.heappush(self.queue, (following, d))
 
     def _half_or_whole(self, device: _Device, s: int) -> Kind:
-        """Picks I where W may come later; W of another if that makes room for I; else B."""
+        """Picks I if its W can come later, W of an earlier backward if that makes room, else B."""
         if s == 0 or not self.loads.splits[s]:
             return Kind.B
         between = device.held_bytes + self.loads.handed_bytes[s] - self.loads.kept_bytes[s]
@@ -137,9 +146,9 @@ class Listing:
         device: _Device,
         now: float,
     ) -> tuple[tuple[int, int] | None, float]:
-        """Picks the ready backward of the first micro-batch and its last stage.
+        """Picks the ready backward of the lowest micro-batch, and of equals the last stage's.
 
-        If none is ready, it returns when one is.
+        Also returns when the first backward of this device is ready, for the case of None.
         """
         first = None
         following = NEVER
@@ -159,7 +168,7 @@ class Listing:
     ) -> tuple[tuple[int, int] | None, float]:
         """Picks the ready forward of the last stage that has room.
 
-        If none is ready, it returns when one is.
+        Also returns when the first forward that has room is ready, for the case of None.
         """
         following = NEVER
         way = self.forward
@@ -173,9 +182,10 @@ class Listing:
         return None, following
 
     def _room(self, device: _Device, s: int, m: int) -> bool:
-        """Tells whether a forward leaves room for those before it.
+        """Tells whether a forward leaves room for the first micro-batch that is not through.
 
-        What is forward on all devices ends by itself.
+        A micro-batch is through once its forwards on all stages of this device ran. What a device
+        holds of such micro-batches is freed by their backwards, without further forwards here.
         """
         kept = self.loads.kept_bytes
         nexts = self.forward.next
@@ -183,11 +193,11 @@ class Listing:
         is_full = nexts[s] - ended[s] >= self.most[s]
         if is_full or device.held_bytes + kept[s] > device.cap_bytes:
             return False
-        first = min(nexts[stage] for stage in device.stages)  # of those that are not whole
+        first = min(nexts[stage] for stage in device.stages)  # the first that is not through
         if m == first:
             return True
-        # What is in flight behind the first micro-batch stays. The first one may come to hold a
-        # unit on its way through the other stages, and frees it by itself.
+        # Later micro-batches keep what they hold until the first is through. The first one may come
+        # to hold a unit on the way, and its own backwards free it.
         later = kept[s] + device.unit_bytes
         for stage in device.stages:
             behind_first = nexts[stage] - max(first + 1, ended[stage])
@@ -219,7 +229,8 @@ class Listing:
         if kind is Kind.I:
             device.held_bytes += handed
             device.late.append((s, m))
-        # The last stage's backward follows its forward; a forward goes on, a backward goes back.
+        # A forward goes on to the next stage, a backward to the stage before; the last stage's
+        # forward is followed by its own backward.
         turns = forward and s == last
         to = s if turns else s + 1 if forward else s - 1
         if to < 0:
@@ -231,7 +242,7 @@ class Listing:
             arrives = max(end, self.links.get((d, e), 0.0)) + takes
             self.links[d, e] = arrives
         goes_on = forward and not turns
-        if not goes_on:  # it begins with what it computes again
+        if not goes_on:  # a backward may begin earlier with what it recomputes
             arrives = max(now, arrives - loads.early_s[to])
         way = self.forward if goes_on else self.backward
         way.there[to][m] = arrives

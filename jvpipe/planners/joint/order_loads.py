@@ -1,11 +1,11 @@
-"""What an order of tasks is chosen for: seconds and bytes per stage.
+"""Loads: the seconds and bytes of a plan's stages, for which an order of tasks is chosen.
 
-Its counts are short forms, for orders are judged by the thousand. Tests hold its bytes to
-`device_bytes` (tests/planners/joint/test_order_loads.py), and its bound to the clock of orders
+Counts are kept simple, because thousands of orders are judged. Tests compare bytes with
+`device_bytes` (tests/planners/joint/test_order_loads.py), and the bound with the times of orders
 (test_order_course.py there).
 
-Legend: a step is a tuple (kind, stage, micro-batch) as `Task` has them, but plain; an order has a
-list of steps per device.
+Legend: a step is a plain tuple (kind, stage, micro-batch) with the content of a `Task`. An order
+has a list of steps for each device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,16 +26,25 @@ Order = list[list[Step]]
 
 @dataclass(frozen=True)
 class Loads:
-    """A plan's stages for orders, in the order of the forward.
+    """The loads of a plan's stages, in forward order; entries are per stage unless stated.
 
-    B and I include what is computed again before them; with `early_s` of that they begin before
-    their cotangents are there. Devices end with their updates.
-
-    Sends take no time between stages on one device. `room_bytes` is what each device has for
-    micro-batches in flight, infinite without a limit, if that many are `in_flight` on each stage:
-    `early` are a stage, the one that makes a value for it, and its bytes, which lie there once for
-    each micro-batch that is in flight on that one and not yet on this one. `splits` says whose
-    backwards may run in two halves.
+    Attributes:
+        places: the device of each stage.
+        microbatches: of a step.
+        seconds: of each kind of task. B and I include what is recomputed before them.
+        send_s: of sending a stage's values on; 0 between stages of one device.
+        return_s: of returning a stage's cotangents; 0 between stages of one device.
+        kept_bytes: that a micro-batch in flight holds.
+        handed_bytes: that a micro-batch holds between the halves of its backward.
+        room_bytes: per device, what micro-batches in flight may hold; infinite without a limit. It
+            is counted for `in_flight` micro-batches on each stage (see `rooms_bytes`).
+        splits: whether backwards may run in two halves.
+        in_flight: the most micro-batches in flight under the problem's schedule.
+        early: values that arrive early, as (stage that reads, stage that makes, bytes). The reader
+            holds the bytes once for each micro-batch that is in flight on the maker but not on the
+            reader.
+        early_s: the part of recomputation that a backward may do before its cotangents arrive.
+        update_s: of an update. Devices end with their updates.
     """
 
     places: tuple[int, ...]
@@ -57,13 +66,13 @@ class Loads:
         """Counts the loads of a plan.
 
         Args:
-            problem: whose schedule says how many micro-batches are in flight.
+            problem: whose schedule gives the micro-batches in flight.
             decision: the plan.
         """
         spans = pairwise(decision.bounds)
         stages = [stage_cost(problem, s, i, j, decision.choices) for s, (i, j) in enumerate(spans)]
         places = problem.places
-        # Half of what two stages exchange goes each way; on one device nothing has to go.
+        # Each direction takes half of `comm_s`. Between stages of one device nothing is sent.
         ways_s = list[float]()
         for s in range(1, len(stages)):
             is_near = places[s] == places[s - 1]
@@ -96,7 +105,7 @@ class Loads:
         return [s for s, place in enumerate(self.places) if place == d]
 
     def updates_s(self, d: int) -> float:
-        """Counts the seconds of a device's updates, behind all its steps."""
+        """Counts the seconds of a device's updates, which come after all of its steps."""
         return sum((self.update_s[s] for s in self.stages_on(d)), 0.0)
 
     def peak_bytes(self, steps: Sequence[Step]) -> float:
@@ -109,7 +118,7 @@ class Loads:
 
     @cached_property
     def _more_bytes(self) -> dict[Kind, list[float]]:
-        """Counts how many more bytes a device holds after a task of each kind that it can run."""
+        """The bytes that a task of each kind adds to what its device holds, for each stage."""
         kept, handed = self.kept_bytes, self.handed_bytes
         return {
             Kind.F: list(kept),
@@ -124,17 +133,17 @@ class Loads:
         return [self.peak_bytes(steps) - room for steps, room in rooms]
 
     def fits(self, order: Order) -> bool:
-        """Tells whether each device has room for what is in flight."""
+        """Tells whether each device has room for what an order has in flight."""
         if min(self.room_bytes) == float("inf"):
             return True
         return max(self.over_bytes(order)) <= 0
 
     def rooms_bytes(self, order: Order) -> list[float]:
-        """Counts what each device has for micro-batches in flight under an order."""
+        """Counts the bytes that micro-batches in flight may hold on each device under an order."""
         rooms = list(self.room_bytes)
         k = self._most_in_flight(order) if self.early else []
-        # The room was counted for the lists in the problem. With fewer micro-batches between maker
-        # and reader, fewer early values lie on the reader, and there is more room.
+        # `room_bytes` was counted for the problem's schedule. If an order has fewer micro-batches
+        # between maker and reader, the reader holds fewer early values, and has more room.
         for s, maker, size in self.early:
             before = self.in_flight[maker] - self.in_flight[s]
             now = k[maker] - k[s]
@@ -152,18 +161,20 @@ class Loads:
         return peaks
 
     def bound_s(self) -> float:
-        """Bounds any order: a device's work, from the arrival of its first micro-batch."""
+        """Bounds the seconds of any order from below.
+
+        A device is idle until its first micro-batch can arrive, and then, at best, works without a
+        pause for all micro-batches and updates.
+        """
         arrived_s = 0.0
-        first_s = dict[int, float]()  # when a device's first micro-batch can be there
-        works_s = [0.0] * self.devices  # of each micro-batch
+        first_s = dict[int, float]()  # when a device's first micro-batch can arrive
+        works_s = [0.0] * self.devices  # per micro-batch
         for s, place in enumerate(self.places):
             forward_s = self.seconds[Kind.F][s]
             backward_s = self.seconds[Kind.B][s]
             if self.splits[s]:
                 halves_s = self.seconds[Kind.I][s] + self.seconds[Kind.W][s]
                 backward_s = min(backward_s, halves_s)
-            # A device is idle until its first micro-batch is there, and then works for all of them
-            # at best.
             first_s.setdefault(place, arrived_s)
             works_s[place] += forward_s + backward_s
             arrived_s += forward_s + self.send_s[s]
@@ -175,7 +186,7 @@ class Loads:
 
 
 def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, ...]:
-    """Counts what each device has for micro-batches in flight: its limit less what is fixed."""
+    """Counts what micro-batches in flight may hold on each device: its limit less fixed bytes."""
     rooms = list[float]()
     for d in range(problem.devices):
         limit = problem.limit_of(d)
@@ -183,7 +194,7 @@ def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, .
             rooms.append(float("inf"))
             continue
         here = [stages[s].held for s, place in enumerate(problem.places) if place == d]
-        # One stage of a device works at a time, so that they share what they need beyond.
+        # One stage of a device works at a time, so that the largest `beyond` counts.
         beyond = max(stage.beyond for stage in here)
         fixed = sum(stage.static for stage in here) + beyond
         rooms.append(float(limit - fixed))
@@ -191,12 +202,13 @@ def _room_bytes(problem: Problem, stages: Sequence[StageCost]) -> tuple[float, .
 
 
 def _early(problem: Problem, bounds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields the values that `waiting_bytes` counts: its reader, its maker (stages), its bytes."""
+    """Yields the early values that `waiting_bytes` counts: reading stage, making stage, bytes."""
     for s, (i, j) in enumerate(pairwise(bounds)):
         for edge in problem.costs.edges_at(i, j):
             is_read = any(i <= reader < j for reader in edge.readers)
             if edge.producer < i and is_read:
-                # Each stage has a layer at least, so that the maker is at most so far away.
+                # Each stage has at least one layer, so that the maker is at most `away` stages
+                # before the reader.
                 away = i - edge.producer
                 yield s, max(0, s - away), edge.bytes
 

@@ -1,9 +1,9 @@
-"""From many orders to a few that are fast: all are climbed from a little, the best of them further.
+"""Refines many candidate orders to a few fast ones, by climbs from all and more from the best.
 
-An order that starts behind others may end before them, above all where room is tight: of the many
-plans and orders that search begins with, those that are near the fastest are climbed from, the best
-of them with more moves, and of the last ones bounds and fates move too, for what the orders have in
-flight by then.
+A candidate is a plan with an order of tasks. A candidate that starts slower than others may end
+faster, above all if memory is scarce. So climbs begin from all candidates that are near the
+fastest. The best results are climbed from again with more moves, and then their bounds and fates
+move too, under what their orders have in flight by then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,23 +22,25 @@ CLIMBED = ", climbed"
 
 @dataclass(frozen=True)
 class RefineEffort:
-    """How hard to look for a faster order: each trades seconds of planning for those of a step.
+    """How hard to search for a faster order: numbers that trade planning time for faster steps.
 
-    On chains of 4 to 7 layers under a limit three times `climbed_tasks`, four times `moves` and
-    twice what `near` leaves found nothing faster (tests/planners/joint/exact_plans.py); for larger
-    ones nobody has measured them apart.
+    On chains of 4 to 7 layers under a limit, three times `climbed_tasks`, four times `moves` and a
+    `near` that leaves twice as many candidates found nothing faster
+    (tests/planners/joint/exact_plans.py). For larger models they were not measured one by one.
 
     Attributes:
-        near: how many times longer than the fastest order others may take to be climbed from.
-        moved_near: the same to have their bounds moved.
-        moved: families whose bounds are moved after they were climbed from; twice as many where
-            there are few layers.
-        rules_moved: rules whose bounds are moved as they are; twice as many too.
-        kept: plans that are climbed from then.
-        left: plans whose bounds are moved again.
-        climbed_tasks: tasks that are clocked in each round.
-        moves: moves from one order in a round.
-        attempts: climbs from an order, with less room each time, until the result fits.
+        near: a candidate that takes at most this many times the fastest is climbed from.
+        moved_near: the same for candidates whose bounds are moved.
+        moved: how many families have bounds moved after a climb; twice as many candidates for
+            models of few layers.
+        rules_moved: how many rules have bounds moved in the rule's own order; twice as many
+            candidates for models of few layers.
+        kept: how many plans are climbed from next.
+        left: how many plans have their bounds moved again.
+        climbed_tasks: how many tasks are timed in each round.
+        moves: the most moves from one order in a round.
+        attempts: how many times an order is climbed from, each time with less room, until the
+            result fits.
     """
 
     near: float = 1.15
@@ -56,12 +58,14 @@ EFFORT = RefineEffort()
 
 
 def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Returns the best results of candidates, the fastest first; each fits, as they do.
+    """Returns the best plans and orders found from candidates, the fastest first.
+
+    All of them fit.
 
     Args:
-        candidates: to begin with.
+        candidates: to begin with, which must fit.
     """
-    # The same plan and the same seconds under two names are climbed from once.
+    # Candidates with the same plan and the same seconds are climbed from once.
     distinct = {(one.decision, one.problem.schedule.vee, one.step_s): one for one in candidates}
     some = _climbed(_near(list(distinct.values()), EFFORT.near))
     best = _of_families(some, EFFORT.moved)
@@ -73,7 +77,7 @@ def refined(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _of_families(candidates: Sequence[RuledPlan], count: int) -> list[RuledPlan]:
-    """Lists the best of each family; of few layers also as many of other cuts and fates."""
+    """Lists the best of each family; for models of few layers, also as many other candidates."""
     near = sorted(_near(candidates, EFFORT.moved_near), key=_step_s)
     best = first_of_families(near)[:count]
     are_few = all(len(one.decision.choices) <= RULE.few_layers for one in near)
@@ -96,13 +100,13 @@ def _step_s(one: RuledPlan) -> float:
 
 
 def _near(candidates: Sequence[RuledPlan], near: float) -> list[RuledPlan]:
-    """Returns the candidates that take little longer than the fastest."""
+    """Returns the candidates that take at most `near` times as long as the fastest."""
     fastest_s = min(map(_step_s, candidates), default=0.0)
     return [one for one in candidates if one.step_s <= near * fastest_s]
 
 
 def _moved(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
-    """Yields the candidates with moved bounds and fates that are faster in their own orders."""
+    """Lists the candidates with moved bounds and fates that are faster in the same order."""
     return [moved for one in candidates for moved in _with_moved_bounds(one)]
 
 
@@ -136,10 +140,10 @@ def _climbed(candidates: Sequence[RuledPlan]) -> list[RuledPlan]:
 
 
 def _fitting_climb(one: RuledPlan, moves: int) -> RuledPlan:
-    """Climbs from a candidate within the room for what the answer has in flight."""
+    """Climbs from a candidate; returns the candidate itself if no result fits."""
     rooms = one.loads.rooms_bytes(one.order)
-    # The room depends on the order: another order may have more early values in flight. A result
-    # that is over by some bytes is sought again with so much less room.
+    # The room depends on the order, because another order may have more early values. If a result
+    # is over its own room, the climb is repeated with less room, by the bytes it is over.
     for _ in range(EFFORT.attempts):
         order = climbed(replace(one.loads, room_bytes=tuple(rooms)), one.order, moves)
         if order == one.order:

@@ -1,16 +1,20 @@
 """Orders in rounds of a forward and a backward per device; second halves fill the gaps.
 
-    device 0    F F F F F      I F I F I W F I W ...         first as many forwards as there is
-    device 1      F F F      I F I F I W F I W ...           time for before the first backward
-    device 2        F      I F I F I F I W W ...
+    device 0    F F F F F      I F I F I W F I W ...         time goes from left to right; F is a
+    device 1      F F F      I F I F I W F I W ...           forward, I and W are the first and the
+    device 2        F      I F I F I F I W W ...             second half of a backward
                            ^ the first backward; from here on in rounds
 
-Devices are idle for unlike times. As long as one has been idle for less than the one that was idle
-the longest, it may wait without making the step longer: so its second halves need not fill every
-gap, and are there for gaps to come. This is the heuristic of Zero Bubble Pipeline Parallelism (Qi
-et al. 2024, section 3.1), of one stage per device, in the eight forms that its `TieBreak` spans.
+Before its first backward, a device runs as many forwards as there is time for. Then it runs rounds
+of a forward and a backward.
 
-Its seconds are counted as tasks are taken; a test holds them to the clock of `order_course.py`.
+A device's slack is by how much it has been idle for less than the device that was idle the longest.
+A device may wait for as long as its slack without making the step longer. So its second halves
+need not fill every gap, and some are kept for later gaps. This is the heuristic of Zero Bubble
+Pipeline Parallelism (Qi et al. 2024, section 3.1), for one stage per device, in the eight forms
+that the three switches of `TieBreak` give.
+
+Times are counted as tasks are taken; a test compares them with those of `order_course.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +28,13 @@ from jvpipe.planners.joint.order_loads import Loads, Order, Step
 
 
 class TieBreak(NamedTuple):
-    """What is done where either may be better.
+    """The switches of the heuristic, for decisions where either answer may be better.
 
     Attributes:
-        late: whether the forwards before the first backward may hold it up.
-        hurries: whether a device leaves out a forward where the next one waits for its backward.
-        fills: whether a second half fills a gap that it is too long for, though waiting costs
-            nothing.
+        late: whether forwards before the first backward may delay that backward.
+        hurries: whether a device skips a forward that would delay its own next backward.
+        fills: whether a second half may fill a gap that is too short for it even if the device
+            could wait at no cost.
     """
 
     late: bool
@@ -44,7 +48,7 @@ RULES = tuple(TieBreak(*switches) for switches in product((False, True), repeat=
 
 @dataclass
 class _Device:
-    """What a device has done, and holds; it has done a kind of task for so many micro-batches."""
+    """The state of a device; `done` counts the micro-batches for which each kind of task ran."""
 
     end_s: float = 0.0
     idle_s: float = 0.0
@@ -54,17 +58,17 @@ class _Device:
 
     @property
     def late(self) -> int:
-        """How many second halves it has left for later."""
+        """The number of second halves that were left for later."""
         return self.done[Kind.I] - self.done[Kind.W]
 
 
 class Rounds:
-    """One run of the heuristic; `order` is None if it finds no room.
+    """One run of the heuristic; `order` is None if tasks do not fit the rooms.
 
     Args:
-        loads: the plan's stages, one on each device.
-        rooms_bytes: what may be in flight on each device.
-        rule: what is done where either may be better.
+        loads: of the plan's stages, one on each device.
+        rooms_bytes: the bytes that micro-batches in flight may hold on each device.
+        rule: the switches of the heuristic.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Rounds:
         self.order: Order | None = [x.steps for x in self._devices] if fits else None
 
     def _begin(self) -> None:
-        """Takes the forwards up to the first backward, and that."""
+        """Takes the forwards before the first backward, and then the first backward, everywhere."""
         for s in range(self._count):
             self._take(s, Kind.F)
         for s, more in enumerate(self._before_backward()):
@@ -99,9 +103,9 @@ class Rounds:
             self._take(s, Kind.I)
 
     def _before_backward(self) -> list[int]:
-        """Counts the extra forwards of each device before its first backward.
+        """Counts the forwards of each device, beyond one, before its first backward.
 
-        Each takes fewer than the device before, which feeds it.
+        Each device takes fewer than the device before, which feeds it.
         """
         loads = self._loads
         more = [0] * self._count
@@ -115,8 +119,8 @@ class Rounds:
             kept = loads.kept_bytes[s]
             end_s = device.end_s
             held_bytes = device.held_bytes
-            # From the last device to the first: the backward of the device after it says how long
-            # this one would be idle, and so how many forwards there is time for.
+            # Devices are visited from the last to the first: the end of the next device's backward
+            # says how long this device would be idle, so how many forwards there is time for.
             while 1 + more[s] < loads.microbatches and held_bytes + kept <= self._rooms[s]:
                 needed_s = end_s if self._rule.late else end_s + taking_s
                 if needed_s >= arrives_s:
@@ -126,7 +130,7 @@ class Rounds:
                 more[s] += 1
             backward_s = loads.seconds[self._first_half(s)][s]
             ready_s = max(end_s, arrives_s) + backward_s
-        # A device cannot be as far ahead as the one that feeds it.
+        # A device cannot be as far ahead as the device that feeds it.
         for s in range(1, self._count):
             if 1 + more[s] < loads.microbatches:
                 fewer = max(0, more[s - 1] - 1)
@@ -134,11 +138,7 @@ class Rounds:
         return more
 
     def _round(self) -> bool:
-        """Takes a forward on the devices that are to have one, then a backward on each.
-
-        Returns:
-            Whether there was room for the forwards.
-        """
+        """Takes a forward on some devices and a backward on all; False if forwards have no room."""
         loads = self._loads
         for s in range(self._first_forwarding(), self._count):
             if self._devices[s].done[Kind.F] == loads.microbatches:
@@ -152,15 +152,17 @@ class Rounds:
                 self._make_room(s, loads.handed_bytes[s] - loads.kept_bytes[s])
             self._fill(s, Kind.I)
             if s == 0 and self._devices[0].done[Kind.F] == loads.microbatches:
-                self._finish(0)  # nobody waits for its backwards, and all its forwards are done
+                # No device waits for backwards of device 0, and its forwards are all done: its
+                # second halves may run first.
+                self._finish(0)
             self._take(s, Kind.I)
         return True
 
     def _first_forwarding(self) -> int:
-        """Finds the first device that takes a forward in a round; all after it do.
+        """Finds the first device that takes a forward in a round; all devices after it take one.
 
-        One that is two forwards ahead may leave one out, where the next device would be ready for
-        its backward before.
+        With `hurries` a device may skip its forward if it is at least two forwards ahead of the
+        next device and the forward would delay its next backward at a cost.
         """
         first = 0
         if not self._rule.hurries:
@@ -174,19 +176,19 @@ class Rounds:
         return first
 
     def _is_awaited(self, s: int) -> bool:
-        """Tells whether a forward now would hold up the device's next backward at a cost."""
+        """Tells whether a forward now would delay the device's next backward at a cost."""
         loads = self._loads
         seconds = loads.seconds
         device = self._devices[s]
         following = self._devices[s + 1]
-        # When this device could begin its backward, if the next one takes its forward and backward
-        # now.
+        # `wanted_s` is when this device could begin its backward if the next device took its
+        # forward and its backward now.
         backward = self._first_half(s + 1)
         wanted_s = following.end_s + seconds[Kind.F][s + 1] + loads.return_s[s + 1]
         wanted_s += seconds[backward][s + 1] - loads.early_s[s]
         if device.end_s >= wanted_s:
             return True
-        # Second halves make the room that the forward lacks.
+        # If the forward lacks room, second halves have to run first to make it.
         over = device.held_bytes + loads.kept_bytes[s] - self._rooms[s]
         handed = loads.handed_bytes[s]
         halves = min(device.late, -(-over // handed)) if over > 0 and handed else 0
@@ -195,7 +197,7 @@ class Rounds:
         return ends_s > wanted_s and idle_s <= self._slack_s(s)
 
     def _slack_s(self, s: int) -> float:
-        """Counts how long a device may wait until it has been idle for as long as any."""
+        """Counts for how long a device may wait until it has been idle for as long as any other."""
         return max(device.idle_s for device in self._devices) - self._devices[s].idle_s
 
     def _first_half(self, s: int) -> Kind:
@@ -203,7 +205,7 @@ class Rounds:
         return Kind.I if self._loads.splits[s] else Kind.B
 
     def _make_room(self, s: int, more_bytes: float) -> bool:
-        """Takes second halves until there is room for more; whether there is."""
+        """Takes second halves until there is room for more bytes; tells whether there is room."""
         device = self._devices[s]
         while device.held_bytes + more_bytes > self._rooms[s] and device.late:
             self._take(s, Kind.W)
@@ -216,8 +218,8 @@ class Rounds:
         arrives_s = self._arrives_s(s, kind)
         while device.late and device.end_s + half_s <= arrives_s:
             self._take(s, Kind.W)
-        # A second half that is longer than the gap holds up the task; that costs nothing as long as
-        # another device has been idle for longer.
+        # A gap is left that is too short for a second half. Waiting costs nothing if the gap is
+        # within the device's slack; a longer gap is filled, although that delays the next task.
         gap_s = arrives_s - device.end_s
         if device.late and gap_s > 0:
             fills = self._rule.fills or gap_s > self._slack_s(s)
@@ -229,7 +231,7 @@ class Rounds:
             self._take(s, Kind.W)
 
     def _arrives_s(self, s: int, kind: Kind) -> float:
-        """Counts when the input of a device's next task of a kind has arrived."""
+        """Returns when the input of a device's next task of a kind arrives, less `early_s`."""
         loads = self._loads
         m = self._devices[s].done[kind]
         if kind is Kind.F and s:
@@ -241,7 +243,7 @@ class Rounds:
         return 0.0
 
     def _take(self, s: int, kind: Kind) -> None:
-        """Runs a device's next task of a kind; without room for halves a backward is whole."""
+        """Runs a device's next task of a kind; a backward is whole if its halves have no room."""
         device = self._devices[s]
         loads = self._loads
         m = device.done[kind]
@@ -271,11 +273,11 @@ class Rounds:
 
 
 def in_rounds(loads: Loads, rooms_bytes: Sequence[float]) -> Iterator[Order]:
-    """Yields the orders of all rules that find room.
+    """Yields the orders of all eight forms of the heuristic that fit.
 
     Args:
-        loads: the plan's stages, one on each device.
-        rooms_bytes: what may be in flight on each device.
+        loads: of the plan's stages, one on each device.
+        rooms_bytes: the bytes that micro-batches in flight may hold on each device.
     """
     for rule in RULES:
         order = Rounds(loads, rooms_bytes, rule).order

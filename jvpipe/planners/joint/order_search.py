@@ -1,17 +1,21 @@
-"""`schedule="auto"`: cuts, chunks, fates and an order of tasks, chosen together.
+"""Searches `schedule="auto"`: cuts, chunks, fates and an order of tasks, chosen together.
 
-    placements  1, 2 and 4 chunks per device in a loop, 2 in a vee
-    for each    all cuts where there are few, else those that give devices equal work; fates under
-                the limit (`device_fates.py`), for all that a rule has in flight or for fewer
-                micro-batches
-    orders      every rule that then fits, W as late as bytes allow, and list scheduling within the
-                room there is
-    then        bounds of the best move, their orders are climbed from, and the simulator has the
-                last word; it alone knows swaps, which are tried for the best orders
+A placement says how stages lie on devices: how many chunks (stages per device), in a loop (0, 1, 0,
+1) or in a vee (0, 1, 1, 0). A rule is a schedule that gives an order of tasks for a placement. I
+and W are the first and the second half of a split backward. The search has these steps:
 
-The plans of 1F1B (`rivals`) are simulated beside: the answer is not slower than one of them. Under
-a limit 1F1B with fewer micro-batches in flight is among them, down to one, which holds the least of
-all: where that fits there is an answer.
+    placements  1, 2 and 4 chunks per device in a loop, 2 chunks in a vee
+    cuts        all cuts of a placement if there are few, else those that give devices equal work
+    fates       chosen under the limit (`device_fates.py`), so that all micro-batches that a rule
+                has in flight fit, or fewer
+    orders      every rule that fits; W as late as bytes allow; and list scheduling within the room
+    refining    the bounds of the best candidates are moved, and their orders are climbed from
+    simulating  the best are simulated, and the simulator's seconds decide; swaps, which only the
+                simulator can time, are tried for the best orders
+
+The plans of 1F1B, called rivals, are simulated too, so that the answer is never slower than any of
+them. Under a limit the rivals include 1F1B with fewer micro-batches in flight, down to one. One in
+flight holds the least of all: if that fits, the search has an answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,17 +57,19 @@ PLACEMENTS: tuple[tuple[Schedule, ...], ...] = (
     (Interleaved(chunks=4, split=True), Interleaved(chunks=4)),
     (VSchedule(), VSchedule(memory="half"), VSchedule(memory="least")),
 )
-"""The rules for each placement; the first one splits backwards."""
+"""The rules of each placement; the first rule must split backwards, because listed orders may."""
 Placement = tuple[tuple[Schedule, ...], DeviceFates]
-"""The rules of a placement, and what chooses fates for its devices."""
+"""The rules of a placement, and the search that chooses fates for its devices."""
 
 
 @dataclass(frozen=True)
 class OrderedPlan:
-    """The fastest plan that was found: its lists, their rule, seconds, and a bound on any order.
+    """A plan with its order of tasks, its simulated seconds, and a bound.
 
-    Devices are idle for `idle` of the step, and lend each other `lent` of that. `whole` are layers
-    that could be split, whose backwards stay whole; `others` are the seconds of the rules that fit.
+    No order of the decision's tasks takes less than `bound_s`. `family` names the rule or search
+    that the order comes from; `others` are the seconds of the best candidate of each family.
+    `whole` are layers whose backwards could be split but stay whole. Devices are idle for the share
+    `idle` of the step, of which other devices can use the share `lent`.
     """
 
     decision: Decision
@@ -78,7 +84,7 @@ class OrderedPlan:
 
     @property
     def worth_s(self) -> float:
-        """The seconds of a step, less what idle devices lend."""
+        """The seconds of a step, less the idle time that devices lend to others."""
         return self.step_s * (1 - self.lent * self.idle)
 
     def answered(self, problem: Problem) -> Problem:
@@ -87,7 +93,7 @@ class OrderedPlan:
         return replace(problem, schedule=self.schedule, stages=stages)
 
     def plan(self, problem: Problem, planner: str) -> Plan:
-        """Makes the plan with its lists, and each stage on its device, under its planner's name."""
+        """Makes the plan, with its lists of tasks and each stage on its device."""
         lists, costs = self.schedule.lists, problem.costs
         assert isinstance(lists, GivenLists)
         ids = costs.ids or tuple(range(len(costs.layers)))
@@ -96,10 +102,10 @@ class OrderedPlan:
 
 
 def find_order(problem: Problem) -> OrderedPlan:
-    """Finds the fastest plan and order that it can; always the same one.
+    """Searches for the fastest plan and order; equal problems always get the same answer.
 
     Args:
-        problem: with as many stages as there are devices; its schedule is not looked at.
+        problem: with as many stages as there are devices; its schedule is ignored.
 
     Raises:
         Infeasible: no plan was found that keeps the limit.
@@ -119,7 +125,7 @@ def find_order(problem: Problem) -> OrderedPlan:
     rivals = list(_own_rivals(problem))
     if _eager_may_win(problem, begin):
         rivals += _planned(problem, EAGER)
-    # Where nothing was found, the plans that hold the least decide whether there is anything.
+    # If nothing was found, the plans that hold the least decide whether any plan fits.
     floors = [] if begin or rivals else list(_floors(problem))
     rivals += [_in_own_order(problem, one.schedule, one.decision) for one in floors]
     for rival in rivals:
@@ -139,9 +145,10 @@ def _worth_simulating(
     problem: Problem,
     candidates: Sequence[RuledPlan],
 ) -> list[RuledPlan]:
-    """Refines candidates and picks the best of them, with and without swaps.
+    """Refines candidates and picks those worth simulating, with and without swaps.
 
-    Where transfers wait for each other, of which the clock does not know, there are more of them.
+    More are picked if transfers share a link: then they wait for each other, which the times by
+    which candidates are ranked (`order_course.py`) leave out.
     """
     some = refined(candidates)
     sends = any(any(one.loads.send_s) for one in candidates)
@@ -155,7 +162,7 @@ def _worth_simulating(
 
 
 def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
-    """Makes the error that says under which limit there is a plan."""
+    """Makes the error that names a limit under which a plan exists."""
     limit = problem.memory_limit_bytes
     assert limit is not None, "without a limit everything may be kept"
     least = min(one.limit_bytes for one in floors)
@@ -169,19 +176,20 @@ def _nothing_fits(problem: Problem, floors: Sequence[OrderFloor]) -> Infeasible:
 
 
 def _chosen(answers: Sequence[OrderedPlan], lent: float) -> OrderedPlan:
-    """Picks the most valuable plan; 1F1B's if devices lend their time and no gain is large."""
+    """Picks the plan with the least `worth_s`; if devices lend time, 1F1B's if it gains little."""
     best = min(answers, key=lambda one: one.worth_s)
-    # 1F1B is what a doubt falls back on, as it is what is known best.
+    # Measured seconds are uncertain if devices share workers: a small gain is then doubtful.
     usual = [one for one in answers if one.family == ONE_F_ONE_B.name]
     doubtful = usual and best.worth_s > (1 - ORDER.doubt * lent) * usual[0].worth_s
     return usual[0] if doubtful else best
 
 
 def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Keeps backwards whole whose halves take much longer; returns also which layers these are.
+    """Returns the problem in which backwards stay whole if their halves take much longer.
 
-    Halves fill at most the gaps of a step, which are (D - 1) / M of its work on D devices with M
-    micro-batches: where they take longer than the whole by more than that, nothing is gained.
+    Second halves gain time only by filling gaps, which are (D - 1) / M of a step's work on D
+    devices with M micro-batches. Nothing is gained if the halves take longer than the whole
+    backward by more than that share. Also returns the layers whose backwards stay whole.
     """
     gaps = (problem.devices - 1) / problem.microbatches
     layers = list(problem.costs.layers)
@@ -196,9 +204,9 @@ def _worth_splitting(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
 
 def _candidates(problem: Problem, placements: Sequence[Placement]) -> list[RuledPlan]:
-    """Makes a plan with an order for all placements, cuts, rules and ways to make room.
+    """Makes plans with orders, for all placements, cuts, rules and ways to make room.
 
-    If there are few cuts, it begins with all that may be faster than what was found before.
+    If a placement has few cuts, all are tried whose lower bound is below the best plan so far.
     """
     cuts = Segments(problem).cuts
     every = list[RuledPlan]()
@@ -222,20 +230,20 @@ def _of_cuts(
     *,
     few: bool,
 ) -> Iterator[RuledPlan]:
-    """Yields the orders of all rules, and lists for fates that leave room for micro-batches.
+    """Yields plans with these bounds: in the order of each rule, and in orders that are listed.
 
     Args:
         placed: the problem under each rule of a placement.
         bounds: of the stages.
-        fates: of that placement.
-        below_s: what no order of a plan is below that is looked at.
-        few: whether there are so few cuts that more ways to make room are looked at.
+        fates: that chooses fates for the placement.
+        below_s: only plans whose lower bound is below these seconds are yielded.
+        few: whether there are so few cuts that more ways to make room can be tried.
     """
     kept = Loads.of(placed[0], Decision.keeping_all(bounds))
     if kept.bound_s() >= below_s:
         return
-    # A dictionary as an ordered set: the same plan may come from several rules.
-    lists: dict[tuple[Decision, tuple[int, ...]], None] = {}  # plans, and micro-batches in flight
+    # An ordered set of decisions, and of micro-batches that may be in flight; (): as many as fit.
+    lists: dict[tuple[Decision, tuple[int, ...]], None] = {}
     for one in placed:
         decision = fates.fastest(one, bounds)
         if decision is not None:
@@ -258,17 +266,15 @@ def _moments(
     *,
     few: bool,
 ) -> Iterator[tuple[tuple[int, ...], Moments]]:
-    """Yields what fates may leave room for: micro-batches of each of a device's stages.
+    """Yields numbers of micro-batches in flight that fates may be asked to leave room for.
 
-    All devices have as many, or each one fewer than the one before. Between its halves a backward
-    needs room too; it is whole where there is none.
-
-    Args:
-        problem: whose devices and stages count.
-        few: whether there are so few cuts that more ways to make room are looked at.
+    Each number comes with room for a backward between its halves. With `few` it also comes without
+    such room, in which case backwards stay whole; and devices may each have one fewer in flight
+    than the device before.
 
     Yields:
-        The micro-batches in flight on each stage, and the moments of each device.
+        The micro-batches in flight on each stage, and for each device its moments: what is in
+        flight on its stages at once, as in `Schedule.held`.
     """
     limit = min(problem.microbatches, 2 * problem.devices)
     chunks = problem.schedule.chunks
@@ -278,7 +284,7 @@ def _moments(
     for first, falling in product(firsts, range(1 + few)):
         half = (first + 1) // 2
         for later in sorted({1, half, first}) if chunks > 1 and few else (half,):
-            # The first stage of a device holds so many, each of the others as many or fewer.
+            # A device's first stage has k in flight, each of its other stages as many or fewer.
             counts = [max(1, first - falling * d) for d in range(problem.devices)]
             full = [((k, 0), *[(min(later, k), 0)] * (chunks - 1)) for k in counts]
             in_flight = _in_flight(problem, full)
@@ -288,26 +294,26 @@ def _moments(
 
 
 def _in_flight(problem: Problem, full: Sequence[Holding]) -> tuple[int, ...]:
-    """Lists the micro-batches in flight by stage, from those of each device's stages."""
+    """Lists the micro-batches in flight for each stage, from a moment for each device."""
     of_device = [iter(moment) for moment in full]
     return tuple(next(of_device[d])[0] for d in problem.places)
 
 
 def _between(moment: Holding) -> Iterator[Holding]:
-    """Yields a moment with one micro-batch of each stage between the halves of its backward."""
+    """Yields for each stage the moment with one of its micro-batches between the halves."""
     for c, (k, _) in enumerate(moment):
         yield with_entry(moment, c, (k - 1, 1))
 
 
 def _under(problem: Problem, rule: Schedule) -> Problem:
-    """Gives the problem under a rule, with as many stages as that has."""
+    """Returns the problem under a rule, with as many stages as the rule has on these devices."""
     return replace(problem, stages=rule.stages_on(problem.devices), schedule=rule)
 
 
 def _placements(problem: Problem) -> Iterator[tuple[Schedule, ...]]:
-    """Yields the rules of each placement of which the problem has enough layers and devices."""
+    """Yields the rules of each placement for which the problem has enough layers and devices."""
     most_stages = len(Segments(problem).cuts) - 1
-    # One device gains nothing by chunks, and carried model state must stay in one stage.
+    # One device gains nothing by chunks. Layers with carried model state must share a stage.
     together = problem.devices == 1 or bool(problem.costs.carried)
     for rules in PLACEMENTS:
         rule = rules[0]
@@ -323,7 +329,12 @@ def _listed(
     fates: DeviceFates,
     in_flight: tuple[int, ...] = (),
 ) -> Iterator[RuledPlan]:
-    """Yields orders by list scheduling; with one chunk also zb-h1's, W as late as bytes allow."""
+    """Yields plans with this decision in listed orders.
+
+    `in_flight` are the micro-batches that each stage may have in flight; empty: as many as fit.
+    Then there are also orders in rounds, with one chunk, and, under a limit and in a loop, the
+    rule's own order with W as late as bytes allow.
+    """
     loads = Loads.of(problem, decision)
     schedule = problem.schedule
     name = schedule.name
@@ -350,7 +361,10 @@ def _listed(
 
 
 def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
-    """Lists rooms for multiples of D micro-batches in flight, if all devices have room for them."""
+    """Lists rooms for multiples of D micro-batches in flight that are below every device's room.
+
+    A room is what micro-batches in flight may hold on each device. D is the number of devices.
+    """
     D = loads.devices
     units = [sum(loads.kept_bytes[s] for s in loads.stages_on(d)) for d in range(D)]
     rooms = list[Sequence[float]]()
@@ -362,7 +376,7 @@ def _smaller_rooms(loads: Loads) -> list[Sequence[float]]:
 
 
 def _late(problem: Problem, loads: Loads, d: int) -> int:
-    """Counts by how many backwards W may be late on a device."""
+    """Counts the most backwards by which W may be late on device `d` within its room."""
     for late in range(d, 0, -1):
         order = _all_late(problem.schedule.chunks, late, loads.devices, problem.microbatches)
         if loads.peak_bytes(order[d]) <= loads.room_bytes[d]:
@@ -377,29 +391,30 @@ def _all_late(
     devices: int,
     microbatches: int,
 ) -> Order:
-    """Makes the order in which W is equally late on all devices.
+    """Makes the order in which W is equally late on all devices; cached for `_late`.
 
-    A device's own order depends on its own lateness alone.
+    It may be used for one device at a time, because a device's order depends on how late W is on
+    that device alone.
     """
     lists = InterleavedLists(chunks, split=True, late=(late,) * devices)
     return order_of(lists(devices, microbatches))
 
 
 def _in_lists(one: RuledPlan) -> Problem:
-    """Gives a candidate's problem with the candidate's order as its schedule."""
+    """Returns a candidate's problem with the candidate's order as its schedule."""
     lines = lines_of(order_lists(one.order))
     return replace(one.problem, schedule=given_lists(lines))
 
 
 def _simulated(one: RuledPlan) -> OrderedPlan | None:
-    """Simulates a candidate; None if a device holds more than the limit after all."""
+    """Simulates a candidate; None if exact counting shows a device over its limit."""
     problem = _in_lists(one)
     evaluation = evaluate_decision(problem, one.decision)
     if not keeps_limits(problem, evaluation):
         return None
     step_s = simulated_step_s(problem, evaluation.stages)
     idle = 0.0
-    if problem.lent:  # copies need workers too
+    if problem.lent:  # a device that copies does not lend its time: copies need workers too
         copies_s = problem.microbatches * sum(stage.comm_s for stage in evaluation.stages)
         copying = copies_s / (problem.devices * step_s)
         idle = simulated_bubble_fraction(problem, evaluation.stages) - copying
@@ -419,7 +434,7 @@ def _in_own_order(
     schedule: Schedule,
     decision: Decision,
 ) -> RuledPlan:
-    """Makes the candidate of a plan in the order of a schedule's rule, whether it fits or not."""
+    """Makes a candidate of a decision in the order of a schedule, whether it fits or not."""
     under = _under(problem, schedule)
     order = order_of(schedule.tasks(problem.devices, problem.microbatches))
     return RuledPlan(under, decision, Loads.of(under, decision), order, schedule.name)
@@ -431,7 +446,10 @@ def _planned(
     *,
     refine: bool = True,
 ) -> Iterator[RuledPlan]:
-    """Yields the plan of a form of 1F1B with the best cuts and fates, swaps among them."""
+    """Yields the plan of a form of 1F1B, with cuts and fates by the planner; nothing if none fits.
+
+    Fates may swap.
+    """
     with suppress(Infeasible):
         refine = refine and len(problem.costs.layers) <= RULE.refined_layers
         decision = jvpipe(replace(problem, schedule=rule), refine)
@@ -439,17 +457,16 @@ def _planned(
 
 
 def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
-    """Yields 1F1B's plan; if it may not keep all, also those of 1, 2, 4, ... in flight.
+    """Yields 1F1B's plan; unless that keeps everything, also those of 1, 2, 4, ... in flight.
 
-    With fewer in flight devices are idle for longer, but compute less again. If one is too many,
-    all are.
+    With fewer micro-batches in flight, devices are idle for longer, but recompute less.
     """
     usual = list(_planned(problem, ONE_F_ONE_B))
     devices = problem.devices
     in_flight = 1
     yield from usual
-    # Doubled as long as it fits and 1F1B has to give up something; it ends at as many as there are
-    # devices.
+    # Doubled while the plan fits: if k in flight do not fit, more do not fit either. With as many
+    # in flight as there are devices it is 1F1B itself.
     while in_flight < devices and all(any(one.decision.choices) for one in usual):
         rule = OneFOneB(most=[min(in_flight, devices - d) for d in range(devices)])
         fewer = list(_planned(problem, rule, refine=False))
@@ -458,9 +475,10 @@ def _own_rivals(problem: Problem) -> Iterator[RuledPlan]:
 
 
 def _floors(problem: Problem) -> Iterator[OrderFloor]:
-    """Yields the plans that hold the least, which decide whether there is any.
+    """Yields the plans that hold the least, which decide whether any plan fits.
 
-    With many layers, one stage per device holds as little as several do, or nearly so.
+    With many layers, one stage per device holds nearly as little as several stages, so that only
+    the first placement is tried.
     """
     few = len(problem.costs.layers) <= RULE.few_layers
     rules = [rules[0] for rules in _placements(problem)]
@@ -468,10 +486,10 @@ def _floors(problem: Problem) -> Iterator[OrderFloor]:
 
 
 def _eager_may_win(problem: Problem, candidates: Sequence[RuledPlan]) -> bool:
-    """Tells whether an eager 1F1B, which sends do not hold up, may beat all candidates."""
+    """Tells whether an eager 1F1B, which is not held up by transfers, may beat all candidates."""
     if problem.peer == INFINITE:
         return False
-    if problem.peer_uses_host:  # the clock does not know of links that are shared
+    if problem.peer_uses_host:  # candidates were timed without waits for shared links
         return True
     least_s = lower_bound(replace(problem, schedule=EAGER)) * (1 - problem.lent)
     return least_s < min((one.step_s for one in candidates), default=float("inf"))
@@ -481,7 +499,7 @@ def _from_rival(
     placements: Sequence[Placement],
     rival: RuledPlan,
 ) -> Iterator[RuledPlan]:
-    """Yields other orders for a plan of 1F1B; if that swaps, for its cuts."""
+    """Yields other orders for a plan of 1F1B; if the plan swaps, with its cuts and other fates."""
     problem = rival.problem
     decision = rival.decision
     schedule = rival.problem.schedule
@@ -497,7 +515,7 @@ def _from_rival(
 
 
 def _swapping(one: RuledPlan) -> Iterator[RuledPlan]:
-    """Yields the order of a candidate with fates that may swap, which the clock does not know."""
+    """Yields the candidate's order with fates that may swap, which only the simulator can time."""
     problem = _in_lists(one)
     if problem.memory_limit_bytes is not None:
         fates = DeviceFates.of(crowded(problem), swaps=True)

@@ -1,9 +1,9 @@
 """jvpipe's own planner: cuts and fates jointly, for the fastest step under the memory limit.
 
-The surrogate of `stage_cost.py` is solved first (`surrogate.py`, `cap_search.py`): given the least
-seconds t of each segment, the best cuts are shortest paths under caps, and t is found only where a
-path asks for it. The surrogate of a synchronous schedule is not the step: the best paths, the cuts
-of other planners and their neighbours are simulated (`climb.py`).
+First the surrogate of `stage_cost.py`, a closed form of a step's seconds, is minimized
+(`surrogate.py`, `cap_search.py`). The surrogate of a synchronous schedule is only an estimate. So
+the surrogate's best plans, the cuts of simpler planners, and the neighbours of both are then
+simulated (`climb.py`), and the fastest is the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,15 +30,15 @@ def jvpipe(
     refine: bool = True,
     begin: Sequence[Decision] = (),
 ) -> Decision:
-    """Finds the plan of the fewest simulated seconds per step.
+    """Searches for the plan with the fewest simulated seconds per step.
 
     Args:
-        problem: what is to be planned.
-        refine: whether plans are simulated; if not, the surrogate's optimum is the answer.
-        begin: plans that keep the limits, of which the search also begins.
+        problem: that is planned.
+        refine: whether plans are simulated; if not, the surrogate's best plan is the answer.
+        begin: plans that keep the limits, from which the search also begins.
 
     Raises:
-        Infeasible: nothing fits; with the smallest limit that would do.
+        Infeasible: nothing fits; the error names the smallest limit that suffices.
 
     >>> from jvpipe.cost.costs import Costs, LayerCost, Option
     >>> from jvpipe.schedules import find_schedule
@@ -64,7 +64,7 @@ def _fits(
     decision: Decision,
     share: float = 1,
 ) -> bool:
-    """Tells whether a decision keeps so many times the limit; without a limit none does."""
+    """Tells whether a decision keeps `share` times the limit; False if there is no limit."""
     limit = problem.memory_limit_bytes
     if limit is None:
         return False
@@ -76,12 +76,13 @@ def _kept_best(
     refine: bool,
     begin: Sequence[Decision],
 ) -> Decision | None:
-    """Finds the plan without a limit, which keeps everything, if it may keep the limit.
+    """Finds the best plan without a limit, which keeps everything, if it nearly keeps the limit.
 
-    No fates are faster than that. With many layers, it is looked for if even cuts keep the limit.
+    If it keeps the limit it is the answer, because no other fates are faster. For models of many
+    layers the plan is sought only if even cuts that keep everything keep the limit.
 
     Returns:
-        None if there is no limit, or if it is not nearly kept.
+        The plan; None if there is no limit, or if the plan is far over it.
     """
     if problem.memory_limit_bytes is None:
         return None
@@ -89,7 +90,7 @@ def _kept_best(
     if are_many and not _fits(problem, even(problem)):
         return None
     hasty = jvpipe(problem.unlimited, refine=False)
-    # The simulated plan of no limit is asked for only where the surrogate's nearly fits.
+    # Simulating takes long: it is done only if the surrogate's best plan nearly fits.
     if not _fits(problem, hasty, PLAN.near_limit):
         return None
     return jvpipe(problem.unlimited, refine, begin)
@@ -106,7 +107,11 @@ def _surrogate_best(problem: Problem) -> Decision:
 
 
 def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
-    """Tells whether a plan without swaps leaves much to gain; of few layers, whether any."""
+    """Tells whether swaps may make a faster plan than the best one without swaps.
+
+    For models of few layers they may if any choice swaps. For larger models the slowest stage must
+    also take clearly more than its share of the work.
+    """
     if problem.memory_limit_bytes is None or not Choices.of(problem.costs).swapped_bytes.any():
         return False
     if len(problem.costs.layers) <= PLAN.hasty_layers or not plain.feasible:
@@ -120,14 +125,14 @@ def _swaps_may_help(problem: Problem, plain: Solution) -> bool:
 def _simulated_best(
     problem: Problem, others: Sequence[Decision], kept: Decision | None
 ) -> Decision:
-    """Returns the fastest simulated plan among paths, plain cuts, and their neighbours.
+    """Returns the fastest simulated plan among the surrogate's, plain cuts, and their neighbours.
 
-    Fates are chosen without swaps, and with swaps as if the link to the host were slow.
+    Fates are chosen without swaps, and also with swaps as if the link to the host were slower.
 
     Args:
-        problem: what is to be planned.
-        others: of which the search also begins.
-        kept: the plan of no limit, if it is known.
+        problem: that is planned.
+        others: plans from which the search also begins.
+        kept: the best plan without a limit, if it is known.
     """
     plain = pricing_of(problem, swaps=False)
     solutions = [solve(problem, plain)]
@@ -142,10 +147,10 @@ def _simulated_best(
         begin += [solution.decision(path) for path in best]
     if not begin:
         raise nothing_fits(pricings[-1] if problem.host_limit_bytes is None else plain)
-    # The surrogate does not see that devices wait for round trips over slow links.
+    # The surrogate does not count that devices wait for round trips over slow links.
     if _link_share(problem, begin[0]) > PLAN.noticed_link:
         begin += trips(problem, plain, PLAN.paths)
-    # For many layers, fates are not chosen again and again.
+    # For models of many layers a climb does not choose fates again, because that takes too long.
     are_few = len(problem.costs.layers) <= PLAN.hasty_layers
     ways = list[DeviceFates]()
     if are_few or problem.memory_limit_bytes is None:
@@ -158,17 +163,17 @@ def _simulated_best(
 
 
 def crowded(problem: Problem) -> Problem:
-    """Makes the link to the host slower, as others wait for one that is never idle."""
+    """Returns the problem with a slower link to the host (`PlanEffort.host_crowding` says why)."""
     host = Link(problem.host.bytes_per_s / PLAN.host_crowding, problem.host.latency_s)
     return replace(problem, host=host)
 
 
 def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, ...]]:
-    """Yields even cuts, cuts of equal work, and under a limit the best cuts without it.
+    """Yields even cuts, cuts of equal work, and, under a limit, the best cuts without a limit.
 
     Args:
-        problem: what is to be planned.
-        kept: the plan of no limit, if it is known.
+        problem: that is planned.
+        kept: the best plan without a limit, if it is known.
     """
     cuts = Segments(problem).cuts
     seconds = [layer.forward_s + layer.backward_s for layer in problem.costs.layers]
@@ -179,7 +184,7 @@ def _plain_cuts(problem: Problem, kept: Decision | None) -> Iterator[tuple[int, 
 
 
 def _link_share(problem: Problem, decision: Decision) -> float:
-    """Counts the seconds of a micro-batch's transfers, in seconds of its work."""
+    """Returns the seconds of a micro-batch's transfers, divided by the seconds of its work."""
     stages = evaluate_decision(problem, decision).stages
     comm_s = sum(stage.comm_s for stage in stages)
     compute_s = sum(stage.compute_s for stage in stages)

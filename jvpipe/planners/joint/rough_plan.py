@@ -1,7 +1,9 @@
-"""Rough plans of shapes: each stage keeps everything or recomputes all, few steps are simulated.
+"""Rough plans of shapes, in which each stage keeps everything or recomputes everything.
 
-A step is estimated first: fill and drain, and how far apart micro-batches are in the long run, by
-stages, round trips and networks. Shapes are ranked by that, and the best of them simulated.
+A shape says which devices each place of the pipeline has. The seconds of a step are estimated
+first: the time to fill and drain the pipeline, and the period, which is the time between two
+micro-batches in the long run. The period depends on stages, round trips and networks. Shapes are
+ranked by this estimate, and the best are simulated.
 """
 
 from collections import defaultdict
@@ -21,7 +23,7 @@ from jvpipe.planners.model.stage_cost import Evaluation, StageCost, evaluation_o
 
 @dataclass(frozen=True)
 class RoughPlan:
-    """A shape, and what a plan of it takes that is not sought for long."""
+    """A shape with a plan that was found quickly; `step_s` is infinite until it is simulated."""
 
     shape: Shape
     problem: Problem
@@ -31,7 +33,7 @@ class RoughPlan:
 
     @cached_property
     def estimate_s(self) -> float:
-        """About the seconds of a step; of few tasks those that are simulated."""
+        """An estimate of the seconds of a step; a plan of few tasks is simulated instead."""
         stages = self.evaluation.stages
         if self.problem.microbatches * len(stages) <= SHAPE.few_tasks:
             return self.simulated().step_s
@@ -39,10 +41,11 @@ class RoughPlan:
         return _estimate_s(stages, self.problem.microbatches, period_s)
 
     def simulated(self) -> "RoughPlan":
-        """Returns the plan with its simulated seconds; few micro-batches stand for all."""
+        """Returns the plan with simulated seconds; of many micro-batches, some are simulated."""
         stages = self.evaluation.stages
         count = SHAPE.microbatches * self.problem.stages
-        # In the long run micro-batches are equally far apart: two short runs tell how far.
+        # In the long run micro-batches are equally far apart. The difference of two short runs
+        # tells how far.
         if self.problem.microbatches <= 2 * count:
             return replace(self, step_s=simulated_step_s(self.problem, stages))
         half = count // 2
@@ -54,25 +57,26 @@ class RoughPlan:
 
     @property
     def path(self) -> Path:
-        """Its shape and its bounds."""
+        """The plan's shape and bounds."""
         return self.shape, self.decision.bounds
 
 
 def kept_or_again(problem: Problem, bounds: tuple[int, ...]) -> Decision:
-    """Decides that stages keep everything, or compute all again where that does not keep the limit.
+    """Decides for each stage to keep everything, or, if that is over the limit, to recompute all.
 
     Args:
-        problem: whose limits count.
+        problem: gives the limits.
         bounds: of the stages.
     """
     return RoughStages().evaluate(problem, bounds)[0]
 
 
 class RoughStages:
-    """What stages keep and take in many shapes of a model, each stage counted once.
+    """A cache of the stages of a model's shapes, each counted once.
 
-    Shapes that are near each other have nearly all stages in common: a bound that moves changes two
-    of them. Which devices a stage has does not matter, only how many, how slow, and by which links.
+    Neighbouring shapes have nearly all stages in common: a bound that moves changes two stages. A
+    stage does not depend on which devices it has, only on how many there are, how slow they are,
+    and which links they use.
     """
 
     def __init__(self) -> None:
@@ -83,11 +87,11 @@ class RoughStages:
         problem: Problem,
         bounds: tuple[int, ...],
     ) -> tuple[Decision, Evaluation]:
-        """Decides what stages keep, and counts what they take.
+        """Decides which stages keep everything, and counts their seconds and bytes.
 
         Args:
             problem: of a shape.
-            bounds: of its stages.
+            bounds: of the shape's stages.
         """
         choices = list[int]()
         stages = list[StageCost]()
@@ -105,9 +109,10 @@ class RoughStages:
         i: int,
         j: int,
     ) -> tuple[int, StageCost]:
-        """Returns the choice for all layers of a stage, and what it takes."""
+        """Returns the choice for all layers of a stage, and the stage's cost."""
         group = problem.group(s)
-        # What distinguishes a stage from the same layers elsewhere.
+        # All that distinguishes this stage from the same layers on other devices; whatever a
+        # stage's cost depends on must be part of the key.
         apart = group.replicas, group.receives, group.reduces, group.slowness, group.less_bytes
         key = problem.microbatches, problem.stages, s, i, j, apart
         if key not in self._known:
@@ -130,15 +135,16 @@ def of_each_kind(plans: Iterable[RoughPlan]) -> dict[str, RoughPlan]:
 
 
 def _period_s(stages: Sequence[StageCost]) -> float:
-    """Counts how far apart micro-batches are in the long run, if no network is shared.
+    """Estimates the period: seconds between two micro-batches in the long run, without networks.
 
-    Legend: t a stage, c the link before it both ways. A period is as long as the slowest stage, as
-    the slowest link one way, and as stages a to r with the links between them divided by r - a + 1:
-    so many micro-batches more are in flight on a than behind r (see `trips.py`).
+    The period is at least the seconds of the slowest stage, and those of the slowest link in one
+    direction. It is also at least the seconds of a round trip through stages a to r, and the links
+    between them, divided by r - a + 1, because r - a + 1 more micro-batches are in flight on stage
+    a than after stage r (see `trips.py`).
     """
     period_s = max(max(stage.seconds, stage.comm_s / 2) for stage in stages)
     through_s = [0.0, *accumulate(stage.compute_s + stage.comm_s for stage in stages)]
-    # Groups of stages that begin with a, shortest first.
+    # Round trips from stage a to stage r.
     for a, stage in enumerate(stages):
         before_s = through_s[a] + stage.comm_s
         for r in range(a + 1, len(stages)):
@@ -147,13 +153,16 @@ def _period_s(stages: Sequence[StageCost]) -> float:
 
 
 def _network_s(problem: Problem, stages: Sequence[StageCost]) -> float:
-    """Counts how long a micro-batch keeps the busiest network busy, one way; both are as busy."""
+    """Counts for how long a micro-batch keeps one direction of the busiest network busy.
+
+    The other direction is busy for as long.
+    """
     busy_s: defaultdict[int, float] = defaultdict(float)
     for s in range(1, len(stages)):
         before = problem.group(s - 1).machines
         here = problem.group(s).machines
         if before != here and len({*before, *here}) > 1:
-            # Values leave by the machines of one stage, their cotangents by those of the other.
+            # Values leave the machines of one stage, cotangents leave those of the other.
             for machine in (*set(before), *set(here)):
                 busy_s[machine] += stages[s].comm_s / 2
     return max(busy_s.values(), default=0.0)
@@ -164,15 +173,15 @@ def _estimate_s(
     microbatches: int,
     period_s: float,
 ) -> float:
-    """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that come late.
+    """Estimates a step: fill and drain, M - 1 periods, and all-reduces and updates that end late.
 
-    Stage s ends its last backward earlier than stage 0 by the backwards of the stages before it,
-    and half of the links up to it.
+    Stage s ends its last backward earlier than stage 0, by the backwards of the stages before it
+    and half of the links up to it. What it does once per step counts as far as it takes longer.
 
     Args:
-        stages: what they take.
+        stages: with their seconds.
         microbatches: M.
-        period_s: how far apart micro-batches are.
+        period_s: seconds between two micro-batches.
     """
     fill_s = sum(stage.compute_s + stage.comm_s for stage in stages)
     late_s = earlier_s = 0.0

@@ -1,9 +1,10 @@
-"""Cuts and fates for schedules with several chunks per device, or with split backwards.
+"""Searches cuts and fates for schedules with several chunks per device, or with split backwards.
 
-Fates say whether a residual is kept, swapped or computed again. A search begins at several cuts:
-of equal work, of the surrogate (closed forms in place of the simulator, which know the links), and
-of the best plan without a limit. From these it climbs while the simulated step gets faster
-(`climb.py`): a bound moves, and fates are chosen again.
+Fates say whether a residual is kept, swapped or recomputed. The search begins at several cuts:
+those that give devices equal work; those that the surrogate finds best (a closed form in place of
+the simulator, which counts links); and those of the best plan without a limit. From these it
+climbs as long as the simulated step gets faster (`climb.py`): a bound moves, and fates are chosen
+again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,10 @@ from jvpipe.planners.model.unfolded import on_devices
 
 @dataclass(frozen=True)
 class RuledPlan:
-    """A plan with an order of tasks, where both come from, and its simulated seconds.
+    """A plan with an order of tasks, the family that the order comes from, and its seconds.
 
-    `fates` chooses fates for other cuts of the same placement, if other cuts are tried.
+    The seconds are those of `order_course.py`, which leave out swaps and shared links. `fates`
+    chooses fates for other cuts of the same placement, if other cuts are tried.
     """
 
     problem: Problem
@@ -45,14 +47,14 @@ class RuledPlan:
 
 
 def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
-    """Finds the decision of the fastest simulated step under the rule of the problem's schedule.
+    """Searches for the decision with the fastest simulated step under the problem's schedule.
 
     Args:
-        problem: what is to be planned.
-        begin: plans of this problem that keep the limits; a search may begin at them.
+        problem: that is planned.
+        begin: plans of this problem that keep the limits, from which the search may also begin.
 
     Raises:
-        Infeasible: nothing fits; it tells the smallest limit that would do.
+        Infeasible: nothing fits; the error names a limit that suffices.
     """
     if problem.schedule.chunks == 1 and not problem.splits:
         return jvpipe(problem, begin=begin)
@@ -63,15 +65,14 @@ def under_rule(problem: Problem, begin: Sequence[Decision] = ()) -> Decision:
     climb = Climb(problem, ways, RULE.simulated_tasks, around=RULE.around)
     begins = [decision for bounds in first for decision in climb.refitted(bounds)]
     best = climb.top([*begins, *_asked(problem)])
-    # Nothing fits at cuts that are fast: bounds move to where devices hold less, whatever that
-    # costs.
+    # If nothing fits at fast cuts, bounds move to where devices hold less, however slow that is.
     if best is None:
         begins = list[Decision]()
         for bounds in first:
             for plan in emptied(problem, ways[-1], bounds, places=PLAN.places):
                 begins += climb.refitted(plan.bounds)
         best = climb.top(begins)
-    return best or on_devices(jvpipe)(problem)  # else the planner raises, and tells what would do
+    return best or on_devices(jvpipe)(problem)  # which raises Infeasible if it finds nothing either
 
 
 def _ways(problem: Problem) -> list[DeviceFates]:
@@ -85,10 +86,10 @@ def _ways(problem: Problem) -> list[DeviceFates]:
 
 
 def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
-    """Lists cuts to begin with: of equal work and, where sends take time, those of the surrogate.
+    """Lists cuts to begin with: those of equal work and, if sends take time, the surrogate's.
 
     Args:
-        problem: whose stages and links count.
+        problem: gives the stages and the links.
         cuts: where a stage may begin or end.
     """
     begin = [balanced(problem, cuts, layer_s(problem))]
@@ -99,7 +100,7 @@ def first_cuts(problem: Problem, cuts: Cuts) -> list[tuple[int, ...]]:
 
 
 def _asked(problem: Problem) -> list[Decision]:
-    """Lists the plan that keeps everything with one stage per device, if there is no memory limit."""
+    """Lists jvpipe's plan as if each stage had a device of its own; empty under a memory limit."""
     if problem.memory_limit_bytes is not None:
         return []
     refine = len(problem.costs.layers) <= RULE.refined_layers
@@ -111,12 +112,12 @@ def ruled(
     decision: Decision,
     fates: DeviceFates,
 ) -> Iterator[RuledPlan]:
-    """Yields the rule's own order.
+    """Yields the plan in the rule's own order, if that fits.
 
     Args:
         problem: whose schedule is the rule.
-        decision: the plan.
-        fates: for other cuts.
+        decision: cuts and fates.
+        fates: chooses fates for other cuts.
     """
     loads = Loads.of(problem, decision)
     schedule = problem.schedule
@@ -133,12 +134,12 @@ def fitting(
     """Yields a candidate in another order, if that fits; unsplit backwards stay whole.
 
     Args:
-        one: whose plan counts.
+        one: the candidate, whose plan is kept.
         order: of the tasks.
-        family: where the order comes from, if not from where that of the candidate did.
+        family: that the order comes from; empty: the candidate's.
     """
     loads = one.loads
-    # A rule knows no stages; where one has no halves its backwards stay whole.
+    # A rule does not know which stages' backwards can be split: those of others are made whole.
     if not all(loads.splits):
         order = [_whole_where_not_split(steps, loads.splits) for steps in order]
     if loads.fits(order):

@@ -221,7 +221,7 @@ class Table:
         return [cell for cell, stage, at in every if not stage.settled[at]]
 
     def refine(self, open_cells: Sequence[Cell]) -> None:
-        """Refines open cells: by prices at their first refinement, then by choices, which settle."""
+        """Refines open cells: by prices the first time, then by choices of fates, which settle."""
         new = [cell for cell in open_cells if cell not in self.prices]
         if new:
             self._price(new)

@@ -1,9 +1,11 @@
-"""What no plan of any shape is below.
+"""A lower bound on the step of any plan of any shape.
 
-Legend: t(i, j, r) is what a micro-batch takes on a segment of r replicas; M micro-batches, G
-devices. With a cap T a segment needs rho(i, j), the fewest replicas with t <= T. The fewest devices
-of all segments together are a shortest path over cuts, whatever the number of stages. T* is the
-least cap under which they are no more than G.
+Legend: t(i, j, r) are the seconds of a step on the segment of layers [i, j), as a stage of r
+replicas. Under a cap T on these seconds, the segment needs rho(i, j) replicas, the fewest with
+t <= T. The fewest devices for the whole model are then the length of a shortest path over cuts,
+with rho as the lengths of segments; the number of stages is free. The least cap under which that
+length is at most the number of devices is a lower bound, because every plan's slowest stage takes
+at least that long.
 """
 
 import numpy as np
@@ -17,13 +19,13 @@ from jvpipe.planners.model.shapes import Shapes
 
 
 def least_step_s(shapes: Shapes) -> float:
-    """Bounds a step: one micro-batch on all stages, or all of them on the slowest.
+    """Bounds a step from below: one micro-batch on all stages, or all of them on the slowest.
 
-    Every stage's all-reduce has its seconds, too, or what its last backward cannot hide of them.
-    Devices that are unlike are taken for as fast as the fastest is for each layer.
+    The seconds of a stage include its all-reduce, or the part that its last backward cannot hide.
+    Unlike devices count as being as fast, for each layer, as the fastest of them.
 
     Args:
-        shapes: those that there are.
+        shapes: the possible shapes.
     """
     segments = LocalSegments(shapes)
     fastest = _fastest(shapes)
@@ -38,7 +40,7 @@ def least_step_s(shapes: Shapes) -> float:
         through_s = np.min(every, axis=0).sum()
         work_s = np.min(every * counts[:, None], axis=0).sum()
         shared_s = m * work_s / shapes.devices
-        # Two cheap bounds first: most sizes need no bisection.
+        # Two cheap bounds come first. They show for most sizes that these cannot lower the minimum.
         if max(through_s, shared_s) >= least_s:
             continue
         once_s = np.array([between(sums(x), segments.cuts, segments.cuts) for x in every])
@@ -56,14 +58,14 @@ def least_step_s(shapes: Shapes) -> float:
 
 
 def _fastest(shapes: Shapes) -> Float[np.ndarray, " layers"]:
-    """Returns how many times as long the fastest device takes for each layer."""
+    """Returns for each layer how many times as long as the costs the fastest device takes."""
     alike = np.ones(shapes.layers)
     every = [np.array(group.slowness or alike) for group in shapes.apart]
     return np.min(every, axis=0) if every else alike
 
 
 def _reduce_s(cluster: Cluster, replicas: int, sizes: Grid) -> Grid:
-    """Bounds an all-reduce from below: the chord of its least for few and for many bytes."""
+    """Bounds an all-reduce from below, by a chord of its least seconds over bytes."""
     few_s = cluster.least_reduce_s(replicas, 1e-12)
     many_s = cluster.least_reduce_s(replicas, 1e9)
     chord_s = few_s + sizes * (many_s - few_s) / 1e9
@@ -76,22 +78,21 @@ def _least_cap_s(
     devices: int,
     high_s: float,
 ) -> float:
-    """Finds the least cap below `high_s` under which there are enough devices for all segments.
+    """Finds nearly the least cap under which there are enough devices; never more than that cap.
 
     Args:
-        stages_s: seconds of all segments, for each replica count.
-        counts: of replicas, rising.
-        devices: that there are.
-        high_s: nobody asks for more.
+        stages_s: the seconds t of all segments, for each number of replicas.
+        counts: the numbers of replicas, rising.
+        devices: the number of all devices.
+        high_s: an upper end of the interval that is halved.
     """
     low_s = 0.0
     for _ in range(SHAPE.bisections):
         cap_s = (low_s + high_s) / 2
-        # Counts rise, so the first that fits is the fewest replicas; then a shortest path over the
-        # cuts.
+        # `counts` rises, so that the first count that fits is the fewest replicas, rho.
         fits = stages_s <= cap_s
         first = counts[fits.argmax(0)]
-        need = np.where(fits.any(0), first, np.inf)  # rho
+        need = np.where(fits.any(0), first, np.inf)
         fewest = np.zeros(len(need))
         for j in range(1, len(fewest)):
             fewest[j] = (fewest[:j] + need[:j, j]).min()

@@ -1,19 +1,25 @@
 """Finds shapes and their cuts together, for one micro-batch size and one order of devices.
 
-Legend: H_e(i, m) is the best way found to put the layers from cut i on into e stages on the last m
-devices of an order: counted from the end, so that a stage's micro-batches in flight are known. m
-tells where a stage lies, hence its links. t seconds of a stage on r of them, c of the link behind
-it, A of its all-reduce; M micro-batches.
+A way H_e(i, m) puts the layers from cut i on into e stages, on the last m devices of the order. Its
+first stage has the layers from i to j on r devices; the rest of the way is H_(e-1)(j, m - r).
+Stages are added from the last to the first, so that a stage's distance from the end, and with it
+its micro-batches in flight, is known when it is added. Its devices, and so its links, follow from
+m and r. In seconds, t is what the first stage takes per micro-batch, c what the link after it takes
+in both directions, and A what shows of its all-reduce. M is the number of micro-batches.
 
-    sum     of H_e(i, m) = min over j, r of
-                           t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
-    slowest of H_e(i, m) = max of t, c and the slowest of H_(e-1)(j, m - r)
+    sum of H_e(i, m)     = t(i, j, r) + A(i, j, r, m) + c + sum of H_(e-1)(j, m - r)
+    slowest of H_e(i, m) = max(t, c, slowest of H_(e-1)(j, m - r))
 
-The best is of the least sum + (M - 1) max(slowest, floor): a path is not preferred for being below
-a floor that the stages before it have anyway. Only the part of A counts that the least backward
-before i does not hide. One way is kept for each (e, i, m), so it is not exact, and what segments
-take is counted roughly (`local_segments.py`): every way is counted again (`stage_cost.py`) and
-simulated.
+Of all j and r, the way with the least
+
+    sum + (M - 1) max(slowest, floor)
+
+is kept, one for each (e, i, m). The floor is a number of seconds that stages before i may take
+anyway, so that it is worth nothing to be below it. A counts the part of the all-reduce that is not
+hidden by the backwards of the layers before i, at their shortest.
+
+The search is not exact: one way is kept for each (e, i, m), and seconds are rough
+(`local_segments.py`). The paths it finds are counted again exactly (`stage_cost.py`) and simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +39,15 @@ OverM = Float[np.ndarray, "n m"]
 
 @dataclass(frozen=True)
 class Ground:
-    """What is searched: micro-batches of a size, an order of devices in units, replica counts, and
-    places to cut.
+    """The ground that paths are searched on.
+
+    Attributes:
+        segments: with the rough seconds.
+        size: examples of a micro-batch.
+        order: of the devices.
+        counts: the numbers of devices that a stage may have.
+        cuts: where stages may begin or end.
+        unit: how many devices are counted as one: m of the legend counts units.
     """
 
     segments: LocalSegments
@@ -46,27 +59,27 @@ class Ground:
 
     @property
     def places(self) -> int:
-        """How many m there are."""
+        """The number of values that m can have: 0 to the number of units."""
         return len(self.order) // self.unit + 1
 
     def here(self, grid: Grid) -> Grid:
-        """Picks what is between the places to cut, of a grid of all coarse cuts."""
+        """Picks the entries between this ground's cuts from a grid of all coarse cuts."""
         at = np.searchsorted(self.segments.coarse, self.cuts)
         return grid[at[:, None], at]
 
     def devices(self, m: int, replicas: int) -> tuple[int, ...]:
-        """Returns so many devices from the last m units on."""
+        """Returns the first `replicas` devices of the last m units."""
         start = len(self.order) - m * self.unit
         return self.order[start : start + replicas]
 
     @cached_property
     def crossing_bytes(self) -> Grid:
-        """What each segment receives and returns of a micro-batch."""
+        """The bytes that each segment receives and returns of a micro-batch."""
         return self.here(self.segments.crossing_bytes(self.size))
 
     @cached_property
     def shown_s(self) -> list[Float[np.ndarray, "n n m"]]:
-        """A for each replica count, as far as it shows."""
+        """A of the legend, for each number of replicas."""
         segments = self.segments
         reducing = segments.shapes.cluster.reducing
         shares = [segments.share(self.size, r) for r in self.counts]
@@ -75,7 +88,7 @@ class Ground:
         every = []
         for r, b in zip(self.counts, shares, strict=True):
             links = [reducing(self.devices(m, r)) for m in range(self.places)]
-            # Many places reduce over links that are alike: each kind is counted once.
+            # Many m lead to equal links for the all-reduce: each different link is counted once.
             shown_s = {}
             for link in links:
                 if link not in shown_s:
@@ -86,7 +99,10 @@ class Ground:
 
     @cached_property
     def ways_s(self) -> tuple[Float[np.ndarray, "m k k"], Float[np.ndarray, "m k k"]]:
-        """Latency and seconds of a byte, both ways, behind a stage at m, by both stages' counts."""
+        """The latency, in both directions, and the seconds of a byte of the link after a stage.
+
+        Indices are m, the number of replicas of the stage, and that of the stage after it.
+        """
         way = self.segments.shapes.cluster.way
         kinds = len(self.counts)
         latency_s = np.zeros((self.places, kinds, kinds))
@@ -103,8 +119,10 @@ class Ground:
 
 
 class _Ways(NamedTuple):
-    """H_e: rows i, columns m; infinite where there is none. It begins with a stage of the `kth`
-    count, up to `cut`.
+    """The ways of e stages: rows are i, columns are m; `key_s` is infinite if there is no way.
+
+    `key_s` is the number by which ways are chosen. The first stage of a way ends at `cut` and has
+    the `kth` number of replicas.
     """
 
     key_s: OverM
@@ -134,9 +152,9 @@ def paths(
     """Yields the best way found for each number of stages.
 
     Args:
-        ground: what is searched.
-        stages: how many there may be.
-        floor_s: seconds that the slowest stage may take anyway.
+        ground: that is searched.
+        stages: the most stages of a path.
+        floor_s: seconds of a stage below which a faster stage is worth nothing.
     """
     levels = [_Ways.none(len(ground.cuts), ground.places)]
     levels[0].sum_s[-1, 0] = 0.0
@@ -157,7 +175,7 @@ def _longer(
     e: int,
     floor_s: float,
 ) -> _Ways:
-    """Finds the ways of e stages, from those of one less."""
+    """Finds the ways of e stages from the ways of e - 1 stages."""
     best = _Ways.none(*after.sum_s.shape)
     replicas = ground.segments.pins.replicas
     rows = np.arange(len(ground.cuts))[:, None]
@@ -179,15 +197,14 @@ def _longer(
         sum_s = t + ground.shown_s[k][:, :, m] + (after.sum_s[:, behind] + c)
         behind_s = np.maximum(after.slowest_s[:, behind], c)
         slowest_s = np.maximum(t, behind_s)
-        # Infinite seconds times zero micro-batches are not a number.
+        # `rest` may be 0, and 0 times infinity is not a number.
         period_s = np.minimum(np.maximum(slowest_s, floor_s), 1e300)
         key_s = sum_s + rest * period_s
         cut = key_s.argmin(1)
         at_cut = cut[:, None]
         ways = (np.take_along_axis(x, at_cut, 1)[:, 0] for x in (key_s, sum_s, slowest_s))
         new = (*ways, np.full_like(cut, k), cut)
-        # One way stays for each place and number of devices left: the best by its key, of all
-        # counts so far.
+        # One way stays for each i and m: the best by its key, over the replica counts so far.
         better = new[0] < best.key_s[:, m]
         for old, found in zip(best, new, strict=True):
             np.copyto(old[:, m], found, where=better)
@@ -195,7 +212,7 @@ def _longer(
 
 
 def _path(ground: Ground, levels: Sequence[_Ways], m: int) -> Path:
-    """Makes the shape and the bounds of the last level's way for the whole model."""
+    """Makes the shape and the bounds of the last level's way from cut 0 on m units."""
     i = 0
     bounds = [0]
     places = []

@@ -291,7 +291,7 @@ class _Search:
         shape: Shape,
         bounds: Bounds,
     ) -> Iterator[tuple[Replicas, Bounds]]:
-        """Yields replicas and bounds with a device moved, or with places swapped, joined or split."""
+        """Yields replicas and bounds with a device moved, or places exchanged, joined or split."""
         counts = shape.replicas
         for moved in _moved(counts, self.shapes.devices):
             yield moved, bounds

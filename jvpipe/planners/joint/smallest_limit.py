@@ -21,7 +21,7 @@ from jvpipe.planners.model.stage_bytes import on_device_bytes
 
 @dataclass(frozen=True)
 class MinBytesPlan:
-    """A decision whose fullest stage is as empty as can be."""
+    """A decision whose fullest stage holds as little as possible; `stage` is that stage."""
 
     decision: Decision
     stage: int
@@ -37,8 +37,8 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
         assert plan is not None, "without a limit there is a plan"
         return plan
     least = _least_reached_bytes(pricing)
-    # Reaches are lower bounds, so the limit may be a little too small for any plan: wider windows
-    # follow.
+    # A reach is a bound: under `least` bytes there may be no plan. Windows under larger limits are
+    # tried until a plan is found that keeps the limit of its windows.
     plan = None
     for slack in (1.02, 1.2, 3.0):
         limit = least * slack
@@ -51,10 +51,10 @@ def min_bytes_plan(pricing: Pricing) -> MinBytesPlan:
 
 
 def _least_reached_bytes(pricing: Pricing) -> float:
-    """Finds nearly the least limit under which the last layer can be reached.
+    """Finds nearly the least limit under which the last layer can be reached (`Reach`).
 
-    It lies between nothing and what a device holds that has the whole model and computes all of it
-    again.
+    The interval that is halved ends at the bytes of a device that has the whole model and
+    recomputes all of it: under that limit the last layer is surely reached.
     """
     segments = pricing.segments
     problem = segments.problem
@@ -73,24 +73,24 @@ def _least_reached_bytes(pricing: Pricing) -> float:
 
 
 def _reach(pricing: Pricing, limit_bytes: float) -> Reach:
-    """Makes the reach under a limit, whatever the seconds."""
+    """Makes the reach of stages under a limit, whatever their seconds."""
     stages = pricing.segments.problem.stages
     return Reach(replace(pricing, limit_bytes=limit_bytes), ((),) * stages)
 
 
 def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
-    """Yields each cut's plan of the fewest bytes, the emptiest first; none of too many cuts."""
+    """Yields the emptiest plan for each choice of cuts, the emptiest first; none if too many."""
     pricing = replace(pricing, limit_bytes=np.inf)
     cuts = pricing.segments.windows
     inner_bounds = len(cuts) - 2
     places = range(1, len(pricing.segments.cuts) - 1)
-    # Whoever asks falls back on the search that goes from one plan to its neighbours.
+    # Without these plans, the caller (`floor`) searches from one plan to its neighbours alone.
     if comb(len(places), inner_bounds) > LIMIT.cuts:
         return
     peaks = Peaks(pricing, cuts)
     plans = list[MinBytesPlan]()
     for inner in combinations(places, inner_bounds):
-        # Bound s has no place among the first s cuts, so its window begins behind them.
+        # The window of bound s begins behind the first s cuts, so its indices are s lower.
         in_windows = [place - s for s, place in enumerate(inner, 1)]
         path = (0, *in_windows, 0)
         if peaks.settle_path(path, np.inf) < np.inf:
@@ -99,9 +99,7 @@ def min_bytes_plans(pricing: Pricing) -> Iterator[MinBytesPlan]:
 
 
 class Peaks:
-    """The peak bytes of the segments between cuts: lower bounds at first, and the truth of those
-    that are settled.
-    """
+    """The peak bytes of the segments between cuts: lower bounds, or, once settled, true numbers."""
 
     def __init__(self, pricing: Pricing, cuts: list[Cuts]) -> None:
         segments = pricing.segments
@@ -113,7 +111,7 @@ class Peaks:
         self.choices: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def _least_bytes(self, block: CutBlock) -> Grid:
-        """Bounds a block's peak bytes from below; infinite where there is no segment."""
+        """Bounds the peak bytes of a block's segments from below; infinite if there is no layer."""
         least = self.pricing.at(block.s).least_bytes(block)
         peaks = np.maximum(least, block.reducing_bytes)
         return np.where(block.inside, peaks, np.inf)
@@ -125,13 +123,13 @@ class Peaks:
         b: int,
         below: float,
     ) -> float:
-        """Counts a segment's peak; of what is not below a number, that number or more.
+        """Returns a segment's peak bytes; if they are not below `below`, a number not below it.
 
         Args:
             s: the stage.
-            a: the place of the segment's start among the cuts of stage s.
-            b: the place of its end among those of the stage after.
-            below: bytes; of segments that take as many nothing more is asked.
+            a: the index of the segment's start among the cuts of bound s.
+            b: the index of the segment's end among the cuts of bound s + 1.
+            below: bytes; segments that take as many are not counted exactly.
         """
         peaks = self.bytes[s]
         if (s, a, b) in self.choices or peaks[a, b] >= below:
@@ -147,7 +145,8 @@ class Peaks:
             below=below - fixed,
         )
         self.choices[s, a, b] = choices
-        # What this segment needs, segments around it need too, nearly: many are never settled.
+        # Longer segments around this one need nearly as much. Raising their bounds now means that
+        # many of them never have to be settled.
         longer = peaks[: a + 1, b:]
         least_bytes = longer_bytes(self.pricing, block, a, b, held_bytes)
         np.maximum(longer, least_bytes, out=longer)
@@ -156,16 +155,16 @@ class Peaks:
         return float(peaks[a, b])
 
     def settle_path(self, places: Sequence[int], below: float) -> float:
-        """Counts the peak of the fullest segment on a path.
+        """Settles the segments of a path, and returns the peak of the fullest.
 
         Args:
-            places: of the cuts, each among those of its bound.
-            below: bytes; of segments that take as many nothing more is asked.
+            places: for each bound, the index of its cut.
+            below: bytes; segments that take as many are not counted exactly.
         """
         return max(self.settle(s, a, b, below) for s, (a, b) in enumerate(pairwise(places)))
 
     def plan(self, places: Sequence[int]) -> MinBytesPlan:
-        """Makes the plan of settled segments, given the places of its cuts."""
+        """Makes the plan of a path whose segments are settled, given the index of each cut."""
         cells = [(s, a, b) for s, (a, b) in enumerate(pairwise(places))]
         taken = [float(self.bytes[s][a, b]) for s, a, b in cells]
         bounds = tuple(int(cuts[place]) for cuts, place in zip(self.cuts, places, strict=True))
@@ -175,20 +174,23 @@ class Peaks:
 
 
 def _min_bytes_plan(pricing: Pricing, cuts: list[Cuts]) -> MinBytesPlan | None:
-    """Finds the emptiest plan between these cuts, or one nearly as empty."""
+    """Finds the emptiest plan between these cuts, or one that is nearly as empty; None if none.
+
+    Small models (`LIMIT.exact_layers`) get the emptiest one.
+    """
     peaks = Peaks(pricing, cuts)
     near = 1 if peaks.exact else 1 + LIMIT.tolerance
     best: MinBytesPlan | None = None
     rounds = 0
     while True:
         rounds += 1
-        # Lower bounds rise as segments are settled, and so does the least of the highest ones. Once
-        # a plan holds no more than that, none holds less. Each round settles a segment, so that it
-        # ends.
+        # `highest` is the least, over paths, of the highest bound on the path: no plan holds less.
+        # It rises as segments are settled. The search ends at a plan that holds no more. Each round
+        # settles a segment, so that there is an end.
         highest = least_max(peaks.bytes)
         if highest == np.inf:
             return None
-        # Among the paths that may hold as little, the one of the least sum is settled.
+        # Among paths that may hold as little as `highest`, the one with the least sum is settled.
         may_hold = [np.where(peak <= highest, peak, np.inf) for peak in peaks.bytes]
         _, places = least_sum(may_hold)
         assert places is not None, "there are as many cuts as stages need"
@@ -209,29 +211,31 @@ def longer_bytes(
     b: int,
     held_bytes: float,
 ) -> Grid:
-    """Bounds the peak bytes of the segments around one whose bytes are known.
+    """Bounds from below the peak bytes of the segments around one whose bytes are known.
 
-    Their choices do for it too, but that a run of layers computed again may have to begin at its
-    first layer: then the input of that one is kept and not of one before it. Or it ends at its last
-    layer. And shared values that come after need no room beside it.
+    The choices of a longer segment could also be used for the known one inside it, so that the
+    longer one needs at least as much. Three differences are subtracted. If the known segment cuts
+    off the beginning of a run, the input of its first layer is kept, in place of that of an earlier
+    layer. If it cuts off the end of a run, its last layer recomputes its residuals itself. Shared
+    values that only later layers read need no room beside the known segment.
 
     Args:
         pricing: of the model.
         block: the segments of a stage.
-        a: the place of the known segment's start.
-        b: the place of its end.
-        held_bytes: its bytes beside what is fixed.
+        a: the index of the known segment's start.
+        b: the index of its end.
+        held_bytes: the bytes of the known segment without fixed ones.
     """
     choices = pricing.at(block.s).choices
     starts = block.starts[: a + 1]
     last = block.ends[b] - 1
     in_flight = pricing.segments.in_flight[block.s]
-    # The input that a run keeps if it begins at the known segment's first layer, over the least
-    # that it may keep if it begins at a layer before.
+    # By how much the input of the known segment's first layer is larger than the smallest input of
+    # a layer from the longer segment's start on.
     inputs = choices.input_bytes[starts[0] : starts[a] + 1]
     least = np.minimum.accumulate(inputs[::-1])[::-1]
     begun = on_device_bytes(in_flight, inputs[-1] - least[starts - starts[0]])
-    # What a run needs more if it ends with the known segment; the segment itself ends there anyhow.
+    # What a run needs more if it ends with the known segment; 0 for segments that end there too.
     more_at_end = choices.recompute_peak_bytes[last] - choices.residual_bytes[last]
     ended = np.full(len(block.ends) - b, max(0.0, more_at_end))
     ended[0] = 0.0
@@ -241,7 +245,7 @@ def longer_bytes(
 
 
 def nothing_fits(pricing: Pricing) -> Infeasible:
-    """Says where the plan of min_bytes_plan is over the limit, and by how much."""
+    """Makes the error that says where the emptiest plan is over the limit, and by how much."""
     plan = min_bytes_plan(pricing)
     limit = int(pricing.limit_bytes)
     i, j = plan.decision.bounds[plan.stage : plan.stage + 2]

@@ -1,9 +1,10 @@
-"""The fastest choices of one stage's layers under its limit, by dominance over what they take.
+"""The search for the fastest choices of a device's layers under its limit, by dominance.
 
-Legend: states are those of `dominance.py`, each the choices of a segment's first layers. Each layer
-multiplies them by its choices; out go those that cannot fit, those whose lower bound
-(`dual_bounds.py`) is not below the best known, the dominated. At last, if there are more than
-`width`, those of the highest bounds: then the answer may not be the best.
+A state (see `dominance.py`) stands for choices of the first layers. Each further layer multiplies
+the states by its choices. Then states are dropped that cannot fit, whose lower bound
+(`dual_bounds.py`) is not below the best known, or that another state dominates. None of these can
+be the best. If more than twice `width` states are left, only the fittest stay: then the answer may
+not be the best.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ BELOW_FACTOR = 1 - 1e-12
 
 @dataclass(frozen=True)
 class FateQuery:
-    """The layers of a device, what they take without fates, and the limits left for fates."""
+    """The layers of a device, their seconds without extra ones, and the limits that fates keep."""
 
     lot: Lot
     compute_s: float
@@ -44,9 +45,9 @@ class FateQuery:
 
 @dataclass(frozen=True)
 class StageChoices:
-    """Choices of a segment's layers; none, and infinite seconds, if nothing fits.
+    """Choices for the layers of a device; empty, with infinite seconds, if none were found to fit.
 
-    Nothing takes less than `bound_s`.
+    No choices that fit take less than `bound_s`.
     """
 
     choices: tuple[int, ...]
@@ -56,14 +57,15 @@ class StageChoices:
 
     @property
     def proven(self) -> bool:
-        """Whether these are the best."""
+        """Whether these choices are the fastest."""
         return self.bound_s >= self.seconds * (1 - 1e-9)
 
 
 class FateSearch:
-    """Choices under given prices of seconds and bytes, or the best there are.
+    """A search for a query, under given prices of seconds and bytes, or under the best prices.
 
-    If there are several moments, one of them has a price; all of them have to fit.
+    If the lot has several moments, prices are put on one of them, the one that holds the most if
+    everything is kept. All moments have to fit.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class FateSearch:
         self.moment = int(keeping.argmax())
         held_bytes = growth.held[self.moment]
         self.room = query.room_bytes - base[self.moment]
-        # Bytes are at least what all layers hold and what the last one works with.
+        # Bytes are at least what all layers hold plus what the last layer works with.
         last = np.zeros_like(held_bytes)
         last[-1] = table.working_bytes[at[-1]]
         if prices is None:
@@ -99,13 +101,13 @@ class FateSearch:
             )
             prices = DualBounds([asked]).solve()[0]
         self.prices = self.alpha, self.mu = prices
-        # Bounds of what the layers to come take.
+        # Lower bounds of the cost of the layers to come, at these prices.
         finite_s = np.where(there, extra_s, 0.0)
         seconds = self.alpha * finite_s + (1 - self.alpha) * link_s
         cost = np.where(there, seconds, np.inf)
         priced = cost + self.mu * held_bytes
         paid = priced.min(1)
-        # While an earlier layer works, those to come have left nothing of that micro-batch.
+        # While an earlier layer works, the layers to come have left nothing of its micro-batch.
         left = table.left_bytes[at]
         others = cost + self.mu * (held_bytes - left)
         spared = others.min(1) - self.mu * growth.given
@@ -118,22 +120,27 @@ class FateSearch:
         self.expected = self._expected(priced, finite_s, link_s, held_bytes, left)
 
     def _expected(self, cost: PerChoice, *taken: PerChoice) -> list[np.ndarray]:
-        """Estimates what the layers to come take: in sum what the prices stand for.
+        """Estimates what the layers to come take, by weighting choices that cost little.
 
-        `taken` are extra seconds, link seconds and held bytes; left bytes go with these.
+        The estimates are scaled so that over all layers they agree with the bound at these prices:
+        a price above 0 says that its seconds or its limit are met exactly.
+
+        Args:
+            cost: of each choice at these prices.
+            taken: extra seconds, link seconds, held bytes and left bytes of each choice. Left bytes
+                are scaled like held bytes.
         """
         query = self.query
         without_fates_s = self.alpha * query.compute_s + (1 - self.alpha) * query.traffic_s
         bound_s = without_fates_s + self.cost_to_come[0] - self.mu * self.room
-        # A choice counts the less the further it is from its layer's best: of many layers each may
-        # be as far as a small part of the whole.
+        # A choice counts less, the further it is from its layer's best. What is near depends on the
+        # bound divided by the number of layers.
         most_s = float(np.abs(cost[np.isfinite(cost)]).max(initial=0.0))
         least_s = max(1e-12 * most_s, 1e-300)
         near_s = max(FATE.near_best * bound_s / len(cost), least_s)
         near = np.exp((cost.min(1)[:, None] - cost) / near_s)
         shares = near / near.sum(1)[:, None]
         sums_to_come = [to_come((shares * x).sum(1)) for x in taken]
-        # A price above 0 says that its limit is met exactly.
         room = self.room - self.last_bytes
         binding = (self.alpha > 0, self.alpha < 1, self.mu > 0)
         wholes = (bound_s - query.compute_s, bound_s - query.traffic_s, room)
@@ -147,7 +154,7 @@ class FateSearch:
     def least_seconds(self, width: int, below_s: float = np.inf) -> StageChoices:
         """Finds the fastest choices that fit and take less than `below_s`.
 
-        Among equals, the one that swaps least, then the one of the fewest bytes.
+        Among equally fast choices, those that swap least are taken, then those that hold least.
         """
         last = follow(
             self.growth,
@@ -172,11 +179,12 @@ class FateSearch:
         )
 
     def _bounds(self, states: States, done: int) -> Float[np.ndarray, "M"]:
-        """Bounds what states will take from below; infinite if they cannot fit."""
+        """Bounds from below the seconds that states lead to; infinite if they cannot fit."""
         query = self.query
         fits = self.growth.least_bytes(states, done) <= query.room_bytes
         fits &= states[SWAPPED] <= query.most_swapped_bytes
-        # Three bounds hold: compute and link each by itself, and both with bytes at their prices.
+        # Three bounds hold: compute alone, the link alone, and both together with bytes at the
+        # prices.
         compute_s = query.compute_s + states[EXTRA]
         link_s = query.traffic_s + 2 * self._swap_s(states)
         priced = self.alpha * compute_s + (1 - self.alpha) * link_s
@@ -202,7 +210,10 @@ class FateSearch:
         _alive: np.ndarray,
         done: int,
     ) -> np.ndarray:
-        """Picks the states to go on: half by bounds, half by nearness to the relaxation's share."""
+        """Picks the states that stay: half by their bounds, half by expected seconds.
+
+        Expected seconds add the estimates of `_expected`, and charge for bytes over the limit.
+        """
         extra_s, link_s, to_hold, left = (expected[done] for expected in self.expected)
         held_bytes = self._held_bytes(states)
         beyond = np.maximum(beyond_held(states) - left, self.last_bytes)
@@ -218,13 +229,12 @@ class FateSearch:
         expected_s = np.where(may, seconds, np.inf)
         near = np.argpartition(expected_s, width)[:width]
         low = np.argpartition(bound, width)[:width]
-        # One that is as empty as can be goes on, so that something fits in the end if anything
-        # does.
+        # The state that holds the least stays too, so that something is likelier to fit in the end.
         taken = np.where(may, held_bytes + beyond, np.inf)
         return np.concatenate([near, low, [taken.argmin()]])
 
     def _held_bytes(self, states: States) -> Float[np.ndarray, "M"]:
-        """Counts what states hold at the moment that has a price."""
+        """Returns the bytes that states hold at the moment that prices are put on."""
         return states[self.growth.fixed_rows + self.moment]
 
     def _seconds(self, states: States) -> Float[np.ndarray, "M"]:

@@ -1,7 +1,8 @@
-"""The surrogate's best cuts and fates: between all cuts, or between those that matter.
+"""Finds the surrogate's best cuts and fates: among all cuts, or among those that matter.
 
-A model of few layers is searched to the end; one of more, until the best is near enough, or enough
-has been looked at.
+The surrogate is the closed form of a step's seconds in `stage_cost.py`. A model of few layers is
+searched until the best is proven. A larger model is searched until the best is near enough to its
+bound, or until the effort is used up.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from jvpipe.util.sizes import MOST_BYTES
 
 @dataclass(frozen=True)
 class Solution:
-    """What the search found, the best first, and the table that it found it in.
+    """The paths that the search found, the best first, and the table that it searched.
 
-    No plan of the table is below `result.bound_s`, no other plan below `beyond_s`: its slowest
-    stage is above `cap_s`.
+    No plan whose cuts are in the table takes less than `result.bound_s`. The slowest stage of any
+    other plan is above `cap_s`, so that no other plan takes less than `beyond_s`.
     """
 
     result: SearchResult
@@ -37,12 +38,12 @@ class Solution:
 
     @property
     def bound_s(self) -> float:
-        """What no plan is below."""
+        """The seconds that no plan is below."""
         return min(self.result.bound_s, self.beyond_s)
 
     @property
     def feasible(self) -> bool:
-        """Whether anything fits."""
+        """Whether the search found a plan that fits."""
         return bool(self.result.paths)
 
     def decision(self, path: Path | None = None) -> Decision:
@@ -52,7 +53,7 @@ class Solution:
 
 
 def effort(layers: int) -> Effort:
-    """Says how hard to look at a model of so many layers."""
+    """Returns the effort for a model of so many layers; larger models get less for each layer."""
     if layers <= 40:
         return Effort(16, 4000, 1e-9, layers=2_000 * layers)
     if layers <= 120:
@@ -63,7 +64,7 @@ def effort(layers: int) -> Effort:
 
 
 def pricing_of(problem: Problem, swaps: bool = True) -> Pricing:
-    """Prices a problem's choices, with or without those that swap, under its limit."""
+    """Makes the pricing of a problem's choices, with or without those that swap."""
     limit = problem.memory_limit_bytes
     limit_bytes = float(MOST_BYTES if limit is None else limit)
     return Pricing.of(Segments(problem), limit_bytes, swaps)
@@ -74,12 +75,12 @@ def solve(
     pricing: Pricing,
     most_swapped_bytes: Sequence[float] = (),
 ) -> Solution:
-    """Finds the surrogate's best paths; each stage may swap so many bytes per micro-batch.
+    """Finds the surrogate's best paths.
 
     Args:
-        problem: what is to be planned.
-        pricing: its choices, priced.
-        most_swapped_bytes: by stage, per micro-batch; None means no bound.
+        problem: that is planned.
+        pricing: of the problem's choices.
+        most_swapped_bytes: for each stage, what it may swap per micro-batch; empty: no bound.
     """
     everything = pricing.segments.windows
 
@@ -96,7 +97,8 @@ def solve(
         return area(reach.windows(least_s * (1 + slack))) <= CUTS.window_cells
 
     widest = next(filter(is_small, CUTS.cap_slacks), 0.0)
-    # The widest windows that can be looked at; wider ones, thinned out, where nothing in them fits.
+    # The widest windows within the effort come first. If nothing in them fits, wider windows are
+    # tried, thinned out.
     for slack in (widest, 0.4, 3.0):
         cap_s = least_s * (1 + slack)
         solution = between(bounded(reach.windows(cap_s)))
@@ -111,12 +113,12 @@ def trips(
     pricing: Pricing,
     paths: int,
 ) -> list[Decision]:
-    """Finds the most promising plans that keep round trips short, best first; see `trips.py`.
+    """Finds the most promising plans that keep round trips short (`trips.py`), the best first.
 
     Args:
-        problem: what is to be planned.
-        pricing: its choices, priced.
-        paths: how many plans at most.
+        problem: that is planned.
+        pricing: of the problem's choices.
+        paths: the most plans that are returned.
     """
     segments = pricing.segments
     table = Table(
@@ -127,7 +129,7 @@ def trips(
     stages = table.stages
     comm_s = [stage.block.comm_s for stage in stages]
     link_s = [np.maximum(stage.seconds, stage.block.traffic_s) for stage in stages]
-    # A dictionary as an ordered set: the same path may come from several factors.
+    # A dictionary that serves as an ordered set, because factors may lead to the same path.
     every_path = dict[tuple[int, ...], None]()
     for factor in CUTS.transfer_factors:
         slower_s = [factor * c for c in comm_s]
@@ -141,7 +143,7 @@ def trips(
     decisions = []
     for at in ranked[:paths]:
         path = table.path(every[at])
-        # Each round settles a cell of the path or raises its bound, so that this ends.
+        # This ends because each round prices or settles open cells of the path.
         while opened := table.open_cells(path):
             table.refine(opened)
         if all(table.fits(cell) for cell in cells(path)):
@@ -154,7 +156,7 @@ def _beyond_s(
     pricing: Pricing,
     cap_s: float,
 ) -> float:
-    """Bounds what a plan takes whose slowest stage is above a cap."""
+    """Bounds from below the seconds of a plan whose slowest stage is above a cap."""
     if not problem.schedule.synchronous:
         return problem.microbatches * cap_s
     work_s = float(pricing.segments.least_compute_s[-1])
@@ -162,7 +164,7 @@ def _beyond_s(
 
 
 def within_host_limit(problem: Problem, solution: Solution) -> Solution:
-    """Gives the solution, or if it swaps more than the host can hold, another that does not."""
+    """Returns the solution, or, if it swaps more than the host can hold, one that does not."""
     limit = problem.host_limit_bytes
     if limit is None or not solution.feasible:
         return solution
@@ -172,13 +174,15 @@ def within_host_limit(problem: Problem, solution: Solution) -> Solution:
     k = [flying * problem.group(s).replicas for s, flying in in_flight]
     moves = []
     for s, (i, j) in enumerate(pairwise(decision.bounds)):
-        # Choices of other stages may be columns that this one's layers do not have.
+        # Choices of other stages are replaced by 0, because they may not exist for the layers on
+        # this stage's devices.
         inside = (0,) * i + decision.choices[i:j]
         swapped = pricing.at(s).choices.swapped(inside)
         moves.append(k[s] * float(swapped[i:j].sum()))
     if sum(moves) <= limit:
         return solution
-    # To each stage its part of the host, by what it wanted; or nothing is swapped at all.
+    # Either each stage gets a part of the host's limit in proportion to what it wanted, or nothing
+    # is swapped at all: the faster solution is taken.
     total = sum(moves)
     parts = [limit * want / total // kept for want, kept in zip(moves, k, strict=True)]
     others = [

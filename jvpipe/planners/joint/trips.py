@@ -1,17 +1,24 @@
 """Cuts for slow links: no group of adjacent stages waits longer for its round trips than a cap.
 
-Legend: t is a stage's seconds, c the seconds of the link before it, both ways; T is the cap,
-seconds per micro-batch. A micro-batch that stage a has sent on comes back from stage r, r - a + 1
-micro-batches later, after
+Legend: t is a stage's seconds per micro-batch, c the seconds of the link before it in both
+directions, and T the cap in seconds per micro-batch. A round trip through the group of stages a to
+r takes a micro-batch forward from stage a to stage r and back. Stage a has only r - a more
+micro-batches in flight than stage r, so that r - a + 1 micro-batches pass during one round trip. It
+must therefore take at most r - a + 1 times the cap:
 
-    t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r      at most (r - a + 1) T, for all a <= r
+    t_a + c_(a+1) + t_(a+1) + ... + c_r + t_r  <=  (r - a + 1) T      for all a <= r
 
-as stage a holds only r - a more in flight than stage r. The most that groups that end with stage r
-exceed this by is u_r = t_r - T + max(0, u_(r-1) + c_r): a sum along the path of cuts, so the cuts
-of the least u are a shortest path. It must not be above 0. Without other traffic on the links the
-least T is a stream's step; in a step with a flush few micro-batches come in such turns, and what
-all stages take in sum counts too: so there are paths for several caps, each of a least sum of t + c
-+ share x u.
+Let u_r be the most by which a group that ends with stage r exceeds this. Then
+
+    u_r = t_r - T + max(0, u_(r-1) + c_r)
+
+because the worst group either is stage r alone or extends the worst group that ends with stage
+r - 1. So u grows along the path of cuts, a shortest path has the least u, and u must not be above 0
+at any stage.
+
+In a stream without other traffic on the links, the least T is the time between micro-batches. In a
+step with a flush, only few micro-batches come in such turns, and the sum over all stages counts
+too. So paths are made for several caps, each with the least sum of t + c + share * u.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +33,9 @@ from jvpipe.planners.model.chain_dp import Matrix
 
 @dataclass(frozen=True)
 class Trips:
-    """Stages between given cuts, with the seconds of each, and of the link before it.
+    """The possible stages between given cuts: their seconds, and those of the links before them.
 
-    No `busy_s` may be above a cap.
+    Under a cap, no entry of `busy_s` on the path may be above the cap either.
     """
 
     seconds: Sequence[Matrix]
@@ -36,7 +43,7 @@ class Trips:
     busy_s: Sequence[Matrix] = ()
 
     def paths(self) -> Iterator[tuple[int, ...]]:
-        """Yields the places of cuts worth a look; each path once."""
+        """Yields the promising paths, each once, as the index of each bound's cut."""
         least_s = self.least_cap_s()
         if np.isinf(least_s):
             return
@@ -48,8 +55,9 @@ class Trips:
                 yield places
 
     def least_cap_s(self) -> float:
-        """Finds nearly the least cap under which there are cuts; infinite if there are none."""
-        # No stage is slower than the slowest, nor is a link: with that cap all is allowed.
+        """Finds nearly the least cap under which there is a path; infinite if there is none."""
+        # Under a cap that is the sum of the slowest stage, the slowest link and the busiest entry,
+        # every path is allowed.
         caps = []
         for matrices in (self.seconds, self.comm_s, self.busy_s):
             slowest = (x[np.isfinite(x)].max(initial=0.0) for x in matrices)
@@ -58,7 +66,7 @@ class Trips:
         high = sum(caps) + 1e-300
         if self.path(high) is None:
             return np.inf
-        # A larger cap allows all that a smaller one does.
+        # The interval may be halved because a larger cap allows all paths that a smaller one does.
         while high - low > CUTS.trip_tolerance * high:
             middle = (low + high) / 2
             if self.path(middle) is not None:
@@ -68,16 +76,17 @@ class Trips:
         return high
 
     def path(self, cap_s: float, share: float = np.inf) -> tuple[int, ...] | None:
-        """Finds the cuts of the least sum under a cap, `share` times u included, if any exist.
+        """Finds the path with the least sum of t + c + share * u under a cap; None: none keeps it.
 
-        Without a share it is the path of the least u: if that is too long, all are.
+        With an infinite share it is the path with the least u: if that path exceeds the cap, all
+        paths do.
         """
         over = np.zeros(1)
         total = np.zeros(1)
         came = list[np.ndarray]()
         for s, (t, c) in enumerate(zip(self.seconds, self.comm_s, strict=True)):
-            # By how much the groups that end with this stage exceed the cap: the group of this
-            # stage alone, or the worst group before it, longer by the link and this stage.
+            # `grown` is u of this stage: of the stage alone, or of the worst group that ends before
+            # it, extended by the link and this stage.
             longer = np.maximum(0.0, over[:, None] + c) if s else 0.0
             grown = t - cap_s + longer
             reached = np.isfinite(total)[:, None]

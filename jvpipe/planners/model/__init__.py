@@ -1,1 +1,1 @@
-"""What a plan costs: the problem, a stage's bytes and seconds, the forecast of a step."""
+"""The model that planners share: a problem, the bytes and seconds of stages, a step's forecast."""

@@ -1,9 +1,8 @@
 """Extends planners that know one stage per device to devices of several stages, or split backwards.
 
 The problem is unfolded: each stage gets a device of its own, on which as many micro-batches are in
-flight as before. The limit of that device is a budget, the same fraction of the true limit for all
-stages. The largest budget is sought at which the stages of each true device together keep the
-limit.
+flight as before. That device's limit is a budget, the same fraction of the true limit for all. The
+largest budget is sought at which the stages of each true device together keep its limit.
 """
 
 from collections.abc import Callable
@@ -70,14 +69,13 @@ def on_devices(
 ) -> Callable[[Problem], Decision]:
     """Makes a planner for devices of several stages from a planner that knows one stage per device.
 
-    The planner made raises `Infeasible` if no budget leads to a decision that keeps the limit; the
-    limit that the error names is one under which a decision was seen to fit. A planner that ignores
-    limits always answers.
+    The result raises `Infeasible` if no budget leads to a decision that keeps the limit; the error
+    names a limit under which a decision was seen to fit. A planner that ignores limits always
+    answers.
 
     Args:
         decide: the planner that knows one stage per device.
-        budgets: how many budgets are tried. The first is the whole limit; each later one halves the
-            interval, so that 7 find the budget to within limit / 2 ** 6.
+        budgets: that are tried: 7 find the best one to within limit / 2 ** 6, by halving.
     """
 
     def decided(problem: Problem) -> Decision:
@@ -129,14 +127,7 @@ def _infeasible(
     asked: Problem,
     refused: Infeasible,
 ) -> Infeasible:
-    """Makes the error that no budget suffices, with the decision for the smallest limit that does.
-
-    Args:
-        problem: with several stages per device, or split backwards.
-        decide: the planner that knows one stage per device.
-        asked: the unfolded problem that was refused.
-        refused: the planner's refusal, which names a limit of the unfolded problem that suffices.
-    """
+    """Makes the error that no budget suffices, with the decision for a limit that does."""
     limit = problem.memory_limit_bytes
     assert limit is not None
     decision = decide(replace(asked, memory_limit_bytes=refused.smallest_limit_bytes))
