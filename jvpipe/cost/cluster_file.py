@@ -24,10 +24,12 @@ flops_per_s = { float32 = 20e12, bfloat16 = 80e12 }
 launch_s = 5e-6              # seconds of a kernel beside its work
 elementwise_per_s = 5e12     # elementwise operations per second
 tiling = { cores = 80, start = 32, winograd = 0.8 }
-                             # as in `tiling.py`; without it, products use all cores without loss
+                             # as in `tiling.py`; left out, products use all cores without loss
 
-[host]                       # each device's link to its host, always needed; [peer] is needed for
-bytes_per_s = 12e9           # several devices per machine, [network] for several machines
+# [host] is the link of each device to its host, and always needed. [peer], with the same fields, is
+# needed if a machine has several devices, and [network] if there are several machines.
+[host]
+bytes_per_s = 12e9
 latency_s = 10e-6            # default: 0
 """
 
@@ -153,7 +155,7 @@ def _accelerator(
         table: the table that has the entry.
         key: the key of the entry in that table.
         entry: the name of a preset, or a table.
-        prefix: the dotted keys before the keys of the entry, for messages.
+        prefix: the dotted path of the entry in the file, with a dot at the end, for messages.
     """
     if isinstance(entry, str):
         return _preset(table, key, entry)

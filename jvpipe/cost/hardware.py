@@ -1,8 +1,8 @@
 """The hardware as planners see it: devices, links, and clusters of machines with devices.
 
-A link is a rate and a latency. An all-reduce is described as a link, too, for the bytes of one
-summand, and so is a transfer between groups of devices, for the bytes of the whole value.
-Therefore code that counts the seconds of communication deals with links alone.
+A link is a rate and a latency. An all-reduce is described as a link, too: its `seconds(size)` takes
+the bytes of one summand. So is a transfer between groups of devices: there `size` is the bytes of
+the whole value. Therefore code that counts the seconds of communication deals with links alone.
 """
 
 import math
@@ -240,10 +240,11 @@ class Cluster:
         return least_s
 
     def way(self, senders: Sequence[int], readers: Sequence[int]) -> Link:
-        """Returns a link for the bytes of a whole value, of which each sender holds a slice.
+        """Returns the transfer of a value from senders, each of which holds a slice, as a link.
 
-        Slices are of equal size and pass at the same time. Between machines, as many pass at a time
-        as there are networks on the side with the fewer machines.
+        The `seconds` of the link take the bytes of the whole value. Slices are of equal size and
+        pass at the same time. Between machines, no more slices pass at a time than the side with
+        fewer machines, senders or readers, has network links.
 
         Args:
             senders: the numbers of the devices that hold the slices.

@@ -30,8 +30,8 @@ class Curve:
     ) -> "Curve":
         """Makes a curve of changes, which may be given in any order.
 
-        Changes at the same instant count as one, so bytes that end then make room for those that
-        begin.
+        Changes at the same instant count as one: bytes that are removed at an instant make room for
+        those that are added at it.
 
         Args:
             place: the name of the device or of the host.

@@ -1,9 +1,11 @@
 """Departures: values that layers leave at their old places when they move while a stream flows.
 
 A stream is training without a flush, so tasks go on while layers change places (devices). The
-example has two stages. Task 7 has moved weights to the place where it reads them. After `_WINDOW`
-(two) more tasks of each stage the copy has surely arrived, so that waiting for it costs no time.
-Before task 12 the old buffer is freed, and the new buffer is dropped if no later row reads it.
+example has two stages. Task 7 has moved weights to the place where it reads them. Their old buffer
+may not be freed before the copy has arrived: FREE waits for the copy and then ends the old buffer.
+It is written only after `_WINDOW` (two) more tasks of each stage, here before task 12, when the copy
+has normally arrived. If it has not, the wait costs time and nothing else. A buffer ends at the last
+row that touches it: DROP touches the new buffer, so it ends there unless a later row reads it.
 
     tasks    ... 7    8    9    10   11                      12 ...
     rows         MOVE                    FREE old, DROP new
@@ -25,6 +27,7 @@ _WINDOW = 2
 """The number of further tasks of each stage after which the buffers at an old place are freed.
 
 A smaller number could let a task wait for the copy; a larger one holds the old buffers longer.
+Results are the same for every number.
 """
 
 
@@ -64,8 +67,8 @@ class Departures:
     def note(self, task: int) -> None:
         """Takes over the pairs of buffers that a task has moved, to free the old ones later.
 
-        Buffers on the host are waited for and freed at once, because the next update gives their
-        names to other buffers.
+        A move from or to the host is not delayed: its FREE is written now, although it may wait for
+        the copy, because the next update moves the same state again.
         """
         placer = self._placer
         for old, new in placer.moved:
@@ -77,7 +80,10 @@ class Departures:
         placer.moved = []
 
     def free(self, task: int) -> None:
-        """Frees the old buffers of moves that are more than `_WINDOW` tasks of each stage ago."""
+        """Frees the old buffer of each move that lies far enough before a task.
+
+        That is more than `_WINDOW` tasks for each stage, of all stages together.
+        """
         window = _WINDOW * len(self._placer.where.plan.stages)
         while self._waiting and self._waiting[0].task + window < task:
             moved = self._waiting.popleft()
@@ -92,7 +98,7 @@ class Departures:
 
 
 def settle(placer: Placer, plan: Plan) -> None:
-    """Moves the values that no task moves when a plan begins.
+    """Moves, at the beginning of a plan, the values that no task would move.
 
     They are constants, model state that no layer writes, and optimizer state of no layer.
     """
@@ -155,7 +161,8 @@ class LastReads:
             for layer in layout.layers(s):
                 for p in layer.reading(ValueKind.PARAMETER):
                     version = weights.version(p, m, back=back)
-                    # The buffer at a place that the owner has left must live until it has moved.
+                    # If the owner has left a place since this version was made, the version is
+                    # copied from the buffer there: this task counts as a read of that buffer, too.
                     for place in (here, *self._left(p, version, m)):
                         self._last[p, place, version] = number
 
