@@ -200,7 +200,7 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
-        """The plan in use, with the layers and devices of each stage and the fates of its residuals."""
+        """The plan in use: each stage's layers and devices, and the fates of its residuals."""
         session = self.session
         outline = outline_of(session.graph, session.settings.microbatches)
         return replace(session.compiled.plan, outline=outline)
