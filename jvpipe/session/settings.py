@@ -149,7 +149,7 @@ def library_versions() -> Parts:
 
 
 def option_parts(settings: Settings) -> Parts:
-    """Returns the options of a pipeline except its functions, which are compared once they are traced."""
+    """Returns the options of a pipeline, without its functions, whose traces are compared later."""
     apart = ("loss_fn", "optimizer", "hosts")
     names = [one.name for one in fields(settings) if one.name not in apart]
     # All fields are taken, so that one that is added later is compared as well.
