@@ -39,8 +39,8 @@ class Lora:
         return {"base": self.base(), "lora": {"down": down, "up": up}}
 
     def optimizer(self, steps):
-        # The updates of the base are set to zero. So jvpipe takes the base as frozen: it computes no
-        # gradients and keeps no moments for it.
+        # The updates of the base are set to zero. So jvpipe takes the base as frozen, computes no
+        # gradients for it and keeps no moments.
         rate = optax.cosine_decay_schedule(1e-2, steps)
         learning = {"base": optax.set_to_zero(), "lora": optax.adam(rate)}
         return optax.multi_transform(learning, {"base": "base", "lora": "lora"})

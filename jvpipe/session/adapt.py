@@ -400,7 +400,7 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
 # they are compiled once the steps under a plan have taken as long as its programs took to compile
 # (c seconds), and only on CPUs, where groups were measured and found bitwise identical:
 #
-#     |-- compile layers --|-- steps of layers apart --|-- steps, groups are compiled --|-- groups --
+#     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|
 #
 # So a run that ends early compiles no groups, and for a longer run, compiling groups takes about as
