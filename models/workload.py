@@ -151,7 +151,7 @@ class Workload:
         return None if self.model_state is None else self.model_state()
 
     def to_plan(self, batch_size: int | None = None) -> dict[str, Any]:
-        """The arguments of `jvpipe.plan_for` for this model, with a given or the usual batch size."""
+        """The arguments of `plan_for` for this model, with a given or the usual batch size."""
         return {
             "loss_fn": self.loss_fn,
             "params": self.init,
