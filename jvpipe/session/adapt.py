@@ -425,7 +425,8 @@ class Grouping:
         """Begins to compile the groups of a plan without groups, or takes over compiled ones.
 
         Args:
-            compiled_plans: of the model, between two steps and with no migration in the queue.
+            compiled_plans: the compiled plans of the model. This must be called between two steps,
+                with no migration in the queue.
         """
         current, asked = compiled_plans.current, compiled_plans.settings.group
         if current.grouped or asked is False:
