@@ -1,1 +1,1 @@
-"""The engine that runs lowered rows: its controller, counts of bytes, processes and measurements."""
+"""The engine that runs lowered rows: controller, counts of bytes, processes and measurements."""
