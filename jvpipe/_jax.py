@@ -258,7 +258,7 @@ def apart(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 def laid_out(x: Any) -> Any:
     """Returns a program's input in the layout that the same value has when it is recomputed.
 
-    The compiler for CPUs does not choose layouts, so nothing is done there.
+    On CPUs this is not needed, and nothing is done.
     """
     return _laid_out().bind(x)
 
