@@ -32,10 +32,10 @@ _OTHER_WEIGHTS = (
 
 
 class Source(NamedTuple):
-    """The tensors of a folder that make a parameter, side by side along its last axis; `turned`: each is transposed.
+    """The tensors of a folder that make a parameter, side by side along the parameter's last axis.
 
-    If `layers` is given, the parameter stacks that many layers along its first axis, and each of the `names` has {} in
-    place of the layer's number.
+    If they are `turned`, each tensor is transposed. If `layers` is given, the parameter stacks that
+    many layers along its first axis, and each of the `names` has {} in place of a layer's number.
     """
 
     names: tuple[str, ...]
@@ -43,18 +43,21 @@ class Source(NamedTuple):
     layers: int | None = None
 
     def of(self, layer: int) -> "Source":
-        """The parameters of one of the layers."""
+        """The source of one of the stacked layers."""
         return Source(tuple(name.format(layer) for name in self.names), self.turned)
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a kind of model lies in folders.
+    """The format of a kind of model in folders.
 
-    `fields` maps the settings of a folder to fields of our configuration. A setting that `fields` does not ask for and
-    that is not `harmless` is refused. `sources` maps a configuration to the source of each parameter, by the
-    parameter's path, joined by dots. `copies` maps each tensor that repeats a source to that source. The patterns of
-    `ignored` match tensors that our model has no use for.
+    Attributes:
+        fields: maps the settings of a folder to fields of our configuration. A setting that it does
+            not read, and that is not `harmless`, is refused.
+        sources: maps a configuration to the source of each parameter, by the parameter's path with
+            dots.
+        copies: for each tensor that repeats another one, the name of that other tensor.
+        ignored: patterns of tensors for which our model has no use.
     """
 
     fields: Callable[[Settings, Folder], dict[str, Any]]
@@ -65,8 +68,10 @@ class Format:
 
 
 class Piece(NamedTuple):
-    """Where a tensor lies in a parameter: at `path`, in a `layer` if these are stacked, the `part`-th of so many
-    `parts` along the last axis, and transposed if it is `turned`.
+    """The place of a tensor in the parameter at `path`.
+
+    The tensor is in `layer` if layers are stacked, is number `part` of `parts` along the last axis,
+    and is transposed if it is `turned`.
     """
 
     path: str
@@ -82,7 +87,7 @@ class Piece(NamedTuple):
         return piece[::-1] if self.turned else piece
 
     def cut(self, whole: Any) -> np.ndarray:
-        """The tensor, cut out of a parameter; of a `LazyArray` of stacked layers only this layer is read."""
+        """The tensor, cut out of a parameter; of a `LazyArray` only the tensor's layer is read."""
         array = np.asarray(whole if self.layer is None else whole[self.layer])
         width = array.shape[-1] // self.parts
         begin = self.part * width
@@ -91,7 +96,7 @@ class Piece(NamedTuple):
 
 
 def pieces(sources: Mapping[str, Source]) -> dict[str, Piece]:
-    """Where each tensor of a table lies, by its usual name.
+    """The place of each tensor of a table of sources, by the tensor's name.
 
     >>> pieces({"blocks.kernel": Source(("h.{}.w",), True, 2)})["h.1.w"]
     Piece(path='blocks.kernel', layer=1, part=0, parts=1, turned=True)
@@ -142,7 +147,8 @@ def read_params(
     """
     sources, leaves = form.sources(config), dict(flat(shapes))
     assert sources.keys() == leaves.keys(), sorted(sources.keys() ^ leaves.keys())
-    # All errors are found from headers, before a number is read: in names, shapes, types, and unread tensors.
+    # All errors (in names, shapes, types and unread tensors) are found from headers, before numbers
+    # are read.
     piece_of = pieces(sources)
     for name, piece in piece_of.items():
         shape = piece.shape(leaves[piece.path].shape)
@@ -183,7 +189,7 @@ def _check_unread(folder: Folder, form: Format, name: str) -> None:
 
 
 def _read(folder: Folder, source: Source, dtype: np.dtype[Any], *at: int) -> np.ndarray:
-    """A parameter, or the part of it `at` indices of its first axes."""
+    """A parameter, or its part at some indices of its first axes."""
     if source.layers is not None:
         # If layers are stacked, only those that are asked for are read, so each stage reads only its own.
         if not at:

@@ -394,16 +394,17 @@ def seen(measured: Measured, compiled: CompiledPlan) -> Seen:
     return Seen(layer_s, exposed_s)
 
 
-# Layers begin apart, and those that have moved run by programs of their own until those of their
-# groups are compiled, beside the run. Nobody knows how long a run will be. Unless groups are asked
-# for, they are compiled once the steps of a plan have taken as long as its programs took to compile,
-# and on CPUs alone: there groups were measured, and their results compared bit by bit.
+# A group is several consecutive layers of a stage that run as one program. Layers begin apart, each
+# with its own programs, and so do layers that have moved. Groups are compiled beside the run, which
+# takes over their programs later. How long a run will be is not known. Unless groups are asked for,
+# they are compiled once the steps under a plan have taken as long as its programs took to compile
+# (c seconds), and only on CPUs, where groups were measured and found bitwise identical:
 #
-#     |-- compile layers --|-- steps of layers apart --|-- steps, groups are compiled --|-- groups --
+#     |-- compile layers --|-- steps of layers apart --|-- steps beside compiling --|-- groups --
 #     |<------- c -------->|<---------- c ------------>|
 #
-# So a run that ends early has compiled no group, and the groups of a longer one take about as long
-# as it has already spent.
+# So a run that ends early compiles no groups, and for a longer run, compiling groups takes about as
+# long as it has already run.
 
 
 class Grouping:
@@ -412,19 +413,20 @@ class Grouping:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._apart: CompiledPlan | None = None
-        self._stepping_s = 0.0  # what steps of `_apart` have taken
+        self._stepping_s = 0.0  # seconds of the steps under `_apart`
         self._grouped: Future[CompiledPlan] | None = None
         self._begun = False
 
     def note_step(self, taken_s: float) -> None:
-        """Counts the seconds that the thread of the training was within a step."""
+        """Adds the seconds for which the training thread was within a step."""
         self._stepping_s += taken_s
 
     def pass_step(self, compiled_plans: CompiledPlans) -> None:
         """Begins to compile the groups of a plan without groups, or takes over compiled ones.
 
         Args:
-            compiled_plans: of the model, between two steps and with no migration in the queue.
+            compiled_plans: the compiled plans of the model. This must be called between two steps,
+                with no migration in the queue.
         """
         current, asked = compiled_plans.current, compiled_plans.settings.group
         if current.grouped or asked is False:

@@ -46,8 +46,8 @@ class SplitEffort:
         slow_times: layers are cut if the slowest stage takes more than this many times the mean.
         near_times: cuts whose slowest stage takes up to this many times the least possible are
             accepted, because they may cut fewer layers.
-        apart: of two places inside layers that are closer than this share of a stage's mean
-            seconds, one is left out.
+        apart: a share of a stage's mean seconds; if two places inside layers are closer than this,
+            one of them is left out.
         worth_s: a layer that takes fewer seconds than this for a micro-batch, forward and backward,
             is not cut, because a dispatch takes some 0.05 ms.
         gain: the share of a step's seconds that finer layers must save.

@@ -1,4 +1,4 @@
-"""Work beside the training: what it may take of the interpreter, and a thread that does it."""
+"""Work beside the training: how it shares the Python interpreter, and a thread that does it."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ T = TypeVar("T")
 TURN_S = 1e-4
 """Seconds after which a thread beside the training gives up the interpreter.
 
-With Python's own 5 ms, each dispatch would wait that long.
+With Python's own 5 ms, a dispatch could wait that long.
 """
 
 _lock = Lock()
@@ -28,9 +28,9 @@ The first entry is the setting of the program outside, which the last one to lea
 def beside_training() -> Iterator[None]:
     """Keeps work beside the training from holding up the thread that dispatches.
 
-    The dispatching thread gives up the interpreter at each dispatch and then needs it back. Inside,
-    threads therefore take turns of at most `TURN_S`, and garbage collection is off:
-    tracing would set off collections that look at every object and take half a second.
+    The dispatching thread gives up the interpreter at each dispatch and then needs it back. Inside
+    the context, threads therefore take turns of at most `TURN_S`. Garbage collection is off there,
+    because tracing would set off collections that look at every object and take half a second.
 
     >>> with beside_training():
     ...     round(sys.getswitchinterval(), 4), gc.isenabled()
