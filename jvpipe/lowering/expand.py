@@ -2,8 +2,9 @@
 
 A task is a stage, a kind and a micro-batch: 1F2 is the forward of micro-batch 2 on stage 1. An
 operation is the work of one program. The values that it reads and writes do not yet have a place
-(the number of a device). In this example stage 1 has layers 3 and 4, layer 3 is recomputed, and
-the backward of layer 3 cannot be split:
+(the number of a device). In this example stage 1 has layers 3 and 4. Layer 3 is recomputed, has no
+weights to train, and its backward cannot be split. Micro-batch 2 is the first that runs backward,
+so that layer 4 has no accumulator of gradients yet:
 
     task   operations, in the order in which they run
     1F2    F(layer 3) F(layer 4)
@@ -483,7 +484,7 @@ class Expander:
             yield from self._recompute(self.graph.layers[producer], m, layout)
 
     def _recompute(self, layer: Layer, m: int, layout: MicrobatchLayout) -> Iterator[Operation]:
-        """Recomputes a layer's forward, once, which leaves the values that backwards read.
+        """Runs a layer's forward again, at most once per micro-batch, for the backwards that read it.
 
         The inputs of the layer may have been dropped, too; then the layers that make them run
         first. The recursion ends, because producers come before readers in the graph.

@@ -40,7 +40,7 @@ micro-batch, so larger numbers would run for hours."""
 
 
 class Taker(Flag):
-    """The takers of an option: a Python call, a command line and its files."""
+    """Who may be given an option: `Pipeline` and `plan_for`, the commands `train` and `plan`."""
 
     PIPELINE = auto()
     PLAN_FOR = auto()
@@ -58,8 +58,9 @@ Resumed = Literal["open", "fixed", "plans", "start", "processes", "own"]
 """What a resumed run does with an option's value from the run's folder, and with another given one.
 
 "open" uses the old value unless another is given; "fixed" refuses another one; "plans" makes
-another plan for another one. The old value is not used if it was for one start only ("start"), for
-one start and equal in all its processes ("processes"), or for a single process ("own").
+another plan for another one. The other three forget the old value: "start" holds for one start of a
+run, "processes" does so and is equal in all processes of that start, and "own" may differ from
+process to process.
 """
 
 
@@ -118,7 +119,7 @@ def option(
     """Defines the field of a dataclass as an option.
 
     Args:
-        default: the value unless one is given; None if a planner decides it, or nothing is used.
+        default: the value if none is given. None: a planner decides, or there is no such thing.
         check: checks a given value and returns what the program uses.
         help: one or more sentences for `--help` and the page of options.
         group: what the option is about.
@@ -164,7 +165,8 @@ _COUNT = partial(whole_number, most=MOST_PLACES)
 class PipelineOptions:
     """The options of a pipeline, for calls, commands and files.
 
-    The types are those of files. Python calls take further types, which the checks read.
+    The type of a field is what a file may contain. A Python call may be given other types, too,
+    such as a `Cluster` for `hardware`, which the check of the option accepts.
     """
 
     taker: ClassVar[Taker] = EVERY
@@ -173,8 +175,8 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "Over how many devices, or groups of --replicas; 2 if left out, decided with --replicas auto and by plan with "
-        "--devices.",
+        "How many stages the model is cut into, each on a device or on a group of --replicas; if left out 2, but decided "
+        "with --replicas auto, and by plan with --devices.",
         "pipeline",
         "stages",
         EVERY,
@@ -192,8 +194,8 @@ class PipelineOptions:
     devices: int | None = option(
         None,
         _COUNT,
-        "How many devices stages share that may have several each; if left out as many as --replicas take, else all of "
-        "--hardware, or all that there are, one per core if they are CPUs.",
+        "How many devices there are for all stages together, of which a stage may get several; if left out as many as "
+        "--replicas takes, else all of --hardware, else all of this machine (one per core if they are CPUs).",
         "pipeline",
         "devices",
         COMMANDS | PLAN_FOR,
@@ -328,7 +330,7 @@ class PipelineOptions:
         False,
         checked_target,
         "Asks the compiler of the hardware, which need not be here, how many bytes the programs take; planning goes on "
-        "until a plan keeps the limit so.",
+        "until a plan keeps the limit by the compiler's count.",
         "memory",
         "",
         PLANS,

@@ -66,7 +66,9 @@ class Timeline:
     Task i ran from `starts_s[i]` to `ends_s[i]` on `occupies[i]`, which are indices into
     `resources`. The first `devices` resources are devices, the others are links. `curves` hold the
     bytes of each device over time, and last those of the host. `peak_bytes` are the peaks in the
-    same order; for rows they are counted in the order of dispatch, as the ledger counts them.
+    same order. If the tasks are rows, peaks may differ from the largest numbers of the curves: they
+    count bytes in the order in which rows are dispatched, as the ledger of a run does, and not by
+    simulated time.
     """
 
     tasks: Sequence[Task | Row]

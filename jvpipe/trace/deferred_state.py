@@ -39,11 +39,13 @@ def deferred(loss: LossJaxpr, microbatches: int) -> LossJaxpr:
         microbatches: the number of micro-batches of a batch.
 
     Returns:
-        The loss with more leaves of the model state, behind the user's. Each leaf that follows a
-        batch norm gets the number of micro-batches seen so far, and the sums over these.
+        The loss with more leaves of the model state, behind the user's. For each leaf that is a
+        running statistic of a batch norm, these are a counter of the micro-batches seen so far, and
+        one leaf for each sum over them.
 
     Raises:
-        ValueError: no leaf follows a batch norm, or one does so in a way that cannot be put off.
+        ValueError: no leaf is a running statistic of a batch norm, or one is updated by a formula
+            that cannot be computed from sums.
     """
     if microbatches == 1:
         return loss
@@ -203,7 +205,7 @@ def _ended(
 
     Args:
         traces: the loss at the shapes of a micro-batch and of a whole batch.
-        leaf: the leaf, which follows a batch norm.
+        leaf: a running statistic of a batch norm.
         old: its value before the batch.
         totals: the sums over all micro-batches of the batch.
     """

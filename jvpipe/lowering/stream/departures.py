@@ -189,7 +189,7 @@ class LastReads:
         Args:
             p: the parameter.
             v: the version.
-            m: the micro-batch by which the owner has left them.
+            m: the micro-batch that reads the version; places that were left before it count.
         """
         timeline = self._timeline
         if len(timeline.spans) == 1:

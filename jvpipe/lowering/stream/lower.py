@@ -84,8 +84,12 @@ class StreamLowering:
         turns = [RoundRobin(span.layout.plan.replicas) for span in self.spans]
         in_flight = max(turn.in_flight[0] for turn in turns)
         M, switch = self.microbatches, self.switch_step
-        # After `fill` steps the pipeline is full, whatever the rule of versions. The two steps
-        # after them show that steps repeat.
+        # A step is described with the names of all buffers before and after it, relative to the
+        # step. A full pipeline has the same tasks in every step. So if a step equals the one before
+        # it, it ends as it began, and all later steps are equal to it, too. That comes after `fill`
+        # steps at the latest: by then the micro-batches that the switch found in flight have left.
+        # More steps are lowered than compared, because the last ones look different: nothing reads
+        # what they leave.
         fill = switch + 2 + -(-in_flight // M)
         unrolled = self._lower(fill + 2 + -(-2 * in_flight // M), drained=False)
         steps = [unrolled.step(n) for n in range(switch + 2)]
@@ -131,7 +135,8 @@ class _Marks:
 
     `blocks` are the numbers of the blocks at which steps begin, `spots` the names of all buffers at
     these points. `uses` are the versions that each step's layers read or made. `left` has, for each
-    forward, the first layer of its stage and the buffers to swap.
+    forward, which buffers that it leaves are swapped out, and the first layer of its stage, after
+    which the rows of the swaps are named.
     """
 
     blocks: list[int]
@@ -198,7 +203,8 @@ class _Unrolling:
         for start, end in pairwise([*marks.blocks, len(blocks)]):
             # Optimizer state is fetched within the step of the update that reads it.
             groups += prefetched(blocks[start:end], placer.buffers)
-        # Up to here steps begin at blocks, from here on at rows: prefetching adds rows to blocks.
+        # Steps were marked by the block at which they begin. `bounds` has the row of that block,
+        # which is known only now, because prefetching has added rows to blocks.
         rows_before = [0, *accumulate(map(len, groups))]
         return Unrolled(
             graph=placer.graph,
@@ -225,7 +231,8 @@ class _Unrolling:
         marks = _Marks(blocks=[0], spots=[self._spots()])
         number = 0
         for n, tasks in enumerate(self.ordered):
-            # Only what a migration between steps has brought along can be read after it.
+            # Plans have changed between two steps. Buffers that the migration did not copy are
+            # gone, and the placer forgets them.
             if n in self.in_flight_at_switch:
                 placer.keep(self.in_flight_at_switch[n], n * M, n * M // timeline.every)
             uses: list[Use] = []
@@ -235,7 +242,8 @@ class _Unrolling:
                 if task.microbatch in starts:
                     settle(placer, starts.pop(task.microbatch))
                 placer.enter(timeline.plans[task.microbatch])
-                # Swaps go around forwards and backwards; an update is a block of no task.
+                # Swaps are inserted before and after blocks that have a task. An update gets a
+                # block without one, so that none is inserted there.
                 placer.begin(None if task.kind == Kind.U else task)
                 uses += self._task(task, number)
                 if task.kind == Kind.F:
@@ -297,9 +305,9 @@ class _Unrolling:
     def _update(self, layer: int, m: int, number: int) -> Use:
         """Updates a layer at one of its places, which then sends the parameters to the others.
 
-        The parameters are overwritten if no later task reads the version that the update takes and
-        if the schedule does not need it to remember the update. Otherwise the new version goes to
-        buffers of its own.
+        The update overwrites the parameters unless a later task still reads the old version, or the
+        schedule needs the old version to remember the update. In either case the new version goes
+        to buffers of its own.
 
         Args:
             layer: the layer to update.
@@ -362,7 +370,10 @@ class _Unrolling:
 
 
 def _within_steps(lists: Sequence[TaskLists]) -> TaskLists:
-    """Makes a list of each stage's tasks in each step, because swaps do not look beyond a step."""
+    """Returns one list of tasks, without updates, for each step and stage.
+
+    So no swap is placed by a task of another step.
+    """
     within = []
     for part in lists:
         for tasks in part:

@@ -134,7 +134,10 @@ def _dump(tree: Tree) -> Any:
 
 
 def _as_json(kept: Any) -> Any:
-    """Returns node data as JSON, which has no tuples; TypeError for data that are not plain."""
+    """Returns node data as JSON, in which a tuple becomes `{"tuple": [...]}`.
+
+    Raises TypeError for data that are not plain.
+    """
     if isinstance(kept, tuple):
         return {"tuple": [_as_json(x) for x in kept]}
     if isinstance(kept, list):
