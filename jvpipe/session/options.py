@@ -175,8 +175,8 @@ class PipelineOptions:
     stages: int | None = option(
         None,
         partial(checked_stages, largest=MOST_PLACES),
-        "How many stages the model is cut into, each on a device or on a group of --replicas; if left out 2, but decided "
-        "with --replicas auto, and by plan with --devices.",
+        "How many stages the model is cut into, each on a device or on a group of --replicas; if left out 2, but "
+        "decided with --replicas auto, and by plan with --devices.",
         "pipeline",
         "stages",
         EVERY,
