@@ -300,7 +300,7 @@ class Pipeline:
     def needs(self) -> list[str]:
         """Returns the names of the batch leaves that this process reads.
 
-        The other leaves of a batch may be `ShapeDtypeStruct`s.
+        Each of the other leaves may be a `ShapeDtypeStruct`.
         """
         return self.session.needs()
 

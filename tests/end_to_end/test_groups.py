@@ -119,7 +119,9 @@ def test_groups_come_once_the_steps_have_taken_as_long_as_compiling_did(
     monkeypatch.setattr(CompiledPlan, "compile_s", compile_s)
     runs = []
     for group in (None, False):
-        pipe = jvpipe.Pipeline(m.loss_fn, optax.adamw(1e-2), 2, MICRO, schedule, group=group)
+        pipe = jvpipe.Pipeline(
+            m.loss_fn, optax.adamw(1e-2), 2, MICRO, schedule, planner="even", group=group
+        )
         batches = batches_of(m, 5)
         state, found, in_groups = pipe.init(m.params, batches[0], m.rng, m.state), [], []
         for state, metrics in pipe.run(state, batches):  # noqa: B007, B020 - as users write it
