@@ -1,8 +1,8 @@
 """Searches cuts and fates for schedules with several chunks per device, or with split backwards.
 
 Fates say whether a residual is kept, swapped or recomputed. The search begins at several cuts:
-those that give devices equal work; those that the surrogate finds best (a closed form in place of
-the simulator, which counts links); and those of the best plan without a limit. From these it
+those that give devices equal work; those that are best by the surrogate, a closed form of a step's
+seconds that also counts links; and those of the best plan without a limit. From these cuts it
 climbs as long as the simulated step gets faster (`climb.py`): a bound moves, and fates are chosen
 again.
 """
